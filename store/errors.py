@@ -1,0 +1,70 @@
+"""Every error that CacheBlend raises on purpose, in one tree.
+
+    CacheBlendError
+    ├── ConfigError               an option has a value that is not allowed
+    ├── InputError                a request, a document or a prompt cannot be used as it is
+    │   ├── PromptTooLongError    more tokens than the model's positions
+    │   └── IncompatibleKVError   a chunk's KV is of another model, prefix, dtype or text
+    ├── UnsupportedModelError     the model's architecture is not one that blending is right on
+    ├── RetrieverError            the index or the embedder cannot be used
+    ├── StoreError                the store cannot be used
+    │   ├── StoreDirectoryError   not a store, not writable, or of another format
+    │   ├── StoreFullError        the disk or the byte budget has no room
+    │   └── DamagedEntryError     an entry's bytes are not the ones that were written
+    └── FusionCancelledError      the caller cancelled a fusion or its loading
+
+A message names the value at fault and the remedy. The command line turns any of them into one line and exit code 1, or 2
+for `ConfigError` and `InputError`; a traceback is printed only with `--debug`.
+"""
+
+
+class CacheBlendError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class ConfigError(CacheBlendError, ValueError):
+    """An option has a value that is not allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field}={value!r} is not allowed: {allowed}")
+        self.field, self.value, self.allowed = field, value, allowed
+
+
+class InputError(CacheBlendError, ValueError):
+    """A request, a document or a prompt cannot be used as it is."""
+
+
+class PromptTooLongError(InputError):
+    """A prompt has more tokens than the model has positions."""
+
+
+class IncompatibleKVError(InputError):
+    """A chunk's KV is of another model, prefix, dtype or text than the request needs."""
+
+
+class UnsupportedModelError(CacheBlendError):
+    """The model's architecture is not one that blending is verified on."""
+
+
+class RetrieverError(CacheBlendError):
+    """The retrieval index or the embedder cannot be used."""
+
+
+class StoreError(CacheBlendError):
+    """The KV store cannot be used."""
+
+
+class StoreDirectoryError(StoreError):
+    """A directory is not a store, cannot be written, or is of another format."""
+
+
+class StoreFullError(StoreError):
+    """The disk or the byte budget has no room for an entry."""
+
+
+class DamagedEntryError(StoreError):
+    """A stored entry's bytes are not the ones that were written; the entry is now a miss."""
+
+
+class FusionCancelledError(CacheBlendError):
+    """The caller cancelled a fusion, or the loading that feeds it."""
