@@ -1,0 +1,30 @@
+"""The method: a chunk's KV alone, keys moved to their place, HKVD tokens picked, fused layer by layer."""
+
+from cacheblend.store.errors import IncompatibleKVError, UnsupportedModelError
+
+from .config import FusionConfig
+from .fused import FusedPrompt, LayerReport
+from .fusor import Fusor
+from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers
+from .segment import Prompt, Segment, SegmentKV
+from .selection import ExplicitPositions, SelectionStep, Selector, TopDeviation
+
+__all__ = [
+    "ExplicitPositions",
+    "FusedPrompt",
+    "FusionConfig",
+    "Fusor",
+    "IncompatibleKVError",
+    "KVGeometry",
+    "LayerKV",
+    "LayerReport",
+    "LayerSource",
+    "Prompt",
+    "ResidentLayers",
+    "Segment",
+    "SegmentKV",
+    "SelectionStep",
+    "Selector",
+    "TopDeviation",
+    "UnsupportedModelError",
+]

@@ -1,0 +1,44 @@
+"""What a fusion is asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cacheblend.store.errors import ConfigError
+
+from .selection import SELECTORS, Selector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionConfig:
+    """How much of the reusable KV is recomputed, and which tokens of it.
+
+    Args:
+        recompute_ratio: share, 0..1, of the reusable tokens that go through attention and MLP, as the mean over layers 1
+            and up (paper §4.3). 0 is full KV reuse, 1 is full prefill. 0.15 is the paper's r* (§7, figure 16).
+        selector: "gradual" (paper §4.3, figure 9), "single_shot" (the choice at layer 1 kept for all layers), or any
+            `Selector`.
+        gradual_spread: how far the first and last ratio of gradual filtering lie from the mean, relative to it, 0..1.
+
+    Raises:
+        ConfigError: a value outside its range, or an unknown selector.
+    """
+
+    recompute_ratio: float = 0.15
+    selector: str | Selector = "gradual"
+    gradual_spread: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("recompute_ratio", "gradual_spread"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1:
+                raise ConfigError(name, value, "a number from 0 to 1")
+        if isinstance(self.selector, str) and self.selector not in SELECTORS:
+            raise ConfigError("selector", self.selector, f"one of {', '.join(sorted(SELECTORS))}, or a Selector")
+
+    def resolve_selector(self) -> Selector:
+        """The selector itself."""
+        if isinstance(self.selector, str):
+            return SELECTORS[self.selector](self.recompute_ratio, self.gradual_spread)
+        return self.selector

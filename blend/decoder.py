@@ -1,0 +1,261 @@
+"""A Hugging Face decoder run layer by layer on chosen rows: the one file that knows transformers' internals.
+
+Nothing of an architecture is copied here. A second module tree shares the model's parameters but has its own config, whose
+attention implementation is ours; decoder layers, rotary function, embedding and head are the model's own code. The model
+itself stays as it was loaded, so it serves as the reference and for decoding while the tree runs in other threads.
+
+Shapes: H KV heads, S rows, N tokens, D head size, M hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from .attention import Rows, attend
+from .layer_source import KVGeometry, LayerKV
+
+IMPLEMENTATION = "cacheblend"
+CosSin = tuple[torch.Tensor, torch.Tensor]
+# Bounds the activations of layer 0, which every token runs through; 4,096 rows of the 12-layer bench shape take 100 MB.
+ROWS_AT_ONCE = 4096
+
+
+class _LayerPass(Protocol):
+    """What one pass of rows through one layer does with keys, values and attention; handed down as a keyword argument."""
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stands in for `Cache.update`."""
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Attention output (1, S, Q, D)."""
+
+
+def _attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, *, layer_pass: _LayerPass, **kw: Any) -> tuple[Any, None]:
+    return layer_pass.attend(module, q, k, v, mask, **kw), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+
+
+class RowsPass:
+    """Rows of a prompt through one layer: fresh KV is scattered into the whole layer, attention has the exact mask.
+
+    With `scatter=False` the layer already holds the rows' fresh KV.
+    """
+
+    def __init__(self, whole: LayerKV, rows: Rows, window: int | None, *, scatter: bool) -> None:
+        self._whole, self._rows, self._window, self._scatter = whole, rows, window, scatter
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatter the rows' keys and values; hand back the layer's."""
+        if self._scatter:
+            self._whole.k_1HND.index_copy_(2, self._rows.on_device_S, k_1HSD)
+            self._whole.v_1HND.index_copy_(2, self._rows.on_device_S, v_1HSD)
+        return self._whole.k_1HND, self._whole.v_1HND
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Blocked attention of the rows against the layer."""
+        return attend(q, k, v, self._rows, scaling=kw["scaling"], window=self._window, softcap=kw.get("softcap"))
+
+
+class AlonePass:
+    """A chunk alone behind its prefix through one layer, by the model's own attention; keeps the keys as they are before RoPE.
+
+    The layer is run with the identity rotation, so that keys arrive here unrotated whatever the family's projections look
+    like, and queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
+    """
+
+    def __init__(self, decoder: Decoder, cos_sin: CosSin) -> None:
+        self._decoder, self._cos_sin = decoder, cos_sin
+        self.k_1HND, self.v_1HND = torch.empty(0), torch.empty(0)
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the position-free keys and the values."""
+        self.k_1HND, self.v_1HND = k_1HSD, v_1HSD
+        return k_1HSD, v_1HSD
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Rotate, then the attention that the model was loaded with."""
+        q, k = self._decoder.apply_rotary(q, k, *self._cos_sin)
+        eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+        own = AttentionInterface().get_interface(self._decoder.reference_implementation, eager)
+        output: torch.Tensor = own(module, q, k, v, mask, **kw)[0]
+        return output
+
+
+class _GivenHidden(nn.Module):
+    """Stands where the decoder was, so that the causal-LM class's own forward turns a hidden state into logits."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, inputs_embeds: torch.Tensor, **_: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+
+
+class Decoder:
+    """A causal LM of a supported architecture, taken apart into the steps that blending needs.
+
+    Args:
+        model: the Hugging Face model; its parameters are shared, its config and modules are not touched.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config = model.config.get_text_config(decoder=True)
+        self.reference_implementation = str(model.config._attn_implementation)
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        causal_lm = copy.deepcopy(model, shared)
+        causal_lm.set_attn_implementation(IMPLEMENTATION)
+        base = causal_lm.get_decoder()
+        self._reference_config = model.config
+        self._layers: list[nn.Module] = list(base.layers)
+        self._rotary: nn.Module = base.rotary_emb
+        self.apply_rotary: Callable[..., CosSin] = vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"]
+        # Without layers and norm, the decoder's own forward is its embedding, multipliers included.
+        self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
+        self._head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
+        cache_layers = DynamicCache(config=model.config).layers
+        self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
+        types = getattr(self.config, "layer_types", None) or []
+        self._takes_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        self.layer_types: list[str | None] = list(types) if self._takes_layer_type else [None] * len(self._layers)
+        first = next(model.parameters())
+        self.dtype, self.device = model.dtype, first.device
+        attention = self._layers[0].self_attn
+        self.head_dim = int(attention.head_dim)
+        self.kv_heads = int(self.config.num_key_value_heads)
+
+    def empty_cache(self) -> DynamicCache:
+        """A cache with the model's layer kinds and nothing in it."""
+        return DynamicCache(config=self._reference_config)
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Shape of one layer's KV."""
+        return KVGeometry(len(self._layers), self.kv_heads, self.head_dim, self.dtype, self.device)
+
+    def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
+        """Input of layer 0, (1, S, M)."""
+        output: torch.Tensor = self._embedding(input_ids=token_ids_S[None], use_cache=False).last_hidden_state
+        return output
+
+    def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
+        """Float32 logits (V,) of the last row, through the model's final norm, head and soft-capping."""
+        output: torch.Tensor = self._head(inputs_embeds=hidden_1SM[:, -1:], use_cache=False).logits
+        return output[0, -1].float()
+
+    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[str | None, CosSin]:
+        """Cosine and sine (1, N, rotary size) of the positions, one pair a layer type, from the model's own rotary module."""
+        position_ids_1N = positions_N[None]
+        if self._takes_layer_type:
+            return {kind: self._rotary(hidden_1SM, position_ids_1N, kind) for kind in set(self.layer_types)}
+        return {None: self._rotary(hidden_1SM, position_ids_1N)}
+
+    def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        """Keys rotated to their positions, by the model's own function and dtype path."""
+        return self.apply_rotary(k_1HSD, k_1HSD[:, :0], *cos_sin)[0]
+
+    def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys before RoPE and values (1, H, S, D) of rows at a layer's input; neither queries nor attention are computed."""
+        block: Any = self._layers[layer]
+        attention, normed = block.self_attn, block.input_layernorm(hidden_1SM)
+        if hasattr(attention, "qkv_proj"):
+            size = self.kv_heads * self.head_dim
+            weight, bias = attention.qkv_proj.weight[-2 * size :], attention.qkv_proj.bias
+            k_1SX, v_1SX = nn.functional.linear(normed, weight, None if bias is None else bias[-2 * size :]).split(size, dim=-1)
+        else:
+            k_1SX, v_1SX = attention.k_proj(normed), attention.v_proj(normed)
+        k_1SHD, v_1SHD = (x.view(*x.shape[:2], self.kv_heads, self.head_dim) for x in (k_1SX, v_1SX))
+        if hasattr(attention, "k_norm"):
+            k_1SHD = attention.k_norm(k_1SHD)
+        return k_1SHD.transpose(1, 2), v_1SHD.transpose(1, 2)
+
+    def run_rows(
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
+    ) -> torch.Tensor:
+        """Run rows of the prompt through one layer; the paper's `prefill_layer` (§6). Gives (1, S, M)."""
+        pieces = []
+        for piece in rows.split(ROWS_AT_ONCE):
+            done = sum(part.shape[1] for part in pieces)
+            layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
+            cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])
+            piece_hidden = hidden_1SM[:, done : done + len(piece)]
+            pieces.append(self._run(layer, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def run_alone(self, token_ids_N: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Position-free keys and values (1, H, N, D) of every layer, from a forward of exactly these tokens."""
+        positions_N = torch.arange(len(token_ids_N), device=self.device)
+        hidden_1NM = self.embed(token_ids_N)
+        rotary = self.rotary(positions_N, hidden_1NM)
+        masks = {
+            window: (create_causal_mask if window is None else create_sliding_window_causal_mask)(
+                self._reference_config, hidden_1NM, None, None, positions_N[None]
+            )
+            for window in set(self.windows)
+        }
+        kv = []
+        for layer, window in enumerate(self.windows):
+            cos, sin = rotary[self.layer_types[layer]]
+            layer_pass = AlonePass(self, (cos, sin))
+            identity = (torch.ones_like(cos), torch.zeros_like(sin))
+            hidden_1NM = self._run(layer, hidden_1NM, positions_N, identity, layer_pass, masks[window])
+            kv.append((layer_pass.k_1HND, layer_pass.v_1HND))
+        return kv
+
+    def _run(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: CosSin,
+        layer_pass: _LayerPass,
+        mask: Any = None,
+    ) -> torch.Tensor:
+        output: torch.Tensor | tuple[torch.Tensor] = self._layers[layer](
+            hidden,
+            attention_mask=mask,
+            position_ids=positions[None],
+            past_key_values=layer_pass,
+            use_cache=True,
+            position_embeddings=cos_sin,
+            layer_pass=layer_pass,
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+
+def fill_cache(cache: DynamicCache, layer: int, whole: LayerKV) -> None:
+    """Hand a finished layer over to a `DynamicCache` without copying it; a sliding layer keeps its last window alone."""
+    target: Any = cache.layers[layer]
+    nothing = whole.k_1HND[:, :, :0]
+    target.update(nothing, nothing)
+    target.keys, target.values = whole.k_1HND, whole.v_1HND
+    if target.is_sliding:
+        target.cumulative_length = whole.k_1HND.shape[2]
+        kept = target.sliding_window - 1
+        target.keys, target.values = (x[:, :, max(0, x.shape[2] - kept) :].clone() for x in (whole.k_1HND, whole.v_1HND))
+
+
+def _with_modules(module: Any, **replaced: nn.Module) -> Any:
+    """A shallow copy of a module with some children replaced."""
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, **replaced}
+    return twin

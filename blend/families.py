@@ -1,0 +1,67 @@
+"""Which models blending is verified on, and why the others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from cacheblend.store.errors import UnsupportedModelError
+
+VERIFIED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+_PARTS = ("layers", "norm", "rotary_emb")
+
+
+def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
+    """Refuse a model that blending is not right on, naming what is missing.
+
+    Raises:
+        UnsupportedModelError: a family outside the verified ones (unless allowed), a rope that changes with the prompt's
+            length, layers that hold another state than keys and values, or that attend to the future.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    family = str(config.model_type)
+    missing = list(_missing_parts(model, config))
+    if missing:
+        raise UnsupportedModelError(f"{family} models cannot be blended: {'; '.join(missing)}")
+    if family not in VERIFIED and not allow_unverified:
+        raise UnsupportedModelError(
+            f"{family} is not among the verified families ({', '.join(VERIFIED)}); pass allow_unverified=True "
+            "(--allow-unverified) to use it if the built-in check against its own forward passes"
+        )
+
+
+def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
+    if config.is_encoder_decoder:
+        yield "it is an encoder-decoder, and only decoders are supported"
+        return
+    base = model.get_decoder()
+    absent = [part for part in _PARTS if not hasattr(base, part)]
+    if absent:
+        yield f"its decoder has no {', '.join(absent)}"
+        return
+    layer = base.layers[0]
+    if not hasattr(layer, "input_layernorm") or not hasattr(layer, "self_attn"):
+        yield "its layers have no input_layernorm in front of self_attn"
+    elif not (hasattr(layer.self_attn, "qkv_proj") or hasattr(layer.self_attn, "k_proj")):
+        yield "its attention has neither k_proj and v_proj nor qkv_proj"
+    for rope in sorted(_rope_types(config) - set(ROPE_TYPES)):
+        yield f"rope type {rope!r} changes with the prompt's length (supported: {', '.join(ROPE_TYPES)})"
+    if getattr(config, "num_kv_shared_layers", 0):
+        yield "some layers share another layer's KV"
+    if getattr(config, "use_bidirectional_attention", False):
+        yield "its attention is bidirectional"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        yield "chunked attention is not supported"
+    kinds = {type(cache_layer) for cache_layer in DynamicCache(config=model.config).layers}
+    for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+        yield f"a layer keeps a {kind.__name__} instead of keys and values"
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return {str(rope.get("rope_type", "default")) for rope in per_type}

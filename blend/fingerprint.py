@@ -1,0 +1,74 @@
+"""What tells one model from another in the store's keys: SHA-256 over config, weights and compute dtype."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def fingerprint_directory(directory: Path, dtype: torch.dtype, extra: str = "") -> str:
+    """Fingerprint of a model directory: its config file, its weight shards, `dtype`, and what else changes the computation.
+
+    A shard's digest is remembered by real path, size and modification time in the user's cache folder, so that a large model
+    is hashed once.
+    """
+    digest = hashlib.sha256(f"{dtype}\n{extra}\n".encode())
+    digest.update(hashlib.sha256((directory / "config.json").read_bytes()).digest())
+    shards = sorted(path for pattern in _WEIGHTS for path in directory.glob(pattern))
+    known = _read_known()
+    for shard in shards:
+        stat = shard.stat()
+        identity = f"{shard.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+        if identity not in known:
+            with shard.open("rb") as file:
+                known[identity] = hashlib.file_digest(file, "sha256").hexdigest()
+            _write_known(known)
+        digest.update(f"{shard.name}:{known[identity]}\n".encode())
+    return digest.hexdigest()
+
+
+def fingerprint_module(model: nn.Module, dtype: torch.dtype) -> str:
+    """Fingerprint of a model in memory, over its config, the bytes of its parameters and buffers, and `dtype`."""
+    config: Any = model.config
+    volatile = {"_name_or_path", "transformers_version", "dtype"}
+    digest = hashlib.sha256(f"{dtype}\n".encode())
+    kept = {name: value for name, value in config.to_dict().items() if name not in volatile}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _known_file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "cacheblend" / "fingerprints.json"
+
+
+def _read_known() -> dict[str, str]:
+    try:
+        known = json.loads(_known_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return {str(key): str(value) for key, value in known.items()} if isinstance(known, dict) else {}
+
+
+def _write_known(known: dict[str, str]) -> None:
+    target = _known_file()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(known))
+        temporary.replace(target)
+    except OSError as error:
+        logger.info("weight digests are not remembered in %s: %s", target, error)

@@ -1,0 +1,137 @@
+"""One request's fusion: the state that walks from layer 0 to the last (paper §4.2, §4.3).
+
+Shapes: H KV heads, N tokens of the prompt, S rows that a layer runs, C candidates among them, D head size, M hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+
+import torch
+
+from .attention import Rows
+from .decoder import CosSin, Decoder, fill_cache
+from .deviation import kv_deviation
+from .fused import FusedPrompt, LayerReport
+from .layer_source import LayerKV, LayerSource
+from .segment import Prompt
+from .selection import SelectionStep, Selector
+
+
+class Fusion:
+    """Runs a prompt through the decoder, each layer on fewer of the reusable tokens.
+
+    Layer 0 runs for every token that is not exact: its stored KV would be exact as well, but its output is needed, so that
+    layer 1's K and V can be projected fresh for all of them. Whatever was projected fresh is kept.
+
+    Args:
+        decoder: the model, taken apart.
+        prompt: the segments laid end to end, checked.
+        selector: picks the HKVD tokens.
+        source: brings the stored KV.
+    """
+
+    def __init__(self, decoder: Decoder, prompt: Prompt, selector: Selector, source: LayerSource) -> None:
+        self._decoder, self._prompt, self._selector, self._source = decoder, prompt, selector, source
+        self._deviation_N = torch.zeros(len(prompt))
+        self._measured = False
+
+    def steps(self) -> Generator[LayerReport, None, FusedPrompt]:
+        """Run layer after layer; each yields its report."""
+        decoder, prompt = self._decoder, self._prompt
+        cache = decoder.empty_cache()
+        recomputed, projected, reports = list[torch.Tensor](), list[torch.Tensor](), list[LayerReport]()
+
+        positions = torch.arange(prompt.exact_tokens, len(prompt))
+        keep_S = self._choose(0, positions, _nothing_ran)
+        self._rows = Rows.of(positions[keep_S], decoder.device)
+        self._source.start(prompt, decoder.geometry, reuse_layer_0=not bool(keep_S.all()))
+        token_ids_N = torch.tensor(prompt.token_ids, device=decoder.device)
+        self._hidden_1SM = decoder.embed(token_ids_N[self._rows.on_device_S])
+        rotary = decoder.rotary(torch.arange(len(prompt), device=decoder.device), self._hidden_1SM)
+        runs = {False: prompt.cached_runs(), True: prompt.cached_runs(exact_only=bool(keep_S.all()))}
+
+        for layer in range(decoder.geometry.layers):
+            started = time.perf_counter()
+            whole = self._source.synchronize(layer)
+            arrived = time.perf_counter()
+            cos_sin_N = rotary[decoder.layer_types[layer]]
+            self._rotate(whole, cos_sin_N, runs[layer == 0])
+            fresh = self._filter(layer, whole, cos_sin_N) if layer > 0 else None
+            self._hidden_1SM = decoder.run_rows(layer, self._hidden_1SM, self._rows, cos_sin_N, whole, scatter=fresh is None)
+            fill_cache(cache, layer, whole)
+            recomputed.append(self._rows.positions_S)
+            projected.append(self._rows.positions_S if fresh is None else fresh)
+            reports.append(LayerReport(layer, len(self._rows), arrived - started, time.perf_counter() - arrived))
+            yield reports[-1]
+
+        return FusedPrompt(
+            decoder.logits(self._hidden_1SM),
+            cache,
+            prompt.token_ids,
+            tuple(recomputed),
+            tuple(projected),
+            self._deviation_N,
+            prompt.reusable_tokens,
+            prompt.exact_tokens,
+            tuple(reports),
+        )
+
+    def _filter(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor | None:
+        """Narrow the rows to those that this layer recomputes.
+
+        Gives the positions whose fresh K and V now stand in `whole`, or None where nothing was projected.
+        """
+        before = self._rows
+        projected = False
+
+        def deviation_C() -> torch.Tensor:
+            nonlocal projected
+            projected = True
+            return self._project(layer, whole, cos_sin_N)
+
+        keep_S = self._choose(layer, before.positions_S, deviation_C)
+        if not keep_S.all():
+            self._rows = Rows.of(before.positions_S[keep_S], self._decoder.device)
+            self._hidden_1SM = self._hidden_1SM[:, keep_S.to(self._decoder.device)]
+        return before.positions_S if projected else None
+
+    def _choose(self, layer: int, positions_S: torch.Tensor, deviation_C: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
+        reusable_S = self._prompt.reusable_N[positions_S]
+        step = SelectionStep(
+            layer, self._decoder.geometry.layers, self._prompt.reusable_tokens, positions_S[reusable_S], deviation_C
+        )
+        keep_S = ~reusable_S
+        keep_S[reusable_S] = self._selector.select(step)
+        keep_S[-1] = True  # the prompt's last position, whose output gives the logits
+        return keep_S
+
+    def _project(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
+        """Put fresh K and V of all rows into the layer; give the candidates' deviation (C,) from what stood there."""
+        rows = self._rows
+        cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
+        k_1HSD, v_1HSD = self._decoder.project_kv(layer, self._hidden_1SM)
+        k_1HSD = self._decoder.rotate(k_1HSD, cos_sin_S)
+        deviation_S = kv_deviation(k_1HSD, v_1HSD, whole.k_1HND[:, :, rows.on_device_S], whole.v_1HND[:, :, rows.on_device_S])
+        whole.k_1HND[:, :, rows.on_device_S] = k_1HSD
+        whole.v_1HND[:, :, rows.on_device_S] = v_1HSD
+        reusable_S = self._prompt.reusable_N[rows.positions_S]
+        deviation_C = deviation_S[reusable_S.to(deviation_S.device)]
+        if not self._measured:
+            self._measured = True
+            self._deviation_N[rows.positions_S[reusable_S]] = deviation_C.cpu()
+        if reusable_S[-1]:
+            deviation_C[-1] = torch.inf  # runs in any case, so it counts as the first of the chosen
+        return deviation_C
+
+    def _rotate(self, whole: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
+        """Turn the stored keys to the positions where they now stand."""
+        for start, stop in runs:
+            k_1HTD = whole.k_1HND[:, :, start:stop]
+            k_1HTD.copy_(self._decoder.rotate(k_1HTD, (cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])))
+
+
+def _nothing_ran() -> torch.Tensor:
+    raise RuntimeError("deviation is not known at layer 0: no token has run yet")

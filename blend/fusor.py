@@ -1,0 +1,179 @@
+"""The fusor: blends chunks' stored KV into a prompt's, layer by layer (paper §4, §5.1).
+
+Shapes: H KV heads, N tokens of the prompt, S rows that a layer runs, C candidates, T tokens of a chunk, D head size, M hidden
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend.store import ChunkKV
+from cacheblend.store.errors import InputError, PromptTooLongError, UnsupportedModelError
+
+from .config import FusionConfig
+from .continuation import continue_from
+from .decoder import Decoder
+from .families import VERIFIED, check_model
+from .fingerprint import fingerprint_module
+from .fused import FusedPrompt, LayerReport
+from .fusion import Fusion
+from .layer_source import LayerSource, ResidentLayers
+from .model_files import load_model, load_tokenizer
+from .segment import Prompt, Segment
+
+FusionSteps = Generator[LayerReport, None, FusedPrompt]
+
+
+class Fusor:
+    """Precomputes chunks, blends them, and generates behind the blend. Safe to use from several threads.
+
+    Args:
+        model: a Hugging Face causal LM of a verified family, in evaluation mode. It is not modified.
+        tokenizer: its tokenizer, for those who want text; the fusor itself works on token ids.
+        fingerprint: what names the model in the store's keys; computed from the weights where not given.
+        allow_unverified: take a model of another family if ratio 1.0 gives the model's own logits on it.
+
+    Raises:
+        UnsupportedModelError: the model's architecture cannot be blended; the message says what is missing.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, *, fingerprint: str | None = None, allow_unverified: bool = False
+    ) -> None:
+        check_model(model, allow_unverified=allow_unverified)
+        self.model, self.tokenizer = model, tokenizer
+        self.decoder = Decoder(model)
+        self.fingerprint = fingerprint or fingerprint_module(model, model.dtype)
+        self.max_positions: int | None = getattr(self.decoder.config, "max_position_embeddings", None)
+        if self.decoder.config.model_type not in VERIFIED:
+            self._check_against_model()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        allow_unverified: bool = False,
+        **kwargs: Any,
+    ) -> Fusor:
+        """Load a model from a directory or the hub; `kwargs` (quantisation, attention) go to transformers.
+
+        Raises:
+            InputError: no model there.
+            UnsupportedModelError: see the class.
+        """
+        model, fingerprint = load_model(path_or_hub_id, device, dtype, **kwargs)
+        return cls(model, load_tokenizer(path_or_hub_id), fingerprint=fingerprint, allow_unverified=allow_unverified)
+
+    @torch.no_grad()
+    def precompute(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> ChunkKV:
+        """The KV of a chunk computed alone behind a prefix, position-free, on the CPU; the prefix's KV is not in it.
+
+        The prefix (BOS, or a text fixed for the server) takes the attention sink that a chunk's first tokens would become.
+
+        Raises:
+            InputError: no tokens.
+            PromptTooLongError: prefix and chunk are longer than the model's positions.
+        """
+        if not token_ids:
+            raise InputError("a chunk needs at least one token")
+        whole = [*prefix_ids, *token_ids]
+        self._check_length(len(whole))
+        kv = self.decoder.run_alone(torch.tensor(whole, device=self.decoder.device))
+        start = len(prefix_ids)
+        layers = [(k[0, :, start:].cpu().contiguous(), v[0, :, start:].cpu().contiguous()) for k, v in kv]
+        return ChunkKV(layers, token_ids, prefix_ids, self.fingerprint)
+
+    def fuse(
+        self, segments: Iterable[Segment], config: FusionConfig | None = None, source: LayerSource | None = None
+    ) -> FusedPrompt:
+        """Blend the segments into one prompt's KV cache.
+
+        Args:
+            segments: the prompt, in order; see `Segment`.
+            config: ratio and selector.
+            source: brings the stored KV layer by layer; by default the segments' `ChunkKV`s are taken from memory.
+
+        Raises:
+            InputError: an empty or ill-formed prompt, or one beyond the model's positions (`PromptTooLongError`).
+            IncompatibleKVError: KV of another model, prefix, dtype or text.
+        """
+        steps = self.fuse_steps(segments, config, source)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: FusedPrompt = done.value
+                return result
+
+    @torch.no_grad()
+    def fuse_steps(
+        self, segments: Iterable[Segment], config: FusionConfig | None = None, source: LayerSource | None = None
+    ) -> FusionSteps:
+        """`fuse`, one layer a step: a server puts decode steps between layers, and stops a cancelled request by closing it."""
+        prompt = Prompt.of(segments)
+        prompt.check_kv(model=self.fingerprint, dtype=self.decoder.dtype, positions=self.max_positions)
+        selector = (config or FusionConfig()).resolve_selector()
+        return (yield from Fusion(self.decoder, prompt, selector, source or ResidentLayers()).steps())
+
+    @torch.no_grad()
+    def prefill(self, token_ids: Sequence[int]) -> FusedPrompt:
+        """Full prefill by the model's own forward: the reference that blending is held against.
+
+        Raises:
+            PromptTooLongError: more tokens than the model has positions.
+        """
+        if not token_ids:
+            raise InputError("the prompt is empty: give at least one token")
+        self._check_length(len(token_ids))
+        cache = self.decoder.empty_cache()
+        ids_1N = torch.tensor([list(token_ids)], device=self.decoder.device)
+        output: Any = self.model(ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        everywhere = (torch.arange(len(token_ids)),) * self.decoder.geometry.layers
+        none = torch.zeros(len(token_ids))
+        return FusedPrompt(output.logits[0, -1].float(), cache, tuple(token_ids), everywhere, everywhere, none, 0, 0)
+
+    def generate(self, fused: FusedPrompt, max_new_tokens: int = 32, **kwargs: Any) -> list[int]:
+        """Continue as `model.generate` does: the first token from `fused.logits`, the rest from `fused.cache`, which stays.
+
+        Args:
+            fused: a fused or prefilled prompt.
+            max_new_tokens: at most so many tokens, at least 1.
+            kwargs: anything else that `generate` takes: `do_sample`, `temperature`, `streamer`, ...
+        """
+        return continue_from(self.model, fused, max_new_tokens, **kwargs)
+
+    def _check_length(self, tokens: int) -> None:
+        if self.max_positions is not None and tokens > self.max_positions:
+            raise PromptTooLongError(f"{tokens} tokens are more than the model's {self.max_positions} positions; shorten them")
+
+    def _check_against_model(self) -> None:
+        """Where blending must be exact it must give the model's own logits: at ratio 1.0, and with a chunk that stands first."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.decoder.config.vocab_size, (48,), generator=generator).tolist()
+        family, first, second, last = self.decoder.config.model_type, ids[:16], ids[16:32], ids[32:]
+        try:
+            chunks = self.precompute(first), self.precompute(second)
+            all_fresh = [Segment(first, chunks[0]), Segment(second, chunks[1]), Segment(last)]
+            half_fresh = [Segment(first, chunks[0]), Segment(second), Segment(last)]
+            reference = self.prefill(ids).logits
+            got = [
+                self.fuse(all_fresh, FusionConfig(recompute_ratio=1.0)),
+                self.fuse(half_fresh, FusionConfig(recompute_ratio=0.5)),
+            ]
+        except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
+            raise UnsupportedModelError(f"{family} models do not run layer by layer: {error}") from error
+        off = max(float((fused.logits - reference).abs().max()) for fused in got)
+        allowed = (1e-4 if self.decoder.dtype == torch.float32 else 5e-2) * max(1.0, float(reference.abs().max()))
+        if not off <= allowed:
+            raise UnsupportedModelError(
+                f"{family} is not a verified family, and where blending must be exact its logits are off by {off:.3g} "
+                f"(allowed: {allowed:.3g}); it needs support of its own"
+            )

@@ -1,0 +1,83 @@
+"""Where a fusion gets the stored KV of each layer from.
+
+Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cacheblend.store import ChunkKV
+
+from .segment import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shape, dtype and place of one layer's keys, and of its values."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def layer_bytes(self, tokens: int) -> int:
+        """Bytes of the keys and values of `tokens` tokens in one layer."""
+        return 2 * self.kv_heads * self.head_dim * tokens * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """One layer's keys and values of the whole prompt, `k_1HND` and `v_1HND`, on the model's device.
+
+    As it comes from a source, cached positions hold stored values (keys not yet rotated) and the others are not initialised.
+    """
+
+    k_1HND: torch.Tensor
+    v_1HND: torch.Tensor
+
+    @classmethod
+    def empty(cls, geometry: KVGeometry, tokens: int) -> LayerKV:
+        """Room for `tokens` tokens, not initialised."""
+        shape = (1, geometry.kv_heads, tokens, geometry.head_dim)
+        return cls(
+            torch.empty(shape, dtype=geometry.dtype, device=geometry.device),
+            torch.empty(shape, dtype=geometry.dtype, device=geometry.device),
+        )
+
+    def place(self, start: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor, *, non_blocking: bool = False) -> None:
+        """Copy a chunk's keys and values to the positions from `start` on."""
+        stop = start + k_HTD.shape[1]
+        self.k_1HND[0, :, start:stop].copy_(k_HTD, non_blocking=non_blocking)
+        self.v_1HND[0, :, start:stop].copy_(v_HTD, non_blocking=non_blocking)
+
+
+class LayerSource(Protocol):
+    """Brings the stored KV of a prompt's segments, layer by layer, from 0 up."""
+
+    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
+        """Begin. Without `reuse_layer_0` only exact segments are read at layer 0: the others' tokens all run through it."""
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """Wait until this layer's KV is on the device, and hand it over (the paper's `synchronize`, §6)."""
+
+
+class ResidentLayers:
+    """A source over `ChunkKV`s that are already in memory: nothing to wait for."""
+
+    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
+        """See `LayerSource.start`."""
+        self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """Copy the layer of every cached segment to its place."""
+        whole = LayerKV.empty(self._geometry, len(self._prompt))
+        for start, _, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
+            if not isinstance(kv, ChunkKV):
+                raise TypeError(f"segments without a LayerSource must bring a ChunkKV, not {type(kv).__name__}")
+            whole.place(start, *kv.layers[layer])
+        return whole

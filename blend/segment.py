@@ -1,0 +1,170 @@
+"""A prompt as the fusor sees it: segments of token ids, some of which bring their KV along.
+
+Shapes: H KV heads, T tokens of a segment, N tokens of the prompt, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from cacheblend.store.errors import IncompatibleKVError, InputError, PromptTooLongError
+
+
+class SegmentKV(Protocol):
+    """What a segment must know of its KV before a layer of it is read; `ChunkKV` and `Placement` both do."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The T token ids that the KV is of."""
+
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """The token ids that stood before them when it was computed."""
+
+    @property
+    def model(self) -> str | None:
+        """Fingerprint of the model that computed it; None where unknown."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of the prompt's tokens.
+
+    Args:
+        token_ids: the segment's token ids. A chunk is tokenised once, alone, its trailing separator included; the prompt is
+            the concatenation of the segments' ids, never a re-tokenised string.
+        kv: the chunk's KV, computed alone. Without it the segment is fresh: recomputed whole, in context.
+        exact: `kv` is what full prefill gives at this very place (a cached prefix). It is never recomputed and stands outside
+            the ratio; allowed only as an unbroken run at the prompt's start.
+
+    Raises:
+        InputError: `exact` without `kv`.
+        IncompatibleKVError: the KV is of other tokens.
+    """
+
+    token_ids: Sequence[int]
+    kv: SegmentKV | None = None
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", tuple(int(token) for token in self.token_ids))
+        if self.exact and self.kv is None:
+            raise InputError("Segment(exact=True) needs its kv: exact says that the kv is full prefill's own")
+        if self.kv is not None and tuple(self.kv.token_ids) != self.token_ids:
+            raise IncompatibleKVError(
+                f"a segment of {len(self.token_ids)} tokens brings the KV of {len(self.kv.token_ids)} other tokens; "
+                "precompute the KV from the segment's own token ids"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """Segments laid end to end, and which absolute positions are of which kind.
+
+    `exact_tokens` positions at the start are exact; `reusable_N` and `fresh_N` are boolean masks of the rest. The last
+    position always runs, since its output gives the logits.
+    """
+
+    segments: tuple[Segment, ...]
+    token_ids: tuple[int, ...]
+    starts: tuple[int, ...]
+    exact_tokens: int
+    reusable_N: torch.Tensor = field(repr=False)
+    fresh_N: torch.Tensor = field(repr=False)
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> Prompt:
+        """Lay the segments end to end; empty segments vanish.
+
+        Raises:
+            InputError: no tokens, an exact segment after another kind, or nothing but exact segments.
+        """
+        kept = tuple(segment for segment in segments if segment.token_ids)
+        if not kept:
+            raise InputError("the prompt is empty: give at least one segment with tokens")
+        starts, token_ids, exact_tokens = [], list[int](), 0
+        kinds: list[torch.Tensor] = []
+        for segment in kept:
+            starts.append(len(token_ids))
+            if segment.exact:
+                if exact_tokens != len(token_ids):
+                    raise InputError("exact segments must be an unbroken run at the start of the prompt")
+                exact_tokens += len(segment.token_ids)
+            token_ids += segment.token_ids
+            reusable = segment.kv is not None and not segment.exact
+            kinds.append(torch.full((len(segment.token_ids),), reusable))
+        if exact_tokens == len(token_ids):
+            raise InputError("every segment is exact, so no token is left to compute logits from; leave the last one fresh")
+        reusable_N = torch.cat(kinds)
+        fresh_N = ~reusable_N
+        fresh_N[:exact_tokens] = False
+        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """How many tokens the recompute ratio counts."""
+        return int(self.reusable_N.sum())
+
+    def cached(self, *, exact_only: bool = False) -> list[tuple[int, int, SegmentKV]]:
+        """(start, stop, kv) of every segment whose KV is read, in order."""
+        return [
+            (start, start + len(segment.token_ids), segment.kv)
+            for start, segment in zip(self.starts, self.segments, strict=True)
+            if segment.kv is not None and (segment.exact or not exact_only)
+        ]
+
+    def cached_runs(self, *, exact_only: bool = False) -> list[tuple[int, int]]:
+        """(start, stop) of the positions whose KV is read, adjoining segments joined."""
+        runs: list[tuple[int, int]] = []
+        for start, stop, _ in self.cached(exact_only=exact_only):
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((start, stop))
+        return runs
+
+    def check_kv(self, *, model: str, dtype: torch.dtype, positions: int | None) -> None:
+        """Refuse KV that is not this model's, and a prompt beyond the model's positions.
+
+        Raises:
+            PromptTooLongError: more tokens than `positions`.
+            IncompatibleKVError: KV of another model, dtype or prefix.
+        """
+        if positions is not None and len(self) > positions:
+            raise PromptTooLongError(
+                f"the prompt has {len(self)} tokens and the model {positions} positions; retrieve fewer or shorter chunks"
+            )
+        chunk_prefix: tuple[int, ...] | None = None
+        for start, _, kv in self.cached():
+            if kv.dtype != dtype:
+                raise IncompatibleKVError(f"a segment's KV is {kv.dtype} and the model {dtype}; precompute it with this model")
+            if kv.model is None:
+                continue
+            if kv.model != model:
+                raise IncompatibleKVError(
+                    f"a segment's KV is of model {kv.model[:12]} and this model is {model[:12]}; precompute it with this model"
+                )
+            prefix = tuple(kv.prefix_ids)
+            if start < self.exact_tokens:
+                if prefix != self.token_ids[:start]:
+                    raise IncompatibleKVError(
+                        f"the exact segment at position {start} was not computed behind the tokens that stand before it"
+                    )
+            elif chunk_prefix is None:
+                chunk_prefix = prefix
+            elif chunk_prefix != prefix:
+                raise IncompatibleKVError(
+                    f"chunks computed behind different prefixes ({len(chunk_prefix)} and {len(prefix)} tokens) stand in one "
+                    "prompt; precompute all chunks behind one prefix"
+                )

@@ -1,0 +1,120 @@
+"""Which reusable tokens go through each layer: the HKVD tokens (paper §4.3).
+
+Shapes: R reusable tokens of the prompt, C candidates of a layer, L layers of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cacheblend.store.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelectionStep:
+    """What a selector is asked at one layer.
+
+    Args:
+        layer: index of the layer about to run, from 0.
+        layers: L.
+        reusable: R.
+        candidates_C: sorted LongTensor of absolute positions: every reusable one at layer 0, after that those chosen at the
+            layer before.
+        deviation_C: call it to have fresh K and V of all candidates projected, kept, and compared with the stored ones;
+            gives float32 (C,). Not available at layer 0, where nothing has run yet.
+    """
+
+    layer: int
+    layers: int
+    reusable: int
+    candidates_C: torch.Tensor
+    deviation_C: Callable[[], torch.Tensor]
+
+    def all(self) -> torch.Tensor:
+        """The mask that keeps every candidate."""
+        return torch.ones(len(self.candidates_C), dtype=torch.bool)
+
+    def none(self) -> torch.Tensor:
+        """The mask that keeps no candidate."""
+        return torch.zeros(len(self.candidates_C), dtype=torch.bool)
+
+
+class Selector(Protocol):
+    """Picks the reusable tokens that a layer recomputes, from those that the layer before it did."""
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """A boolean mask (C,) of the candidates that go through this layer's attention and MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopDeviation:
+    """Runs layer 0 whole, then keeps the candidates that deviate most: as many as `layer_counts` says (paper §4.3, figure 9).
+
+    Args:
+        ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 nothing is recomputed, in layer 0 neither.
+        spread: how far the first and the last layer's ratio lie from the mean, relative to it. 0 is the single-shot choice:
+            the tokens of layer 1 serve every layer.
+    """
+
+    ratio: float
+    spread: float
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Keep the candidates of largest deviation."""
+        if self.ratio == 0:
+            return step.none()
+        if step.layer == 0:
+            return step.all()
+        keep = layer_counts(step.reusable, step.layers, self.ratio, self.spread)[step.layer - 1]
+        if keep >= len(step.candidates_C):
+            return step.all()
+        chosen_C = step.none()
+        chosen_C[torch.topk(step.deviation_C(), keep).indices.cpu()] = True
+        return chosen_C
+
+
+class ExplicitPositions:
+    """Recomputes given positions: replays a recorded plan, or serves a test.
+
+    Args:
+        recomputed: per layer the absolute positions to recompute, as in `FusedPrompt.recomputed`; positions that are not
+            reusable are ignored, since they run anyway.
+    """
+
+    def __init__(self, recomputed: Sequence[Sequence[int] | torch.Tensor]) -> None:
+        self._positions = [torch.as_tensor(positions, dtype=torch.long) for positions in recomputed]
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Keep the candidates that are listed for this layer."""
+        if len(self._positions) != step.layers:
+            raise ConfigError("selector", f"{len(self._positions)} lists of positions", f"one for each of {step.layers} layers")
+        chosen_C = torch.isin(step.candidates_C, self._positions[step.layer])
+        if step.layer > 0 and not chosen_C.all():
+            step.deviation_C()
+        return chosen_C
+
+
+SELECTORS: dict[str, Callable[[float, float], Selector]] = {
+    "gradual": TopDeviation,
+    "single_shot": lambda ratio, _spread: TopDeviation(ratio, spread=0.0),
+}
+
+
+def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> list[int]:
+    """How many of R reusable tokens the layers 1..L-1 recompute: falling, and `ratio` of R in the mean.
+
+    The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
+    are rounded down, and what is missing to the exact sum goes to the first layers, so they never rise.
+    """
+    checked = layers - 1
+    if checked < 1:
+        return []
+    slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and checked > 1 else 0.0
+    exact = [ratio * (1 + slope * (1 - 2 * step / max(checked - 1, 1))) * reusable for step in range(checked)]
+    counts = [min(int(count + 1e-6), reusable) for count in exact]
+    missing = round(sum(exact)) - sum(counts)
+    return [min(count + (step < missing), reusable) for step, count in enumerate(counts)]

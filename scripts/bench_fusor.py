@@ -1,0 +1,120 @@
+"""Time to first token of a blend against full prefill, at the shape the project states its speed for.
+
+    python scripts/bench_fusor.py                        # 6 x 512 chunk tokens + 32 question tokens, KV in RAM
+    python scripts/bench_fusor.py --chunks 12 --repeats 7
+
+Definitions: full prefill is the Hugging Face model's own forward (sdpa, `logits_to_keep=1`) to the first logits; blend is
+`Fusor.fuse` to the first logits, chunk KV in RAM. Medians over interleaved repeats after one warm-up each; `speedup` is the ratio
+of medians. `ideal` counts multiply-adds: layer 0 whole, layer 1's K and V for all, the recomputed rows' own work with exact
+causal attention, nothing else. The last stdout line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cacheblend.blend import FusionConfig, Fusor, Segment
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 2048,
+    "vocab_size": 8192,
+    "max_position_embeddings": 32768,
+}
+
+
+def make_fusor(seed: int = 0) -> Fusor:
+    """A random Llama of the stated shape, float32."""
+    torch.manual_seed(seed)
+    return Fusor(LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().requires_grad_(False), fingerprint="bench")
+
+
+def make_segments(fusor: Fusor, chunks: int, chunk_tokens: int, question_tokens: int) -> list[Segment]:
+    """BOS, chunks with their KV precomputed, a question."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(2, SHAPE["vocab_size"], (count,), generator=generator).tolist()
+
+    texts = [draw(chunk_tokens) for _ in range(chunks)]
+    return [Segment([1]), *(Segment(text, fusor.precompute(text, (1,))) for text in texts), Segment(draw(question_tokens))]
+
+
+def ideal_speedup(ratio: float, reusable: int, fresh: int) -> float:
+    """Multiply-adds of a full prefill over those that a blend cannot avoid."""
+    hidden, heads, kv_heads = SHAPE["hidden_size"], SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+    kv = 2 * hidden * hidden * kv_heads // heads
+    token = 2 * hidden * hidden + kv + 3 * hidden * SHAPE["intermediate_size"]
+    tokens = reusable + fresh
+    attention = 2 * hidden * (tokens / 2)  # a token sees half the prompt in the mean
+    layer = tokens * (token + attention)
+    rows = ratio * reusable * (token + attention) + fresh * (token + 2 * attention)
+    later = SHAPE["num_hidden_layers"] - 1
+    return SHAPE["num_hidden_layers"] * layer / (layer + tokens * kv + later * rows)
+
+
+def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every call, interleaved, after one warm-up each."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repeat:
+                seconds[name].append(time.perf_counter() - started)
+        print(f"round {repeat} of {repeats}", file=sys.stderr)
+    return seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--question-tokens", type=int, default=32)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3])
+    parser.add_argument("--selector", default="gradual")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    fusor = make_fusor()
+    segments = make_segments(fusor, options.chunks, options.chunk_tokens, options.question_tokens)
+    token_ids = [token for segment in segments for token in segment.token_ids]
+    calls: dict[str, Callable[[], object]] = {"full": lambda: fusor.prefill(token_ids)}
+    for ratio in options.ratios:
+        config = FusionConfig(recompute_ratio=ratio, selector=options.selector)
+        calls[f"blend {ratio}"] = lambda config=config: fusor.fuse(segments, config)
+    seconds = measure(calls, options.repeats)
+    full_s = statistics.median(seconds["full"])
+    print(
+        f"full prefill of {len(token_ids)} tokens: {full_s:.3f} s (min {min(seconds['full']):.3f}, max {max(seconds['full']):.3f})"
+    )
+    summary: dict[str, Any] = {"tokens": len(token_ids), "full_s": full_s, "threads": options.threads, "blend": {}}
+    for ratio in options.ratios:
+        runs = seconds[f"blend {ratio}"]
+        blend_s = statistics.median(runs)
+        ideal = ideal_speedup(
+            ratio, options.chunks * options.chunk_tokens, len(token_ids) - options.chunks * options.chunk_tokens
+        )
+        print(
+            f"blend at {ratio:<5} {blend_s:.3f} s (min {min(runs):.3f}, max {max(runs):.3f})  "
+            f"{full_s / blend_s:.2f} x sooner, ideal {ideal:.2f} x"
+        )
+        summary["blend"][str(ratio)] = {"blend_s": blend_s, "speedup": full_s / blend_s, "ideal": ideal}
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

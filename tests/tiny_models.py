@@ -1,0 +1,108 @@
+"""Tiny random models of every verified family, with weights sharpened so that a fault in mask, rotation or cache shows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 97
+WINDOW = 12
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.05,
+}
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+
+
+def _llama(**more: Any) -> PretrainedConfig:
+    return LlamaConfig(**_SHAPE, **more)
+
+
+def _rope(**more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **more}}
+
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: _llama(),
+    "llama-bias": lambda: _llama(attention_bias=True, mlp_bias=True),
+    "llama-linear": lambda: _llama(**_rope(rope_type="linear", factor=4.0)),
+    "llama-llama3": lambda: _llama(
+        **_rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )
+    ),
+    "llama-yarn": lambda: _llama(**_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)),
+    "mistral-window": lambda: MistralConfig(**_SHAPE, head_dim=16, sliding_window=WINDOW),
+    "mixtral": lambda: MixtralConfig(**_SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**_SHAPE),
+    "qwen2-window": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=24),
+    "gemma2": lambda: Gemma2Config(
+        **_SHAPE,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SHAPE,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+        },
+    ),
+    "phi3": lambda: Phi3Config(
+        **_SHAPE, **{"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+    ),
+    "phi3-window": lambda: Phi3Config(**_SHAPE, sliding_window=WINDOW),
+}
+
+
+@functools.cache
+def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A random model whose q, k, v and o weights are scaled up: with default ones a shifted mask changes next to nothing."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if any(part in parameter_name for part in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")):
+                parameter.mul_(4.0)
+            if "bias" in parameter_name:
+                parameter.normal_(0, 0.5)
+    model.eval()
+    model.requires_grad_(False)
+    return model
