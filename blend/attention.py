@@ -70,6 +70,7 @@ def attend(
         scaling: factor on the scores.
         window: a row sees itself and the `window - 1` positions before it; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for none.
+
     """
     windowed = window is not None and int(rows.positions_S[-1]) >= window
     if rows.is_prefix and not windowed and softcap is None:

@@ -23,6 +23,7 @@ class FusionConfig:
 
     Raises:
         ConfigError: a value outside its range, or an unknown selector.
+
     """
 
     recompute_ratio: float = 0.15

@@ -24,6 +24,7 @@ def continue_from(model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: in
         fused: the prompt.
         max_new_tokens: at most so many tokens, the first included.
         kwargs: anything else `generate` takes.
+
     """
     prompt_1N = torch.tensor([fused.token_ids], device=fused.logits.device)
     cache = copy.copy(fused.cache)
@@ -37,8 +38,8 @@ def continue_from(model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: in
     def forward(*args: Any, **inputs: Any) -> Any:
         return prefilled.pop() if prefilled else own_forward(*args, **inputs)
 
-    continuation = copy.copy(model)
-    continuation.forward = forward  # type: ignore[method-assign]  # an attribute of this shallow copy alone
+    continuation: Any = copy.copy(model)
+    continuation.forward = forward  # of this shallow copy alone
     output = continuation.generate(
         prompt_1N,
         attention_mask=torch.ones_like(prompt_1N),

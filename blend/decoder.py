@@ -95,7 +95,7 @@ class AlonePass:
         """Rotate, then the attention that the model was loaded with."""
         q, k = self._decoder.apply_rotary(q, k, *self._cos_sin)
         eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
-        own = AttentionInterface().get_interface(self._decoder.reference_implementation, eager)
+        own: Any = AttentionInterface().get(self._decoder.reference_implementation, eager)
         output: torch.Tensor = own(module, q, k, v, mask, **kw)[0]
         return output
 
@@ -116,30 +116,31 @@ class Decoder:
 
     Args:
         model: the Hugging Face model; its parameters are shared, its config and modules are not touched.
+
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._reference_config = model.config
         self.config = model.config.get_text_config(decoder=True)
         self.reference_implementation = str(model.config._attn_implementation)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         causal_lm = copy.deepcopy(model, shared)
         causal_lm.set_attn_implementation(IMPLEMENTATION)
         base = causal_lm.get_decoder()
-        self._reference_config = model.config
         self._layers: list[nn.Module] = list(base.layers)
         self._rotary: nn.Module = base.rotary_emb
         self.apply_rotary: Callable[..., CosSin] = vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"]
         # Without layers and norm, the decoder's own forward is its embedding, multipliers included.
         self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
         self._head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
-        cache_layers = DynamicCache(config=model.config).layers
+        cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
         types = getattr(self.config, "layer_types", None) or []
         self._takes_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
         self.layer_types: list[str | None] = list(types) if self._takes_layer_type else [None] * len(self._layers)
         first = next(model.parameters())
         self.dtype, self.device = model.dtype, first.device
-        attention = self._layers[0].self_attn
+        attention: Any = self._layers[0].self_attn
         self.head_dim = int(attention.head_dim)
         self.kv_heads = int(self.config.num_key_value_heads)
 
@@ -192,7 +193,7 @@ class Decoder:
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
         """Run rows of the prompt through one layer; the paper's `prefill_layer` (§6). Gives (1, S, M)."""
-        pieces = []
+        pieces: list[torch.Tensor] = []
         for piece in rows.split(ROWS_AT_ONCE):
             done = sum(part.shape[1] for part in pieces)
             layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)

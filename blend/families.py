@@ -21,6 +21,7 @@ def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
     Raises:
         UnsupportedModelError: a family outside the verified ones (unless allowed), a rope that changes with the prompt's
             length, layers that hold another state than keys and values, or that attend to the future.
+
     """
     config: Any = model.config.get_text_config(decoder=True)
     family = str(config.model_type)

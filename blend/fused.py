@@ -17,6 +17,7 @@ class LayerReport:
         recomputed: how many rows went through attention and MLP.
         wait_s: seconds that the fusor waited for the layer's stored KV.
         compute_s: seconds of its own work, on the host's clock (a GPU may still be at it).
+
     """
 
     layer: int
@@ -40,6 +41,7 @@ class FusedPrompt:
         reusable_tokens: how many tokens the ratio counts; `exact_tokens` and fresh ones apart.
         exact_tokens: how many tokens stand in exact segments.
         layers: a report a layer.
+
     """
 
     logits: torch.Tensor

@@ -30,6 +30,7 @@ class Fusion:
         prompt: the segments laid end to end, checked.
         selector: picks the HKVD tokens.
         source: brings the stored KV.
+
     """
 
     def __init__(self, decoder: Decoder, prompt: Prompt, selector: Selector, source: LayerSource) -> None:

@@ -40,6 +40,7 @@ class Fusor:
 
     Raises:
         UnsupportedModelError: the model's architecture cannot be blended; the message says what is missing.
+
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Fusor:
         Raises:
             InputError: no model there.
             UnsupportedModelError: see the class.
+
         """
         model, fingerprint = load_model(path_or_hub_id, device, dtype, **kwargs)
         return cls(model, load_tokenizer(path_or_hub_id), fingerprint=fingerprint, allow_unverified=allow_unverified)
@@ -81,6 +83,7 @@ class Fusor:
         Raises:
             InputError: no tokens.
             PromptTooLongError: prefix and chunk are longer than the model's positions.
+
         """
         if not token_ids:
             raise InputError("a chunk needs at least one token")
@@ -104,6 +107,7 @@ class Fusor:
         Raises:
             InputError: an empty or ill-formed prompt, or one beyond the model's positions (`PromptTooLongError`).
             IncompatibleKVError: KV of another model, prefix, dtype or text.
+
         """
         steps = self.fuse_steps(segments, config, source)
         while True:
@@ -129,6 +133,7 @@ class Fusor:
 
         Raises:
             PromptTooLongError: more tokens than the model has positions.
+
         """
         if not token_ids:
             raise InputError("the prompt is empty: give at least one token")
@@ -147,6 +152,7 @@ class Fusor:
             fused: a fused or prefilled prompt.
             max_new_tokens: at most so many tokens, at least 1.
             kwargs: anything else that `generate` takes: `do_sample`, `temperature`, `streamer`, ...
+
         """
         return continue_from(self.model, fused, max_new_tokens, **kwargs)
 
@@ -155,7 +161,7 @@ class Fusor:
             raise PromptTooLongError(f"{tokens} tokens are more than the model's {self.max_positions} positions; shorten them")
 
     def _check_against_model(self) -> None:
-        """Where blending must be exact it must give the model's own logits: at ratio 1.0, and with a chunk that stands first."""
+        """Where blending is exact (at ratio 1.0, with a chunk that stands first) it must give the model's own logits."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.decoder.config.vocab_size, (48,), generator=generator).tolist()
         family, first, second, last = self.decoder.config.model_type, ids[:16], ids[16:32], ids[32:]

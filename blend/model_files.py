@@ -22,13 +22,14 @@ def load_model(
     Raises:
         InputError: no model there, or its files cannot be read.
         UnsupportedModelError: transformers has no causal LM for it.
+
     """
     name = str(path_or_hub_id)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (Path(name) / "config.json").is_file():
         raise InputError(f"{name!r} is not a model directory: it has no config.json; give a directory or a hub id")
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
     except ValueError as error:
         if "Unrecognized" in str(error) or "model type" in str(error):
             raise UnsupportedModelError(f"transformers knows no causal LM for {name!r}: {error}") from error

@@ -48,6 +48,7 @@ class Segment:
     Raises:
         InputError: `exact` without `kv`.
         IncompatibleKVError: the KV is of other tokens.
+
     """
 
     token_ids: Sequence[int]
@@ -86,6 +87,7 @@ class Prompt:
 
         Raises:
             InputError: no tokens, an exact segment after another kind, or nothing but exact segments.
+
         """
         kept = tuple(segment for segment in segments if segment.token_ids)
         if not kept:
@@ -140,6 +142,7 @@ class Prompt:
         Raises:
             PromptTooLongError: more tokens than `positions`.
             IncompatibleKVError: KV of another model, dtype or prefix.
+
         """
         if positions is not None and len(self) > positions:
             raise PromptTooLongError(

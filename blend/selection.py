@@ -26,6 +26,7 @@ class SelectionStep:
             layer before.
         deviation_C: call it to have fresh K and V of all candidates projected, kept, and compared with the stored ones;
             gives float32 (C,). Not available at layer 0, where nothing has run yet.
+
     """
 
     layer: int
@@ -58,6 +59,7 @@ class TopDeviation:
         ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 nothing is recomputed, in layer 0 neither.
         spread: how far the first and the last layer's ratio lie from the mean, relative to it. 0 is the single-shot choice:
             the tokens of layer 1 serve every layer.
+
     """
 
     ratio: float
@@ -83,6 +85,7 @@ class ExplicitPositions:
     Args:
         recomputed: per layer the absolute positions to recompute, as in `FusedPrompt.recomputed`; positions that are not
             reusable are ignored, since they run anyway.
+
     """
 
     def __init__(self, recomputed: Sequence[Sequence[int] | torch.Tensor]) -> None:

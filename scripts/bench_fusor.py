@@ -4,8 +4,8 @@
     python scripts/bench_fusor.py --chunks 12 --repeats 7
 
 Definitions: full prefill is the Hugging Face model's own forward (sdpa, `logits_to_keep=1`) to the first logits; blend is
-`Fusor.fuse` to the first logits, chunk KV in RAM. Medians over interleaved repeats after one warm-up each; `speedup` is the ratio
-of medians. `ideal` counts multiply-adds: layer 0 whole, layer 1's K and V for all, the recomputed rows' own work with exact
+`Fusor.fuse` to the first logits, chunk KV in RAM. Medians over interleaved repeats after one warm-up each; `speedup` is
+their ratio. `ideal` counts multiply-adds: layer 0 whole, layer 1's K and V for all, the recomputed rows' own work with exact
 causal attention, nothing else. The last stdout line is one JSON object.
 """
 
@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cacheblend.blend import FusionConfig, Fusor, Segment
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from cacheblend.blend import FusionConfig, Fusor, Segment
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
@@ -98,9 +99,8 @@ def main() -> None:
         calls[f"blend {ratio}"] = lambda config=config: fusor.fuse(segments, config)
     seconds = measure(calls, options.repeats)
     full_s = statistics.median(seconds["full"])
-    print(
-        f"full prefill of {len(token_ids)} tokens: {full_s:.3f} s (min {min(seconds['full']):.3f}, max {max(seconds['full']):.3f})"
-    )
+    spread = f"min {min(seconds['full']):.3f}, max {max(seconds['full']):.3f}"
+    print(f"full prefill of {len(token_ids)} tokens: {full_s:.3f} s ({spread})")
     summary: dict[str, Any] = {"tokens": len(token_ids), "full_s": full_s, "threads": options.threads, "blend": {}}
     for ratio in options.ratios:
         runs = seconds[f"blend {ratio}"]

@@ -1,0 +1,42 @@
+"""Prompts of many shapes for the tiny models, and comparisons of caches."""
+
+from __future__ import annotations
+
+import torch
+from tiny_models import VOCAB
+from transformers import DynamicCache
+
+from cacheblend.blend import Fusor, Segment
+
+BOS = (1,)
+
+
+def draw_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(2, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def chunk(fusor: Fusor, tokens: int, seed: int, prefix: tuple[int, ...] = BOS) -> Segment:
+    ids = draw_ids(tokens, seed)
+    return Segment(ids, fusor.precompute(ids, prefix))
+
+
+def rag_prompt(fusor: Fusor) -> list[Segment]:
+    """A system text, chunks of 17, 1, 33 and 8 tokens (33 is beyond the window of 12), a hole, one chunk twice, a question."""
+    first = chunk(fusor, 17, seed=1)
+    return [
+        Segment([*BOS, *draw_ids(5, seed=0)]),
+        first,
+        chunk(fusor, 1, seed=2),
+        Segment(draw_ids(9, seed=3)),
+        chunk(fusor, 33, seed=4),
+        first,
+        chunk(fusor, 8, seed=5),
+        Segment(draw_ids(7, seed=6)),
+    ]
+
+
+def largest_difference(one: DynamicCache, other: DynamicCache) -> float:
+    """Largest absolute difference of any key or value of two caches of the same shape."""
+    pairs = [(a, b) for x, y in zip(one.layers, other.layers, strict=True) for a, b in ((x.keys, y.keys), (x.values, y.values))]
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
