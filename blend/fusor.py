@@ -88,7 +88,7 @@ class Fusor:
         if not token_ids:
             raise InputError("a chunk needs at least one token")
         whole = [*prefix_ids, *token_ids]
-        self._check_length(len(whole))
+        self._check_tokens(whole)
         kv = self.decoder.run_alone(torch.tensor(whole, device=self.decoder.device))
         start = len(prefix_ids)
         layers = [(k[0, :, start:].cpu().contiguous(), v[0, :, start:].cpu().contiguous()) for k, v in kv]
@@ -123,7 +123,8 @@ class Fusor:
     ) -> FusionSteps:
         """`fuse`, one layer a step: a server puts decode steps between layers, and stops a cancelled request by closing it."""
         prompt = Prompt.of(segments)
-        prompt.check_kv(model=self.fingerprint, dtype=self.decoder.dtype, positions=self.max_positions)
+        self._check_tokens(prompt.token_ids)
+        prompt.check_kv(model=self.fingerprint, dtype=self.decoder.dtype)
         selector = (config or FusionConfig()).resolve_selector()
         return (yield from Fusion(self.decoder, prompt, selector, source or ResidentLayers()).steps())
 
@@ -137,7 +138,7 @@ class Fusor:
         """
         if not token_ids:
             raise InputError("the prompt is empty: give at least one token")
-        self._check_length(len(token_ids))
+        self._check_tokens(token_ids)
         cache = self.decoder.empty_cache()
         ids_1N = torch.tensor([list(token_ids)], device=self.decoder.device)
         output: Any = self.model(ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -156,9 +157,18 @@ class Fusor:
         """
         return continue_from(self.model, fused, max_new_tokens, **kwargs)
 
-    def _check_length(self, tokens: int) -> None:
-        if self.max_positions is not None and tokens > self.max_positions:
-            raise PromptTooLongError(f"{tokens} tokens are more than the model's {self.max_positions} positions; shorten them")
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        if self.max_positions is not None and len(token_ids) > self.max_positions:
+            raise PromptTooLongError(
+                f"{len(token_ids)} tokens are more than the model's {self.max_positions} positions; "
+                "retrieve fewer or shorter chunks"
+            )
+        vocabulary = self.decoder.config.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocabulary:
+            wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
+            raise InputError(
+                f"token id {wrong} is not one of the model's {vocabulary}; tokenise with the model's own tokenizer"
+            )
 
     def _check_against_model(self) -> None:
         """Where blending is exact (at ratio 1.0, with a chunk that stands first) it must give the model's own logits."""

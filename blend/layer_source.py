@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from cacheblend.store import ChunkKV
+from cacheblend.store.errors import IncompatibleKVError
 
 from .segment import Prompt
 
@@ -70,14 +71,26 @@ class ResidentLayers:
     """A source over `ChunkKV`s that are already in memory: nothing to wait for."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """See `LayerSource.start`."""
+        """See `LayerSource.start`.
+
+        Raises:
+            IncompatibleKVError: a chunk's KV does not have the model's shape.
+        """
+        for start, _, kv in prompt.cached():
+            if not isinstance(kv, ChunkKV):
+                raise TypeError(f"segments without a LayerSource must bring a ChunkKV, not {type(kv).__name__}")
+            shapes = {(k_HTD.shape[0], k_HTD.shape[2]) for k_HTD, _ in kv.layers}
+            if len(kv.layers) != geometry.layers or shapes != {(geometry.kv_heads, geometry.head_dim)}:
+                raise IncompatibleKVError(
+                    f"the KV at position {start} has {len(kv.layers)} layers of (heads, head size) {sorted(shapes)}; the model "
+                    f"has {geometry.layers} layers of {(geometry.kv_heads, geometry.head_dim)}; precompute it with this model"
+                )
         self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
 
     def synchronize(self, layer: int) -> LayerKV:
         """Copy the layer of every cached segment to its place."""
         whole = LayerKV.empty(self._geometry, len(self._prompt))
         for start, _, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
-            if not isinstance(kv, ChunkKV):
-                raise TypeError(f"segments without a LayerSource must bring a ChunkKV, not {type(kv).__name__}")
+            assert isinstance(kv, ChunkKV)  # checked in start
             whole.place(start, *kv.layers[layer])
         return whole

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend.store.errors import IncompatibleKVError, InputError, PromptTooLongError
+from cacheblend.store.errors import IncompatibleKVError, InputError
 
 
 class SegmentKV(Protocol):
@@ -136,18 +136,13 @@ class Prompt:
                 runs.append((start, stop))
         return runs
 
-    def check_kv(self, *, model: str, dtype: torch.dtype, positions: int | None) -> None:
-        """Refuse KV that is not this model's, and a prompt beyond the model's positions.
+    def check_kv(self, *, model: str, dtype: torch.dtype) -> None:
+        """Refuse KV that is not this model's.
 
         Raises:
-            PromptTooLongError: more tokens than `positions`.
             IncompatibleKVError: KV of another model, dtype or prefix.
 
         """
-        if positions is not None and len(self) > positions:
-            raise PromptTooLongError(
-                f"the prompt has {len(self)} tokens and the model {positions} positions; retrieve fewer or shorter chunks"
-            )
         chunk_prefix: tuple[int, ...] | None = None
         for start, _, kv in self.cached():
             if kv.dtype != dtype:

@@ -111,7 +111,8 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> lis
     """How many of R reusable tokens the layers 1..L-1 recompute: falling, and `ratio` of R in the mean.
 
     The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
-    are rounded down, and what is missing to the exact sum goes to the first layers, so they never rise.
+    are rounded down, and what is missing to the exact sum goes to the first layers
+    that are not full, so they never rise.
     """
     checked = layers - 1
     if checked < 1:
@@ -119,5 +120,6 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> lis
     slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and checked > 1 else 0.0
     exact = [ratio * (1 + slope * (1 - 2 * step / max(checked - 1, 1))) * reusable for step in range(checked)]
     counts = [min(int(count + 1e-6), reusable) for count in exact]
+    full = counts.count(reusable)  # these stand first and cannot take more
     missing = round(sum(exact)) - sum(counts)
-    return [min(count + (step < missing), reusable) for step, count in enumerate(counts)]
+    return [count + (full <= step < full + missing) for step, count in enumerate(counts)]

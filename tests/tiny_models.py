@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -35,6 +36,7 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.05,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -89,6 +91,19 @@ CONFIGS: dict[str, Any] = {
         **_SHAPE, **{"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}
     ),
     "phi3-window": lambda: Phi3Config(**_SHAPE, sliding_window=WINDOW),
+    "gemma": lambda: AutoConfig.for_model("gemma", **_SHAPE, head_dim=16),
+    "granite": lambda: AutoConfig.for_model(
+        "granite", **_SHAPE, embedding_multiplier=2.0, residual_multiplier=0.7, logits_scaling=3.0, attention_multiplier=0.2
+    ),
+    "starcoder2": lambda: AutoConfig.for_model("starcoder2", **_SHAPE, use_bias=True, sliding_window=None),
+    "qwen2-moe": lambda: AutoConfig.for_model("qwen2_moe", **_SHAPE, **_EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3-moe": lambda: AutoConfig.for_model("qwen3_moe", **_SHAPE, **_EXPERTS, head_dim=16),
+    "cohere": lambda: AutoConfig.for_model("cohere", **_SHAPE, logit_scale=0.5),
+    "glm4": lambda: AutoConfig.for_model("glm4", **_SHAPE, head_dim=16, attention_bias=True),
+    "olmo": lambda: AutoConfig.for_model("olmo", **_SHAPE, clip_qkv=None),
+    "ministral": lambda: AutoConfig.for_model("ministral", **_SHAPE, head_dim=16, sliding_window=WINDOW),
+    "seed-oss": lambda: AutoConfig.for_model("seed_oss", **_SHAPE, head_dim=16),
+    "helium": lambda: AutoConfig.for_model("helium", **_SHAPE, head_dim=16),
 }
 
 

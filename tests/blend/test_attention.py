@@ -1,0 +1,55 @@
+"""Blocked attention of chosen rows, against a dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.blend import attention
+from cacheblend.blend.attention import Rows, attend
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * 0.3
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    keys = torch.arange(k.shape[2])
+    visible = keys <= rows[:, None]
+    if window is not None:
+        visible &= keys > rows[:, None] - window
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
+    return (weights @ v.repeat_interleave(groups, 1)).transpose(1, 2)
+
+
+@given(
+    data=st.data(),
+    keys=st.integers(1, 60),
+    window=st.none() | st.integers(1, 70),
+    softcap=st.none() | st.just(2.0),
+    block=st.integers(1, 9),
+)
+@settings(max_examples=150, deadline=None)
+def test_blocks_equal_the_dense_mask(
+    data: st.DataObject, keys: int, window: int | None, softcap: float | None, block: int
+) -> None:
+    """Any rows, window, soft-capping and block size give what one dense exact mask gives."""
+    rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, keys - 1), min_size=1))))
+    generator = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(1, heads, n, 8, generator=generator) for heads, n in ((4, len(rows)), (2, keys), (2, keys)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention.BLOCK_ROWS, "cpu", block)
+        mine = attend(q, k, v, Rows.of(rows, torch.device("cpu")), scaling=0.3, window=window, softcap=softcap)
+    assert torch.allclose(mine, dense(q, k, v, rows, window, softcap), atol=1e-5)
+
+
+def test_keys_behind_the_last_row_are_not_read() -> None:
+    """Keys that no row of a block can see may hold anything, NaN included."""
+    rows = torch.tensor([3, 5, 11, 12])
+    q, k, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    k[:, :, 13:], v[:, :, 13:] = torch.nan, torch.nan
+    assert torch.isfinite(attend(q, k, v, Rows.of(rows, torch.device("cpu")), scaling=1.0)).all()

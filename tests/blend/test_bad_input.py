@@ -1,0 +1,182 @@
+"""Prompts, KV and models that cannot be used are refused with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from prompts import BOS, chunk, draw_ids
+from tiny_models import tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    StableLmConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from cacheblend.blend import Fusor, IncompatibleKVError, Segment, UnsupportedModelError
+from cacheblend.store import ChunkKV
+from cacheblend.store.errors import InputError, PromptTooLongError
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def fusor() -> Fusor:
+    return Fusor(tiny_model("llama"))
+
+
+def test_kv_of_another_text(fusor: Fusor) -> None:
+    """KV of other tokens than the segment's is refused where the segment is made."""
+    with pytest.raises(IncompatibleKVError, match="other tokens"):
+        Segment(draw_ids(5, seed=1), fusor.precompute(draw_ids(5, seed=2)))
+
+
+def test_kv_of_another_model(fusor: Fusor) -> None:
+    """KV that another model computed is refused, even if its shape fits."""
+    other = Fusor(tiny_model("llama", seed=1))
+    with pytest.raises(IncompatibleKVError, match="precompute it with this model"):
+        fusor.fuse([Segment(BOS), chunk(other, 5, seed=1), Segment([5])])
+
+
+def test_kv_of_another_dtype(fusor: Fusor) -> None:
+    """KV of another dtype is refused."""
+    ids = draw_ids(5, seed=1)
+    half = ChunkKV([(k.half(), v.half()) for k, v in fusor.precompute(ids, BOS).layers], ids, BOS)
+    with pytest.raises(IncompatibleKVError, match="float16"):
+        fusor.fuse([Segment(BOS), Segment(ids, half), Segment([5])])
+
+
+def test_kv_of_another_shape(fusor: Fusor) -> None:
+    """KV with other heads or fewer layers is refused, even if nobody knows its model."""
+    ids = draw_ids(5, seed=1)
+    layers = list(fusor.precompute(ids, BOS).layers)
+    for wrong in (layers[:2], [(k[:1], v[:1]) for k, v in layers]):
+        with pytest.raises(IncompatibleKVError, match="layers of"):
+            fusor.fuse([Segment(BOS), Segment(ids, ChunkKV(wrong, ids, BOS)), Segment([5])])
+
+
+def test_chunks_behind_different_prefixes(fusor: Fusor) -> None:
+    """Chunks of one prompt must have been computed behind one prefix."""
+    with pytest.raises(IncompatibleKVError, match="different prefixes"):
+        fusor.fuse([Segment(BOS), chunk(fusor, 5, seed=1), chunk(fusor, 5, seed=2, prefix=(2,)), Segment([5])])
+
+
+def test_exact_kv_behind_other_tokens(fusor: Fusor) -> None:
+    """An exact segment whose KV was computed behind other tokens than stand before it is refused."""
+    ids = draw_ids(5, seed=1)
+    segments = [Segment(BOS, fusor.precompute(BOS), exact=True), Segment(ids, fusor.precompute(ids), exact=True), Segment([5])]
+    with pytest.raises(IncompatibleKVError, match="exact segment at position 1"):
+        fusor.fuse(segments)
+
+
+def test_exact_only_at_the_start(fusor: Fusor) -> None:
+    """Exact segments need KV, must stand first in an unbroken run, and must leave a token to compute logits from."""
+    ids = draw_ids(5, seed=1)
+    exact = Segment(ids, fusor.precompute(ids), exact=True)
+    with pytest.raises(InputError, match="unbroken run"):
+        fusor.fuse([Segment([3]), exact, Segment([5])])
+    with pytest.raises(InputError, match="every segment is exact"):
+        fusor.fuse([exact])
+    with pytest.raises(InputError, match="needs its kv"):
+        Segment(ids, exact=True)
+
+
+def test_empty_prompts(fusor: Fusor) -> None:
+    """A prompt, chunk or prefill without tokens is refused."""
+    for call in (
+        lambda: fusor.fuse([]),
+        lambda: fusor.fuse([Segment([])]),
+        lambda: fusor.prefill([]),
+        lambda: fusor.precompute([]),
+    ):
+        with pytest.raises(InputError, match="at least one"):
+            call()
+
+
+def test_tokens_outside_the_vocabulary(fusor: Fusor) -> None:
+    """A token id that the model does not have is named."""
+    with pytest.raises(InputError, match="97"):
+        fusor.fuse([Segment([5, 97])])
+
+
+def test_prompt_beyond_the_models_positions(fusor: Fusor) -> None:
+    """A prompt longer than the model's positions is refused, not extrapolated."""
+    for call in (
+        lambda: fusor.fuse([Segment([5] * 513)]),
+        lambda: fusor.prefill([5] * 513),
+        lambda: fusor.precompute([5] * 513),
+    ):
+        with pytest.raises(PromptTooLongError, match="513"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "no layers, norm, rotary_emb"),
+        (lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4), "has no"),
+        (lambda: StableLmConfig(**TINY, num_key_value_heads=2, intermediate_size=32), "not among the verified families"),
+        (
+            lambda: LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "'dynamic' changes with the prompt's length",
+        ),
+        (
+            lambda: Phi3Config(
+                **TINY,
+                num_key_value_heads=2,
+                pad_token_id=0,
+                max_position_embeddings=128,
+                original_max_position_embeddings=64,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                },
+            ),
+            "'longrope' changes with the prompt's length",
+        ),
+    ],
+)
+def test_unsupported_models_say_what_is_missing(config: Callable[[], PretrainedConfig], reason: str) -> None:
+    """A model that blending is not right on is refused with what it lacks."""
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Fusor(AutoModelForCausalLM.from_config(config()))
+
+
+def test_encoder_decoders_are_refused() -> None:
+    """An encoder-decoder is refused by name."""
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=2))
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        Fusor(model)
+
+
+def test_an_unverified_family_is_checked_against_its_own_forward() -> None:
+    """With the flag an unverified family is taken if blending is exact where it must be, and refused where it is not."""
+    shape = {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
+    works = AutoModelForCausalLM.from_config(AutoConfig.for_model("arcee", **shape)).eval()
+    with pytest.raises(UnsupportedModelError, match="allow_unverified"):
+        Fusor(works)
+    assert Fusor(works, allow_unverified=True).fuse([Segment([1, 2, 3])]).logits.shape == (64,)
+    without_rope_in_layer_1 = AutoConfig.for_model("smollm3", **shape, no_rope_layers=[1, 0])
+    fails = AutoModelForCausalLM.from_config(without_rope_in_layer_1).eval()
+    with torch.no_grad():
+        for parameter in fails.model.layers.parameters():
+            parameter.mul_(8)
+    with pytest.raises(UnsupportedModelError, match="off by"):
+        Fusor(fails, allow_unverified=True)
+
+
+def test_no_model_at_a_path(tmp_path: Path) -> None:
+    """A path without a model names itself."""
+    with pytest.raises(InputError, match=r"nowhere.*config\.json"):
+        Fusor.from_pretrained(str(tmp_path / "nowhere"))

@@ -1,0 +1,68 @@
+"""How many tokens each layer recomputes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.blend import ExplicitPositions, FusionConfig, SelectionStep, TopDeviation
+from cacheblend.blend.selection import layer_counts
+from cacheblend.store.errors import ConfigError
+
+
+@given(reusable=st.integers(0, 5000), layers=st.integers(1, 80), ratio=st.floats(0, 1), spread=st.floats(0, 1))
+def test_counts_fall_and_keep_the_mean(reusable: int, layers: int, ratio: float, spread: float) -> None:
+    """Counts never rise from layer to layer, stay within the tokens there are, and their mean is the ratio."""
+    counts = layer_counts(reusable, layers, ratio, spread)
+    assert len(counts) == layers - 1
+    assert all(0 <= later <= earlier <= reusable for earlier, later in pairwise(counts))
+    if counts:
+        assert abs(sum(counts) - ratio * reusable * len(counts)) <= 0.51
+
+
+@pytest.mark.parametrize(("ratio", "first", "last"), [(0.15, 195, 105), (1.0, 1000, 1000), (0.9, 1000, 800), (0.0, 0, 0)])
+def test_gradual_ratios_lie_around_the_mean(ratio: float, first: int, last: int) -> None:
+    """Ratios fall from 1.3 to 0.7 of the mean, less steeply where they would pass 1."""
+    counts = layer_counts(1000, 12, ratio, 0.3)
+    assert (counts[0], counts[-1]) == (first, last)
+
+
+def test_single_shot_never_scores_twice() -> None:
+    """The single-shot choice asks for deviations at layer 1 alone."""
+    asked: list[int] = []
+
+    def step(layer: int, candidates: int) -> SelectionStep:
+        def deviation() -> torch.Tensor:
+            asked.append(layer)
+            return torch.arange(float(candidates))
+
+        return SelectionStep(layer, 5, 100, torch.arange(candidates), deviation)
+
+    single = TopDeviation(0.2, 0.0)
+    kept = [int(single.select(step(layer, count)).sum()) for layer, count in ((0, 100), (1, 100), (2, 20), (3, 20))]
+    assert kept == [100, 20, 20, 20]
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.15", True])
+def test_ratio_outside_0_to_1_is_refused(ratio: object) -> None:
+    """A ratio that is not a number from 0 to 1 names itself in the error."""
+    with pytest.raises(ConfigError, match=r"recompute_ratio=.*0 to 1"):
+        FusionConfig(recompute_ratio=ratio)
+
+
+def test_unknown_selector_is_refused() -> None:
+    """An unknown selector's error lists the known ones."""
+    with pytest.raises(ConfigError, match="gradual, single_shot"):
+        FusionConfig(selector="best")
+
+
+def test_explicit_positions_need_every_layer() -> None:
+    """A plan of another depth is refused."""
+    plan = ExplicitPositions([[0, 1], [0]])
+    with pytest.raises(ConfigError, match="3 layers"):
+        plan.select(SelectionStep(0, 3, 2, torch.arange(2), lambda: torch.zeros(2)))
