@@ -1,0 +1,23 @@
+"""Text -> chunks -> vectors -> the chunks nearest a question."""
+
+from .catalogue import CataloguedDocument
+from .chunk import Chunk, ScoredChunk
+from .config import DEFAULT_EMBEDDER, RetrieverConfig
+from .document import Document
+from .embedder import Embedder, SentenceTransformerEmbedder
+from .retriever import AddReport, Retriever
+from .splitter import Splitter
+
+__all__ = [
+    "DEFAULT_EMBEDDER",
+    "AddReport",
+    "CataloguedDocument",
+    "Chunk",
+    "Document",
+    "Embedder",
+    "Retriever",
+    "RetrieverConfig",
+    "ScoredChunk",
+    "SentenceTransformerEmbedder",
+    "Splitter",
+]

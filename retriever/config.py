@@ -1,0 +1,52 @@
+"""How the retriever splits, embeds and stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend.store.errors import ConfigError
+
+DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrieverConfig:
+    """Settings of a `Retriever`; those that shape the chunks are fixed for the life of a directory.
+
+    Args:
+        directory: where the catalogue and the index live, made when missing; None keeps both in memory.
+        chunk_tokens: tokens of the model in one chunk, before its separator.
+        chunk_overlap_tokens: tokens that a chunk repeats from the end of the one before.
+        separator: text behind every chunk, tokenised together with it.
+        embedder: `all-MiniLM-L6-v2`, another sentence-transformers model of the hub, or the path of one.
+
+    Raises:
+        ConfigError: a value is not allowed.
+
+    """
+
+    directory: Path | None = None
+    chunk_tokens: int = 512
+    chunk_overlap_tokens: int = 0
+    separator: str = "\n\n"
+    embedder: str = DEFAULT_EMBEDDER
+
+    def __post_init__(self) -> None:
+        if isinstance(self.directory, str):  # what command lines and notebooks pass
+            object.__setattr__(self, "directory", Path(self.directory))
+        if self.directory is not None and not isinstance(self.directory, Path):
+            raise ConfigError("directory", self.directory, "a path, or None for memory")
+        if not _is_int(self.chunk_tokens) or self.chunk_tokens < 1:
+            raise ConfigError("chunk_tokens", self.chunk_tokens, "a whole number of at least 1")
+        if not _is_int(self.chunk_overlap_tokens) or not 0 <= self.chunk_overlap_tokens < self.chunk_tokens:
+            allowed = f"a whole number from 0 to chunk_tokens - 1 = {self.chunk_tokens - 1}"
+            raise ConfigError("chunk_overlap_tokens", self.chunk_overlap_tokens, allowed)
+        if not isinstance(self.separator, str):
+            raise ConfigError("separator", self.separator, "text")
+        if not isinstance(self.embedder, str) or not self.embedder.strip():
+            raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

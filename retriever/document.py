@@ -1,0 +1,79 @@
+"""A document as a caller brings it: an id, a title and a text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cacheblend.store.errors import InputError
+
+HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document to split and index.
+
+    Args:
+        id: the caller's name for it; adding the same id again replaces it.
+        title: may be empty; stands in front of the first chunk only.
+        text: must hold more than white space.
+
+    `version` is the hash of title and text: another version under the same id is another document.
+
+    Raises:
+        InputError: a field is not text, cannot be encoded as UTF-8, or id or text is empty.
+
+    """
+
+    id: str
+    title: str
+    text: str
+    version: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("id", "title", "text"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise InputError(f"document {self.id!r}: {name} must be text, got {type(value).__name__}; convert it to str")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InputError(f"document {self.id!r}: {name} is not Unicode ({error.reason}); clean it first") from None
+        if not self.id.strip():
+            raise InputError(f"document {self.id!r} has an empty id; give it one, or leave id out to have its content's hash")
+        if not self.text.strip():
+            raise InputError(f"document {self.id!r} has an empty text; leave it out, or delete the document if it was ingested")
+        object.__setattr__(self, "version", content_hash(self.title, self.text))
+
+    @classmethod
+    def of(cls, raw: Document | Mapping[str, object]) -> Document:
+        """Read `{"id": str, "title": str, "text": str}`; a missing id becomes the content's hash, other keys are ignored.
+
+        Raises:
+            InputError: not such a mapping, or a field is not allowed.
+
+        """
+        if isinstance(raw, Document):
+            return raw
+        if not isinstance(raw, Mapping):
+            raise InputError(f'a document must be a dict {{"id", "title", "text"}}, got {type(raw).__name__} {str(raw)[:60]!r}')
+        id_, title, text = raw.get("id"), raw.get("title"), raw.get("text")
+        title = "" if title is None else title
+        if text is None:
+            raise InputError(f'document {id_ or title!r} has no "text"; its keys are {sorted(map(str, raw))}')
+        if id_ is None:
+            id_ = content_hash(str(title), str(text))
+        return cls(id_, title, text)  # type: ignore[arg-type]  # __post_init__ checks the types
+
+    @property
+    def content(self) -> str:
+        """What is split into chunks: the title's line, then the text."""
+        return f"{self.title}\n{self.text}" if self.title else self.text
+
+
+def content_hash(title: str, text: str) -> str:
+    """Hex digits of the SHA-256 of a title and a text."""
+    data = f"{len(title)}:{title}{text}".encode(errors="surrogatepass")
+    return hashlib.sha256(data).hexdigest()[:HASH_DIGITS]

@@ -1,0 +1,113 @@
+"""Texts become vectors.
+
+Shapes: N texts, W windows, D dimensions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cacheblend.store.errors import RetrieverError
+
+from .config import DEFAULT_EMBEDDER
+from .embedding_model import HUB_OWNER, load_embedding_model
+from .plain_tokenizer import PlainTokenizer
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+BATCH_WINDOWS = 32
+
+
+class Embedder(Protocol):
+    """What turns texts into vectors; used from several threads."""
+
+    @property
+    def name(self) -> str:
+        """Identifies the model: vectors of embedders with another name are not comparable."""
+
+    @property
+    def dimensions(self) -> int:
+        """Length of a vector."""
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Vectors of the texts, float32 (N, D), of unit length."""
+
+
+class SentenceTransformerEmbedder:
+    """A sentence-transformers model that reads texts of any length.
+
+    A text longer than the model's limit is cut into windows of the model's own tokens; its vector is the mean of the windows'
+    vectors, weighted by their tokens, brought back to unit length. The model is loaded at the first use.
+
+    Args:
+        name: `all-MiniLM-L6-v2`, another model of the hub, or the path of one.
+        device: a torch device; None lets sentence-transformers choose.
+
+    """
+
+    def __init__(self, name: str = DEFAULT_EMBEDDER, device: str | None = None) -> None:
+        self.name = name.removeprefix(HUB_OWNER)
+        self._device = device
+        self._lock = threading.Lock()  # a fast tokenizer cannot be used by two threads at once
+        self._model: SentenceTransformer | None = None
+        self._tokenizer: PlainTokenizer | None = None
+        self._window_tokens: int | None = None
+
+    @property
+    def dimensions(self) -> int:
+        """Length of a vector; loads the model.
+
+        Raises:
+            RetrieverError: the model cannot be loaded.
+
+        """
+        with self._lock:
+            dimensions = self._loaded().get_embedding_dimension()
+        if dimensions is None:
+            raise RetrieverError(f"embedder {self.name!r} does not say how many dimensions it has; use another model")
+        return int(dimensions)
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Vectors of the texts, float32 (N, D), of unit length; loads the model.
+
+        Raises:
+            RetrieverError: the model cannot be loaded.
+
+        """
+        with self._lock:
+            model = self._loaded()
+            windows = [self._windows(text) for text in texts]
+            owner_W = np.repeat(np.arange(len(texts)), [len(of_text) for of_text in windows])
+            weight_W = np.array([tokens for of_text in windows for _, tokens in of_text], dtype=np.float32)
+            vectors_WD = model.encode(
+                [window for of_text in windows for window, _ in of_text],
+                batch_size=BATCH_WINDOWS,
+                normalize_embeddings=True,
+                show_progress_bar=False,
+            )
+        vectors_ND = np.zeros((len(texts), vectors_WD.shape[-1]), dtype=np.float32)
+        np.add.at(vectors_ND, owner_W, vectors_WD * weight_W[:, None])
+        norms_N = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
+        return np.asarray(vectors_ND / np.maximum(norms_N, np.finfo(np.float32).tiny), dtype=np.float32)
+
+    def _loaded(self) -> SentenceTransformer:
+        if self._model is None:
+            model = load_embedding_model(self.name, self._device)
+            if model.max_seq_length is not None and hasattr(model.tokenizer, "num_special_tokens_to_add"):
+                self._window_tokens = int(model.max_seq_length) - model.tokenizer.num_special_tokens_to_add()
+                self._tokenizer = PlainTokenizer(model.tokenizer)
+            self._model = model
+        return self._model
+
+    def _windows(self, text: str) -> list[tuple[str, int]]:
+        """The windows of a text, each with its number of tokens."""
+        if self._tokenizer is None or self._window_tokens is None:
+            return [(text, 1)]  # a model without a limit
+        windows = self._tokenizer.cut(text, self._window_tokens) or [text]
+        return [(window, max(1, len(self._tokenizer.ids(window)))) for window in windows]

@@ -1,0 +1,249 @@
+"""Documents in, the chunks nearest a question out."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cacheblend.store.errors import InputError, RetrieverError
+
+from .catalogue import Catalogue, CataloguedDocument
+from .chunk import Chunk, ScoredChunk
+from .config import RetrieverConfig
+from .document import Document
+from .embedder import Embedder, SentenceTransformerEmbedder
+from .index import VectorIndex
+from .splitter import Splitter
+from .synced_index import SyncedIndex
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_CHUNKS = 16  # embedded together; more is no faster on a CPU, and a question waits until a batch is done
+
+
+@dataclass(frozen=True, slots=True)
+class AddReport:
+    """What `Retriever.add` did, in documents, and the chunks that are new."""
+
+    added: int
+    replaced: int
+    unchanged: int
+    chunks: tuple[Chunk, ...]
+
+
+class Retriever:
+    """Splits, embeds and stores documents, and finds the chunks nearest a question. Thread-safe; a context manager.
+
+    In its directory, `catalogue.sqlite` is the truth and `index.faiss` a copy of its vectors, written on `close`. The index is
+    built anew from the catalogue where the copy is missing, damaged or older, or when another process has added documents.
+
+    Args:
+        config: how to split, which embedder, where to store.
+        tokenizer: the model's own fast tokenizer.
+        embedder: in place of the one that the config names.
+
+    Raises:
+        RetrieverError: the directory cannot be used, or its documents were added with other settings.
+
+    """
+
+    def __init__(
+        self,
+        config: RetrieverConfig,
+        tokenizer: PreTrainedTokenizerBase | Tokenizer,
+        embedder: Embedder | None = None,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        self.config = config
+        self.splitter = Splitter(tokenizer, config)
+        self.embedder: Embedder = SentenceTransformerEmbedder(config.embedder) if embedder is None else embedder
+        self._lock = threading.RLock()  # over catalogue and index, not over embedding
+        if config.directory is not None:
+            try:
+                config.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
+        self._catalogue = Catalogue(
+            config.directory / "catalogue.sqlite" if config.directory is not None else None,
+            {
+                "chunk_tokens": str(config.chunk_tokens),
+                "chunk_overlap_tokens": str(config.chunk_overlap_tokens),
+                "separator": config.separator,
+                "tokenizer": self.splitter.fingerprint,
+                "embedder": self.embedder.name,
+            },
+        )
+        self._index = SyncedIndex(self._catalogue, config.directory / "index.faiss" if config.directory is not None else None)
+        self._closed = False
+
+    def add(
+        self,
+        documents: Iterable[Document | Mapping[str, object]],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> AddReport:
+        """Add documents; one whose id and text are known already is skipped, one with a known id and another text replaces it.
+
+        Every document is checked before the first is added. Each is added whole or not at all: after a crash the directory
+        holds the first ones, and adding all of them again goes on from there.
+
+        Args:
+            documents: `{"id": str, "title": str, "text": str}`; id and title are optional.
+            on_progress: called with the documents done and their total, after each.
+
+        Raises:
+            InputError: a document cannot be used, or two with one id have different texts.
+            RetrieverError: the embedder or the directory cannot be used.
+
+        """
+        given, wanted = _checked(documents)
+        with self._lock:
+            versions = {id_: self._catalogue.version(id_) for id_ in wanted}
+        changed = [document for id_, document in wanted.items() if document.version != versions[id_]]
+        done = unchanged = given - len(changed)
+        replaced = 0
+        new: list[Chunk] = []
+        if on_progress is not None and unchanged:
+            on_progress(done, given)
+        for batch in self._batches(changed):
+            vectors_ND = self._embed([chunk.text for _, chunks in batch for chunk in chunks])
+            for document, chunks in batch:
+                with self._lock:
+                    change = self._catalogue.put(document, chunks, vectors_ND[: len(chunks)])
+                    self._index.apply(change, vectors_ND[: len(chunks)])
+                vectors_ND = vectors_ND[len(chunks) :]
+                replaced += bool(change.removed_ids)
+                new += chunks
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, given)
+        return AddReport(added=len(changed) - replaced, replaced=replaced, unchanged=unchanged, chunks=tuple(new))
+
+    def delete(self, document_id: str) -> int:
+        """Remove a document; returns how many chunks went with it.
+
+        Raises:
+            InputError: there is no such document.
+            RetrieverError: the directory cannot be written.
+
+        """
+        with self._lock:
+            change = self._catalogue.remove(document_id)
+            self._index.apply(change, np.empty((0, 0), dtype=np.float32))
+        return len(change.removed_ids)
+
+    def documents(self) -> list[CataloguedDocument]:
+        """Every document, in the order of adding."""
+        with self._lock:
+            return self._catalogue.documents()
+
+    def chunks(self, document_id: str | None = None) -> list[Chunk]:
+        """The chunks of one document, or all, in the order of adding.
+
+        Raises:
+            InputError: there is no such document.
+
+        """
+        with self._lock:
+            return self._catalogue.chunks(document_id)
+
+    def search(self, question: str, top_k: int) -> list[ScoredChunk]:
+        """The `top_k` chunks nearest a question, nearest first; among equals the one added first.
+
+        Raises:
+            InputError: the question is empty, or there are not `top_k` chunks.
+            RetrieverError: the embedder or the directory cannot be used.
+
+        """
+        if not isinstance(question, str) or not question.strip():
+            raise InputError(f"question={question!r} is empty; ask something")
+        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
+            raise InputError(f"top_k={top_k!r} is not allowed: ask for a whole number of chunks, at least 1")
+        with self._lock, self._catalogue.snapshot():
+            self._check_top_k(top_k)
+        vector_D = self._embed([question])[0]
+        with self._lock, self._catalogue.snapshot():
+            index = self._check_top_k(top_k)  # again: others may have deleted chunks meanwhile
+            if index.dimensions != len(vector_D):
+                raise RetrieverError(
+                    f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
+                    "use the embedder it was built with, or another directory"
+                )
+            ids, distances = index.search(vector_D, top_k)
+            return [ScoredChunk(self._catalogue.chunk(id_), distance) for id_, distance in zip(ids, distances, strict=True)]
+
+    def close(self) -> None:
+        """Write the index beside the catalogue and close both; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._index.save()
+            finally:
+                self._catalogue.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn(
+                f"unclosed {type(self).__name__} on {self.config.directory or 'memory'}", ResourceWarning, stacklevel=1
+            )
+            self.close()
+
+    def _batches(self, documents: Sequence[Document]) -> Iterator[list[tuple[Document, list[Chunk]]]]:
+        """Documents with their chunks, in groups of at least `BATCH_CHUNKS` chunks; a document is never parted."""
+        batch: list[tuple[Document, list[Chunk]]] = []
+        for document in documents:
+            batch.append((document, self.splitter.split(document)))
+            if sum(len(chunks) for _, chunks in batch) >= BATCH_CHUNKS:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        vectors_ND = np.asarray(self.embedder.encode(texts), dtype=np.float32)
+        if vectors_ND.shape != (len(texts), self.embedder.dimensions) or not np.isfinite(vectors_ND).all():
+            raise RetrieverError(
+                f"embedder {self.embedder.name!r} gave vectors of shape {vectors_ND.shape}, or some that are not finite; "
+                f"({len(texts)}, {self.embedder.dimensions}) was expected; use another embedder"
+            )
+        return vectors_ND
+
+    def _check_top_k(self, top_k: int) -> VectorIndex:
+        index = self._index.current()
+        if index is None or len(index) == 0:
+            raise InputError(f"there are no documents to search in {self.config.directory or 'memory'}; ingest some first")
+        if top_k > len(index):
+            raise InputError(
+                f"top_k={top_k} is more than the {len(index)} chunks there are; ask for fewer or ingest more documents"
+            )
+        return index
+
+
+def _checked(documents: Iterable[Document | Mapping[str, object]]) -> tuple[int, dict[str, Document]]:
+    """How many documents were given, and one for each id."""
+    if isinstance(documents, (str, bytes, Mapping, Document)) or not isinstance(documents, Iterable):
+        raise InputError(f"documents must be a list of documents, got {type(documents).__name__}; put it in a list")
+    given = 0
+    wanted: dict[str, Document] = {}
+    for raw in documents:
+        document = Document.of(raw)
+        if wanted.setdefault(document.id, document).version != document.version:
+            raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
+        given += 1
+    return given, wanted

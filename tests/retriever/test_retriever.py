@@ -1,0 +1,285 @@
+"""The retriever as its users see it, with a fake embedder."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import FakeEmbedder, tiny_tokenizer
+
+from cacheblend.retriever import Document, Retriever, RetrieverConfig
+from cacheblend.store.errors import InputError, RetrieverError
+
+CATS = {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof."}
+DOGS = {"id": "dogs", "title": "Dogs", "text": "A dog runs through the cold river."}
+BIRDS = {"id": "birds", "title": "Birds", "text": "Birds fly over the mountain in autumn."}
+
+
+def open_retriever(directory: Path | None = None, embedder: FakeEmbedder | None = None, **config: object) -> Retriever:
+    settings = RetrieverConfig(directory=directory, **{"chunk_tokens": 12, **config})  # type: ignore[arg-type]
+    return Retriever(settings, tiny_tokenizer(), embedder or FakeEmbedder())
+
+
+@pytest.fixture
+def retriever() -> Iterator[Retriever]:
+    with open_retriever() as opened:
+        yield opened
+
+
+def found(retriever: Retriever, question: str, top_k: int = 3) -> list[tuple[str, int]]:
+    return [(hit.chunk.document_id, hit.chunk.position) for hit in retriever.search(question, top_k)]
+
+
+def test_nearest_chunk_comes_first(retriever: Retriever) -> None:
+    """Search gives the chunks nearest the question, by squared L2 distance, as brute force does."""
+    retriever.add([CATS, DOGS, BIRDS])
+    hits = retriever.search("the dog runs through the river", 3)
+    chunks = retriever.chunks()
+    vectors_ND = FakeEmbedder().encode([chunk.text for chunk in chunks])
+    distances = ((vectors_ND - FakeEmbedder().encode(["the dog runs through the river"])) ** 2).sum(axis=1)
+    order = np.argsort(distances, kind="stable")[:3]
+    assert [hit.chunk for hit in hits] == [chunks[at] for at in order]
+    np.testing.assert_allclose([hit.distance for hit in hits], distances[order], atol=1e-6)
+    assert hits[0].chunk.document_id == "dogs"
+
+
+def test_adding_again_skips_or_replaces(retriever: Retriever) -> None:
+    """A document known already is skipped, one with a known id and another text replaces it, and the report counts them."""
+    first = retriever.add([CATS, DOGS, CATS])
+    assert (first.added, first.replaced, first.unchanged) == (2, 0, 1)
+    assert list(first.chunks) == retriever.chunks()
+    new_cats = {**CATS, "text": "Cats now live on the moon. " * 6}
+    second = retriever.add([new_cats, DOGS, BIRDS])
+    assert (second.added, second.replaced, second.unchanged) == (1, 1, 1)
+    assert {chunk.document_id for chunk in second.chunks} == {"cats", "birds"}
+    assert [document.id for document in retriever.documents()] == ["dogs", "cats", "birds"]
+    assert {chunk.version for chunk in retriever.chunks("cats")} == {Document.of(new_cats).version}
+    assert all("roof" not in hit.chunk.text for hit in retriever.search("cat sleeps on the warm roof", len(retriever.chunks())))
+
+
+def test_deleted_document_is_not_found(retriever: Retriever) -> None:
+    """A deleted document leaves neither chunks nor hits, and can be added anew."""
+    retriever.add([CATS, DOGS])
+    chunks = len(retriever.chunks("dogs"))
+    assert retriever.delete("dogs") == chunks
+    assert {id_ for id_, _ in found(retriever, "dog", len(retriever.chunks()))} == {"cats"}
+    for call in (retriever.delete, retriever.chunks):
+        with pytest.raises(InputError, match="no document 'dogs'"):
+            call("dogs")
+    assert retriever.add([DOGS]).added == 1
+    assert found(retriever, "dog runs", 1)[0][0] == "dogs"
+
+
+def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
+    """A directory opened again has the same documents, chunks and hits, read from its index."""
+    with open_retriever(tmp_path / "a" / "b") as retriever:
+        retriever.add([CATS, {**BIRDS, "text": "漢字 😀 \x00 " + BIRDS["text"]}])
+        before = retriever.documents(), retriever.chunks(), retriever.search("cat on a roof", 3)
+    with open_retriever(tmp_path / "a" / "b") as retriever:
+        assert (retriever.documents(), retriever.chunks(), retriever.search("cat on a roof", 3)) == before
+        retriever.add([DOGS])
+        assert found(retriever, "dog river", 1)[0][0] == "dogs"
+
+
+@pytest.mark.parametrize("fate", ["missing", "damaged", "stale", "never written"])
+def test_index_is_built_from_the_catalogue(tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever becomes of the index's file, search is right; only damage is worth a warning."""
+    path = tmp_path / "index.faiss"
+    with open_retriever(tmp_path) as retriever:
+        retriever.add([CATS])
+    old = path.read_bytes()
+    with open_retriever(tmp_path) as retriever:
+        retriever.add([DOGS])
+        expected = retriever.search("dog", 3)
+    if fate == "damaged":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif fate == "stale":
+        path.write_bytes(old)
+    else:
+        path.unlink()
+    if fate == "never written":
+        path.mkdir()  # writing fails too
+    with open_retriever(tmp_path) as retriever:
+        assert retriever.search("dog", 3) == expected
+    assert bool(caplog.messages) == (fate in ("damaged", "never written"))
+    with open_retriever(tmp_path) as retriever:
+        assert retriever.search("dog", 3) == expected
+
+
+def test_two_open_retrievers_see_each_others_documents(tmp_path: Path) -> None:
+    """What one process adds or deletes, another that has the directory open finds at its next search."""
+    with open_retriever(tmp_path) as one, open_retriever(tmp_path) as two:
+        one.add([CATS])
+        assert found(two, "cat", 1)[0][0] == "cats"
+        two.add([DOGS])
+        assert found(one, "dog runs", 1)[0][0] == "dogs"
+        one.delete("cats")
+        assert {id_ for id_, _ in found(two, "cat", len(two.chunks()))} == {"dogs"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"chunk_tokens": 20}, "built with chunk_tokens '12', and this run has '20'"),
+        ({"chunk_overlap_tokens": 1}, "chunk_overlap_tokens"),
+        ({"separator": "\n"}, "separator"),
+        ({"embedder": FakeEmbedder("other")}, "built with embedder 'fake', and this run has 'other'"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    """A directory with documents refuses other settings with the remedy; an empty one takes them."""
+    with open_retriever(tmp_path):
+        pass
+    with open_retriever(tmp_path, chunk_tokens=99) as retriever:
+        assert retriever.documents() == []
+    with open_retriever(tmp_path) as retriever:
+        retriever.add([CATS])
+    with pytest.raises(RetrieverError, match=f"{says}.*another directory"):
+        open_retriever(tmp_path, **change)  # type: ignore[arg-type]
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """A directory whose token ids are another tokenizer's is refused."""
+    with open_retriever(tmp_path) as retriever:
+        retriever.add([CATS])
+    with pytest.raises(RetrieverError, match="tokenizer"):
+        Retriever(RetrieverConfig(directory=tmp_path, chunk_tokens=12), tiny_tokenizer(500), FakeEmbedder())
+
+
+def test_vectors_of_another_length_are_refused(tmp_path: Path) -> None:
+    """An embedder of the same name with other dimensions can neither add nor search, until the directory is empty."""
+    with open_retriever(tmp_path) as retriever:
+        retriever.add([CATS])
+    with open_retriever(tmp_path, FakeEmbedder(dimensions=32)) as retriever:
+        with pytest.raises(RetrieverError, match="32"):
+            retriever.add([DOGS])
+        with pytest.raises(RetrieverError, match="32 dimensions, the index has 64"):
+            retriever.search("cat", 1)
+        retriever.delete("cats")
+        retriever.add([DOGS])
+        assert found(retriever, "dog", 1)[0][0] == "dogs"
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 1.0, True, None, "3"])
+def test_bad_top_k_is_refused(retriever: Retriever, top_k: object) -> None:
+    """A top_k that is no count is refused by its value."""
+    retriever.add([CATS])
+    with pytest.raises(InputError, match=f"top_k={top_k!r}"):
+        retriever.search("cat", top_k)  # type: ignore[arg-type]  # on purpose
+
+
+def test_search_beyond_the_corpus_is_refused(retriever: Retriever) -> None:
+    """An empty corpus says to ingest; a top_k above the corpus names both numbers."""
+    with pytest.raises(InputError, match="ingest"):
+        retriever.search("cat", 1)
+    retriever.add([CATS])
+    chunks = len(retriever.chunks())
+    assert len(retriever.search("cat", chunks)) == chunks
+    with pytest.raises(InputError, match=f"top_k={chunks + 1} is more than the {chunks} chunks"):
+        retriever.search("cat", chunks + 1)
+    retriever.delete("cats")
+    with pytest.raises(InputError, match="ingest"):
+        retriever.search("cat", 1)
+
+
+@pytest.mark.parametrize("question", ["", " \n", None])
+def test_empty_question_is_refused(retriever: Retriever, question: object) -> None:
+    """A question without words is refused."""
+    retriever.add([CATS])
+    with pytest.raises(InputError, match="question"):
+        retriever.search(question, 1)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("documents", ["text", CATS, None, [CATS, "text"], [CATS, {"id": "cats", "text": "other"}]])
+def test_one_bad_document_adds_nothing(retriever: Retriever, documents: object) -> None:
+    """Documents are checked before the first is added; the same id with two texts is a mistake, not a silent loss."""
+    with pytest.raises(InputError):
+        retriever.add(documents)  # type: ignore[arg-type]  # on purpose
+    assert retriever.documents() == []
+
+
+def test_interrupted_add_keeps_whole_documents(tmp_path: Path) -> None:
+    """When adding stops midway, documents are there whole or not at all, and adding again goes on."""
+    documents = [{"id": str(number), "text": f"Document {number}. " * 40} for number in range(12)]
+
+    def interrupt(done: int, total: int) -> None:
+        if (done, total) == (5, 12):
+            raise KeyboardInterrupt
+
+    with open_retriever(tmp_path) as retriever:
+        with pytest.raises(KeyboardInterrupt):
+            retriever.add(documents, on_progress=interrupt)
+        assert [document.id for document in retriever.documents()] == [str(number) for number in range(5)]
+        assert len(retriever.search("Document 3", len(retriever.chunks()))) == len(retriever.chunks())
+    progress: list[tuple[int, int]] = []
+    with open_retriever(tmp_path) as retriever:
+        report = retriever.add(documents, on_progress=lambda done, total: progress.append((done, total)))
+    assert (report.added, report.unchanged) == (7, 5)
+    assert progress == [(done, 12) for done in range(5, 13)]
+
+
+def test_failing_write_changes_nothing(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement that fails halfway leaves the old version in place and searchable."""
+    retriever.add([CATS])
+    before = retriever.chunks()
+    monkeypatch.setattr(retriever._catalogue, "_insert", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        retriever.add([{**CATS, "text": "other"}])
+    monkeypatch.undo()
+    assert retriever.chunks() == before
+    assert {hit.chunk for hit in retriever.search("cat", len(before))} == set(before)
+
+
+def test_threads_add_and_search_at_once(retriever: Retriever) -> None:
+    """Threads that add, delete and search at once neither fail nor lose a document."""
+    retriever.add([CATS])
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for step in range(6):
+                retriever.add([{"id": f"{number}-{step}", "text": f"Thread {number} wrote sentence {step}."}])
+                retriever.search("sentence", 1)
+                if step % 2:
+                    retriever.delete(f"{number}-{step}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(retriever.documents()) == 1 + 4 * 3
+    assert len(retriever.search("cat", len(retriever.chunks()))) == len(retriever.chunks())
+
+
+def test_directory_that_is_not_a_retrievers_is_refused(tmp_path: Path) -> None:
+    """A file in the directory's place, or a catalogue that is not one, is refused with the remedy."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RetrieverError, match="choose another directory"):
+        open_retriever(tmp_path / "file")
+    (tmp_path / "catalogue.sqlite").write_text("not a database, " * 100)
+    with pytest.raises(RetrieverError, match=r"not a database.*another directory"):
+        open_retriever(tmp_path)
+
+
+def test_bad_embedder_is_refused(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors of a wrong shape or with NaN are refused before anything is stored."""
+    for vectors in (np.zeros((1, 64)), np.full((2, 64), np.nan), np.zeros((2, 63))):
+        monkeypatch.setattr(retriever.embedder, "encode", lambda _, vectors=vectors: vectors)
+        with pytest.raises(RetrieverError, match="embedder 'fake' gave"):
+            retriever.add([CATS])
+    assert retriever.documents() == []
+
+
+def test_closing(tmp_path: Path) -> None:
+    """Closing twice is harmless, and a retriever left open warns."""
+    retriever = open_retriever(tmp_path)
+    retriever.close()
+    retriever.close()
+    forgotten = open_retriever()
+    with pytest.warns(ResourceWarning, match="unclosed Retriever on memory"):
+        forgotten.__del__()

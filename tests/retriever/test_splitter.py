@@ -1,0 +1,107 @@
+"""Chunks: nothing lost, nothing torn, sizes as promised."""
+
+import pytest
+from fakes import tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from cacheblend.retriever import Chunk, Document, RetrieverConfig, Splitter
+from cacheblend.store.errors import InputError, RetrieverError
+
+# What a chunk may have above chunk_tokens and the separator's tokens: up to three bytes of a character that the border would
+# have torn, and the re-tokenisation of its first and last word.
+SLACK_TOKENS = 6
+
+_pieces = st.sampled_from(
+    ["word ", "for i in", "😀", "👩‍👩‍👧", "漢字", "e\u0301", "\r\n", "\n\n", "  ", "12345", "ß", "\x00", "</s>", "."]
+)
+_texts = st.lists(_pieces | st.text(max_size=8), min_size=1, max_size=40).map("".join).filter(lambda text: text.strip())
+
+
+def split(text: str, title: str = "", **config: object) -> list[Chunk]:
+    return Splitter(tiny_tokenizer(), RetrieverConfig(**config)).split(Document("d", title, text))  # type: ignore[arg-type]
+
+
+@given(text=_texts, title=st.sampled_from(["", "A title", "題"]), chunk_tokens=st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_chunks_joined_are_the_content(text: str, title: str, chunk_tokens: int) -> None:
+    """Without overlap the chunks' texts are the title's line and the text, cut; sizes and positions are as promised."""
+    chunks = split(text, title, chunk_tokens=chunk_tokens)
+    assert "".join(chunk.text for chunk in chunks) == (f"{title}\n{text}" if title else text)
+    assert [chunk.position for chunk in chunks] == list(range(len(chunks)))
+    separator_tokens = len(tiny_tokenizer()("\n\n", add_special_tokens=False)["input_ids"])
+    assert max(len(chunk.token_ids) for chunk in chunks) <= chunk_tokens + separator_tokens + SLACK_TOKENS
+
+
+@given(text=_texts, chunk_tokens=st.integers(2, 12), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_overlapping_chunks_are_slices_that_cover_the_text(text: str, chunk_tokens: int, data: st.DataObject) -> None:
+    """With overlap every chunk is a slice of the text that begins no later than the one before ends."""
+    overlap = data.draw(st.integers(1, chunk_tokens - 1))
+    ends = {0}  # a text that repeats itself has several readings
+    for chunk in split(text, chunk_tokens=chunk_tokens, chunk_overlap_tokens=overlap):
+        starts = {at for at in range(max(ends) + 1) if text.startswith(chunk.text, at)}
+        ends = {at + len(chunk.text) for at in starts for end in ends if at <= end <= at + len(chunk.text)}
+        assert ends
+    assert len(text) in ends
+
+
+def test_overlap_repeats_the_end_of_the_chunk_before() -> None:
+    """With an overlap of two, a chunk begins with the last two tokens of the one before."""
+    text = "for while class for while class"
+    tokens = [tiny_tokenizer().decode([id_]) for id_ in tiny_tokenizer()(text)["input_ids"]]
+    chunks = split(text, chunk_tokens=4, chunk_overlap_tokens=2)
+    assert [chunk.text for chunk in chunks[:2]] == ["".join(tokens[:4]), "".join(tokens[2:6])]
+
+
+def test_token_ids_are_those_of_the_chunk_alone_with_its_separator() -> None:
+    """A chunk's ids are what the model's tokenizer makes of its text and separator, without special tokens."""
+    tokenizer = tiny_tokenizer()
+    for chunk in split("the value of the item " * 30, "Title", chunk_tokens=16, separator="\n---\n"):
+        assert list(chunk.token_ids) == tokenizer(chunk.text + "\n---\n", add_special_tokens=False)["input_ids"]
+
+
+def test_title_stands_in_the_first_chunk_only() -> None:
+    """The title is the first line of chunk 0, and known to every chunk."""
+    chunks = split("some words " * 20, "Heading", chunk_tokens=16)
+    assert [chunk.text.startswith("Heading\n") for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    assert {chunk.title for chunk in chunks} == {"Heading"}
+
+
+def test_special_tokens_in_a_document_are_plain_text() -> None:
+    """A document that spells the end-of-text token does not end a prompt."""
+    tokenizer = tiny_tokenizer()
+    [chunk] = split("before</s>after")
+    assert tokenizer.eos_token_id not in chunk.token_ids
+    assert tokenizer.decode(list(chunk.token_ids)) == "before</s>after\n\n"
+
+
+def test_tokenizer_that_changes_text_loses_nothing() -> None:
+    """Chunks are slices of the document even where the tokenizer lower-cases, strips accents and drops white space."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(["some words here"] * 9, trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]"]))
+    text = "  Some  WÖRDS\r\nhere 漢字 "
+    chunks = Splitter(tokenizer, RetrieverConfig(chunk_tokens=2)).split(Document("d", "", text))
+    assert len(chunks) > 2
+    assert "".join(chunk.text for chunk in chunks) == text
+    with pytest.raises(InputError, match="'d' has no tokens"):
+        Splitter(tokenizer, RetrieverConfig()).split(Document("d", "", "\x01"))
+
+
+def test_owners_tokenizer_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """Splitting a long text neither warns, nor is truncated, nor changes the tokenizer it was given."""
+    tokenizer = Tokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
+    tokenizer.enable_truncation(8)
+    chunks = Splitter(tokenizer, RetrieverConfig(chunk_tokens=64)).split(Document("d", "", "many words " * 2000))
+    assert sum(len(chunk.text) for chunk in chunks) == 22000
+    assert tokenizer.truncation["max_length"] == 8
+    assert capfd.readouterr() == ("", "")
+
+
+def test_slow_tokenizer_is_refused() -> None:
+    """A tokenizer without character offsets is refused with the remedy."""
+    with pytest.raises(RetrieverError, match="fast tokenizer"):
+        Splitter(object(), RetrieverConfig())  # type: ignore[arg-type]  # on purpose
