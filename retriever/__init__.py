@@ -5,6 +5,7 @@ from .chunk import Chunk, ScoredChunk
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Document
 from .embedder import Embedder, SentenceTransformerEmbedder
+from .plain_tokenizer import PlainTokenizer
 from .retriever import AddReport, Retriever
 from .splitter import Splitter
 
@@ -15,6 +16,7 @@ __all__ = [
     "Chunk",
     "Document",
     "Embedder",
+    "PlainTokenizer",
     "Retriever",
     "RetrieverConfig",
     "ScoredChunk",

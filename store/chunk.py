@@ -28,6 +28,7 @@ class ChunkKV:
 
     Raises:
         InputError: no layers, or tensors whose shape does not fit the token ids.
+
     """
 
     layers: Sequence[LayerPair]

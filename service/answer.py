@@ -1,0 +1,169 @@
+"""What a question gives: the answer, how it was made, and how long each stage took."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cacheblend.loader import LoadingPlan
+from cacheblend.retriever import ScoredChunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSegment:
+    """One segment of a prompt as it was run.
+
+    Args:
+        kind: "exact" (a cached prefix), "reused" (blended or reused chunk KV) or "fresh" (recomputed whole, in context).
+        token_ids: its token ids.
+        key: hex of the store's key; None where nothing is looked up.
+        tier: "ram", "nvme", "memory" (held by the engine), or None for fresh.
+    """
+
+    kind: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    key: str | None = None
+    tier: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """How a prompt was prefilled; enough to replay it (`cacheblend.blend.ExplicitPositions(plan.recomputed)`).
+
+    Args:
+        method: the method that was asked for.
+        segments: the prompt's segments, in order.
+        hits: chunks whose stored KV was used.
+        misses: chunks that were recomputed whole; their KV is precomputed afterwards, in the background.
+        recompute_ratio: the ratio that was asked of the fusor; None where it had no say.
+        recomputed: per layer, sorted LongTensor of the positions that went through attention and MLP.
+        prompt_tokens: N.
+        reusable_tokens: tokens that the ratio counts.
+        recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up.
+        loading: what the loading controller expected; None where it was not asked.
+    """
+
+    method: str
+    segments: tuple[PlannedSegment, ...]
+    hits: int
+    misses: int
+    recompute_ratio: float | None
+    recomputed: tuple[torch.Tensor, ...] = field(repr=False)
+    prompt_tokens: int
+    reusable_tokens: int
+    recomputed_tokens: float
+    loading: LoadingPlan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds of each stage. TTFT is defined here alone.
+
+    Args:
+        retrieve_s: embedding the question and searching the index; 0 where documents were brought.
+        ttft_s: question and chunks in hand -> first token id on the host: prompt, lookup, prefill and first token. Retrieval
+            is not in it.
+        lookup_s: the store's lookup and the plan.
+        prefill_s: everything up to the first logits; `wait_s` is in it.
+        wait_s: the part that the fusor waited for stored KV.
+        decode_s: the tokens after the first.
+        total_s: all, retrieval included.
+    """
+
+    retrieve_s: float
+    ttft_s: float
+    lookup_s: float
+    prefill_s: float
+    wait_s: float
+    decode_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer and how it came about.
+
+    Args:
+        text: the generated text, special tokens left out.
+        token_ids: the generated token ids.
+        chunks: the chunks in the prompt, in order; distance is NaN where documents were brought.
+        plan: how the prompt was prefilled.
+        timings: seconds of each stage.
+        first_logits: float32 (V,), those that the first token was drawn from.
+    """
+
+    text: str
+    token_ids: list[int]
+    chunks: list[ScoredChunk]
+    plan: AnswerPlan
+    timings: Timings
+    first_logits: torch.Tensor = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; token ids of segments and positions are given as counts."""
+        plan = self.plan
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "chunks": [
+                {
+                    "document_id": scored.chunk.document_id,
+                    "title": scored.chunk.title,
+                    "position": scored.chunk.position,
+                    "distance": None if scored.distance != scored.distance else scored.distance,
+                    "tokens": len(scored.chunk.token_ids),
+                    "text": scored.chunk.text,
+                }
+                for scored in self.chunks
+            ],
+            "plan": {
+                "method": plan.method,
+                "segments": [
+                    {"kind": segment.kind, "tokens": len(segment.token_ids), "key": segment.key, "tier": segment.tier}
+                    for segment in plan.segments
+                ],
+                "hits": plan.hits,
+                "misses": plan.misses,
+                "recompute_ratio": plan.recompute_ratio,
+                "recomputed_per_layer": [len(positions) for positions in plan.recomputed],
+                "prompt_tokens": plan.prompt_tokens,
+                "reusable_tokens": plan.reusable_tokens,
+                "recomputed_tokens": plan.recomputed_tokens,
+                "loading": None if plan.loading is None else dataclasses.asdict(plan.loading),
+            },
+            "timings": dataclasses.asdict(self.timings),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestReport:
+    """What an ingest did.
+
+    Args:
+        documents: documents given.
+        added: new ones.
+        replaced: ones whose text changed.
+        unchanged: ones that were there.
+        chunks: chunks of all of them.
+        computed: chunks whose KV was computed now.
+        already_stored: chunks whose KV was stored before.
+        tokens: tokens of the chunks computed now.
+        seconds: wall clock of it all.
+    """
+
+    documents: int
+    added: int
+    replaced: int
+    unchanged: int
+    chunks: int
+    computed: int
+    already_stored: int
+    tokens: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)

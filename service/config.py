@@ -1,0 +1,117 @@
+"""What an engine is made of."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cacheblend.blend import FusionConfig
+from cacheblend.loader import LoaderConfig
+from cacheblend.retriever import RetrieverConfig
+from cacheblend.store import StoreConfig
+from cacheblend.store.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INSTRUCTION = "Answer the question from the passages below.\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Model, directory and settings of an `Engine`.
+
+    Args:
+        model: directory or hub id of the model.
+        store_dir: folder of the chunk KV (`kv/`) and of the retrieval index (`index/`); made when missing.
+        device: "auto" takes CUDA where it is, else the CPU; or a torch device name.
+        dtype: "float32", "bfloat16" or "float16".
+        chunk_tokens: size of a chunk; see `RetrieverConfig`.
+        chunk_overlap_tokens: see `RetrieverConfig`.
+        embedder: see `RetrieverConfig`.
+        ram_budget_bytes: see `StoreConfig`.
+        nvme_budget_bytes: see `StoreConfig`.
+        recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
+            0.15 or more where loading would take longer anyway.
+        selector: which tokens; see `FusionConfig`.
+        instruction: stands in front of the chunks in every prompt.
+        chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
+        max_tokens: most tokens to generate, unless a question says otherwise.
+        allow_unverified: take a model of an unverified family if the built-in check passes.
+        loader: look-ahead and controller settings.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    model: str
+    store_dir: str | os.PathLike[str]
+    device: str = "auto"
+    dtype: str = "float32"
+    chunk_tokens: int = RetrieverConfig().chunk_tokens
+    chunk_overlap_tokens: int = RetrieverConfig().chunk_overlap_tokens
+    embedder: str = RetrieverConfig().embedder
+    ram_budget_bytes: int = StoreConfig(directory=".").ram_budget_bytes
+    nvme_budget_bytes: int = StoreConfig(directory=".").nvme_budget_bytes
+    recompute_ratio: float | None = None
+    selector: str = "gradual"
+    instruction: str = INSTRUCTION
+    chunk_prefix: str = ""
+    max_tokens: int = 32
+    allow_unverified: bool = False
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+
+    def __post_init__(self) -> None:
+        if not str(self.model).strip():
+            raise ConfigError("model", self.model, "a model directory or hub id")
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        try:
+            torch.device("cpu" if self.device == "auto" else self.device)
+        except RuntimeError as error:
+            raise ConfigError("device", self.device, '"auto", "cpu", "cuda" or "cuda:N"') from error
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError("device", self.device, 'not on this machine: torch finds no GPU; use "cpu"')
+        check_max_tokens(self.max_tokens)
+        self.retriever_config()
+        self.store_config()
+        self.fusion_config(self.recompute_ratio)
+
+    def resolve_device(self) -> torch.device:
+        """The device that "auto" stands for."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    def retriever_config(self) -> RetrieverConfig:
+        """The retriever's part."""
+        return RetrieverConfig(
+            directory=Path(self.store_dir) / "index",
+            chunk_tokens=self.chunk_tokens,
+            chunk_overlap_tokens=self.chunk_overlap_tokens,
+            embedder=self.embedder,
+        )
+
+    def store_config(self) -> StoreConfig:
+        """The store's part."""
+        return StoreConfig(
+            directory=Path(self.store_dir) / "kv",
+            ram_budget_bytes=self.ram_budget_bytes,
+            nvme_budget_bytes=self.nvme_budget_bytes,
+        )
+
+    def fusion_config(self, recompute_ratio: float | None) -> FusionConfig:
+        """The fusor's part, at a ratio; None for r*."""
+        ratio = self.loader.quality_ratio if recompute_ratio is None else recompute_ratio
+        return FusionConfig(recompute_ratio=ratio, selector=self.selector)
+
+
+def check_max_tokens(value: object) -> None:
+    """Refuse anything but a positive whole number.
+
+    Raises:
+        ConfigError: so.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError("max_tokens", value, "a whole number of at least 1")

@@ -1,0 +1,85 @@
+"""Computes, behind the requests, the KV of chunks that a request did not find (paper §5.1, §6)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from cacheblend.blend import Fusor
+from cacheblend.store import ChunkKey, KVStore
+from cacheblend.store.errors import CacheBlendError
+
+logger = logging.getLogger(__name__)
+MOST_WAITING = 256  # holes; a later request finds again what is dropped beyond them
+POSTPONE_S = 1.0  # a precompute gives way to running requests for so long
+
+
+class HoleFiller:
+    """One thread that precomputes chunks alone and stores them: a fused KV is contaminated by its neighbours, and never stored.
+
+    Args:
+        fusor: the model.
+        store: where the KV goes.
+    """
+
+    def __init__(self, fusor: Fusor, store: KVStore) -> None:
+        self._fusor, self._store = fusor, store
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[ChunkKey, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
+        self._busy = False
+        self._requests = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
+        self._thread.start()
+
+    def fill(self, key: ChunkKey, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> None:
+        """Have a chunk's KV computed behind a prefix and stored, some time after the running requests."""
+        with self._changed:
+            if not self._closed and len(self._waiting) < MOST_WAITING:
+                self._waiting.setdefault(key, (tuple(token_ids), tuple(prefix_ids)))
+                self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        """A request is running: a precompute gives way to it, for a while."""
+        with self._changed:
+            self._requests += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._requests -= 1
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until every hole known now is filled and stored."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not (self._waiting or self._busy))
+        self._store.flush()
+
+    def close(self) -> None:
+        """Stop after the chunk in work; what waits is left for a later request to find again."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+                self._changed.wait_for(lambda: self._closed or not self._requests, timeout=POSTPONE_S)
+                if self._closed:
+                    return
+                key, (token_ids, prefix_ids) = self._waiting.popitem(last=False)
+                self._busy = True
+            try:
+                if key not in self._store:
+                    self._store.put(key, self._fusor.precompute(token_ids, prefix_ids), flush=False)
+            except CacheBlendError as error:
+                logger.warning("the KV of chunk %s was not stored: %s", key, error)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()

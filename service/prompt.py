@@ -1,0 +1,86 @@
+"""Prompts in pieces whose borders are token borders: head, chunks, tail."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from cacheblend.retriever import Chunk, PlainTokenizer
+from cacheblend.store.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPieces:
+    """A prompt's token ids: `head`, every chunk's, and `tail`, which holds the question. Their concatenation is the prompt."""
+
+    head: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    tail: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The whole prompt."""
+        return (*self.head, *(token for chunk in self.chunks for token in chunk), *self.tail)
+
+
+class PromptBuilder:
+    """Lays out prompts for one model and one instruction.
+
+    With a chat template the template is rendered once, around marks where chunks and question go, and cut at the marks: the
+    template's own special tokens are read, those that stand in an instruction, a document or a question are not, and no text
+    of theirs is ever part of a template. Without one the prompt is BOS, instruction, chunks, question.
+
+    Args:
+        tokenizer: the model's fast tokenizer.
+        instruction: text in front of the chunks.
+        chunk_prefix: text that chunks are precomputed behind, after BOS.
+
+    Raises:
+        InputError: the chat template cannot be rendered, or drops the user's text.
+    """
+
+    def __init__(self, tokenizer: Any, instruction: str, chunk_prefix: str = "") -> None:
+        self._plain = PlainTokenizer(tokenizer)
+        bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+        self.chunk_prefix_ids = (*bos, *self._plain.ids(chunk_prefix))
+        if tokenizer.chat_template is None:
+            self.head = (*bos, *self._plain.ids(instruction))
+            self._tail_start: tuple[int, ...] = tuple(self._plain.ids("Question: "))
+            self._tail_end: tuple[int, ...] = tuple(self._plain.ids("\nAnswer:"))
+            return
+        mark_instruction, mark_chunks, mark_question = (secrets.token_hex(16) for _ in range(3))
+        content = f"{mark_instruction}{mark_chunks}Question: {mark_question}"
+        try:
+            rendered = tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InputError(f"the tokenizer's chat template cannot be rendered: {error}") from error
+        parts = []
+        for mark in (mark_instruction, mark_chunks, mark_question):
+            part, found, rendered = rendered.partition(mark)
+            if not found:
+                raise InputError("the tokenizer's chat template does not repeat the user's message as it is; use another one")
+            parts.append(part)
+        opening, between, question = parts
+        self.head = (*self._template_ids(tokenizer, opening), *self._plain.ids(instruction), *self._plain.ids(between))
+        self._tail_start = tuple(self._plain.ids(question))
+        self._tail_end = self._template_ids(tokenizer, rendered)
+
+    def build(self, chunks: list[Chunk], question: str) -> PromptPieces:
+        """The prompt of a question over chunks, each with the very ids it was precomputed with.
+
+        Raises:
+            InputError: an empty question.
+        """
+        if not question.strip():
+            raise InputError("the question is empty; ask something")
+        tail = (*self._tail_start, *self._plain.ids(question.strip()), *self._tail_end)
+        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail)
+
+    @staticmethod
+    def _template_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+        return tuple(int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"])

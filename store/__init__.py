@@ -1,0 +1,39 @@
+"""Keeps the KV of every text chunk, by content hash, in RAM and on NVMe."""
+
+from .catalogue import CatalogueEntry
+from .chunk import ChunkKV, LayerPair
+from .config import StoreConfig
+from .errors import (
+    CacheBlendError,
+    ConfigError,
+    DamagedEntryError,
+    InputError,
+    StoreDirectoryError,
+    StoreError,
+    StoreFullError,
+)
+from .key import ChunkKey
+from .kv_store import KVStore
+from .placement import Placement
+from .stats import StoreStats, TierStats
+from .verify import VerifyReport
+
+__all__ = [
+    "CacheBlendError",
+    "CatalogueEntry",
+    "ChunkKV",
+    "ChunkKey",
+    "ConfigError",
+    "DamagedEntryError",
+    "InputError",
+    "KVStore",
+    "LayerPair",
+    "Placement",
+    "StoreConfig",
+    "StoreDirectoryError",
+    "StoreError",
+    "StoreFullError",
+    "StoreStats",
+    "TierStats",
+    "VerifyReport",
+]

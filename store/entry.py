@@ -1,0 +1,114 @@
+"""A chunk's KV in the form in which it is stored: one encoded tensor a layer, and what is known of them.
+
+Shapes: H KV heads, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .chunk import ChunkKV, LayerPair
+from .codec import CODECS, EncodedShape, LayerShape
+from .errors import InputError
+from .key import ChunkKey
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """All that is known of an entry without reading its keys and values.
+
+    Args:
+        key: the entry's name.
+        token_ids: the T token ids of the chunk.
+        prefix_ids: the token ids that stood before it.
+        model: what the `ChunkKV` said of its model: the key's model, or None.
+        dtype: of the decoded keys and values.
+        heads: KV heads and head size of each layer; hybrid models differ from layer to layer.
+
+    """
+
+    key: ChunkKey
+    token_ids: tuple[int, ...]
+    prefix_ids: tuple[int, ...]
+    model: str | None
+    dtype: torch.dtype
+    heads: tuple[tuple[int, int], ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.heads)
+
+    def layer_shape(self, layer: int) -> LayerShape:
+        """Shape and dtype of the layer's decoded keys."""
+        kv_heads, head_dim = self.heads[layer]
+        return LayerShape(kv_heads, len(self.token_ids), head_dim, self.dtype)
+
+    def encoded_shape(self, layer: int) -> EncodedShape:
+        """Shape and dtype of the layer's stored tensor."""
+        return CODECS[self.key.codec].encoded_shape(self.layer_shape(layer))
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of the layer's stored tensor."""
+        return self.encoded_shape(layer).nbytes
+
+    def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
+        """`k_HTD` and `v_HTD` of a layer's stored tensor."""
+        return CODECS[self.key.codec].decode(encoded, self.layer_shape(layer))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedEntry:
+    """An entry in memory: `encoded` holds the stored tensor of each layer. It is never written to."""
+
+    info: EntryInfo
+    encoded: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:
+        """Encode a chunk's KV; shares no memory with it.
+
+        Raises:
+            InputError: the KV has no tokens or is not of a floating dtype that can be stored, or the key is not its key.
+
+        """
+        if kv.model is not None:
+            own = ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model, codec=key.codec, namespace=key.namespace)
+            if own != key:
+                raise InputError(
+                    f"the KV of {len(kv.token_ids)} tokens of model {kv.model[:12]} has key {own}, not {key}; "
+                    "make the key from the KV's own token_ids, prefix_ids and model"
+                )
+        if kv.dtype not in DTYPES or not kv.nbytes:
+            names = ", ".join(str(dtype) for dtype in DTYPES)
+            raise InputError(f"a KV of {kv.nbytes} bytes and dtype {kv.dtype} cannot be stored: it must be one of {names}")
+        codec = CODECS[key.codec]
+        info = EntryInfo(
+            key=key,
+            token_ids=tuple(kv.token_ids),
+            prefix_ids=tuple(kv.prefix_ids),
+            model=kv.model,
+            dtype=kv.dtype,
+            heads=tuple((k_HTD.shape[0], k_HTD.shape[2]) for k_HTD, _ in kv.layers),
+        )
+        return cls(info, tuple(codec.encode(k_HTD, v_HTD) for k_HTD, v_HTD in kv.layers))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all encoded tensors."""
+        return sum(encoded.nbytes for encoded in self.encoded)
+
+    def read_layer(self, layer: int) -> torch.Tensor:
+        """The layer's encoded tensor, not copied."""
+        return self.encoded[layer]
+
+    def chunk(self, *, copy: bool) -> ChunkKV:
+        """The chunk's KV; with `copy` it shares no memory with this entry."""
+        pairs = [self.info.decode(layer, encoded) for layer, encoded in enumerate(self.encoded)]
+        if copy:
+            pairs = [(k_HTD.clone(), v_HTD.clone()) for k_HTD, v_HTD in pairs]
+        return ChunkKV(pairs, self.info.token_ids, self.info.prefix_ids, self.info.model)

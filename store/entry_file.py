@@ -1,0 +1,171 @@
+"""One entry as one safetensors file: a tensor a layer, in layer order, each one contiguous read.
+
+The file is written here and not by the safetensors library, which would hold a second copy of the entry in memory, hide the
+errno of a full disk, and align the data to 8 bytes where direct reads want a block. Any safetensors reader reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from .disk import sync_folder, write_error
+from .entry import EncodedEntry
+from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader, byte_view, checksum
+from .errors import DamagedEntryError, StoreError
+
+
+def write_file(header: bytes, entry: EncodedEntry, temporary: Path, final: Path) -> None:
+    """Write an entry under a temporary name, sync it, rename it, sync its folder; leaves nothing behind when it fails.
+
+    Raises:
+        StoreFullError: the disk is full.
+        StoreDirectoryError: the files cannot be written.
+
+    """
+    try:
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                _write(fd, memoryview(header))
+                for encoded in entry.encoded:
+                    _write(fd, byte_view(encoded))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(temporary, final)
+            sync_folder(final.parent)
+        except BaseException:
+            for path in (temporary, final):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            raise
+    except OSError as error:
+        raise write_error(final, error) from error
+
+
+class EntryFile:
+    """An entry's file, open for reading by several threads; a context manager. Use `open`.
+
+    A file that other processes unlink stays readable until it is closed.
+    """
+
+    def __init__(self, fd: int, path: Path, header: EntryHeader, data_start: int) -> None:
+        self.info, self._fd, self._path, self._checksums = header.info, fd, path, header.checksums
+        sizes = (self.info.layer_bytes(layer) for layer in range(self.info.layers))
+        self._offsets = list(itertools.accumulate(sizes, initial=data_start))
+        self._lock = threading.Lock()
+        self._readers, self._closed = 0, False
+
+    @classmethod
+    def open(cls, path: Path, digest: str) -> EntryFile:
+        """Open the file of the entry `digest`, and check its header and length.
+
+        Raises:
+            DamagedEntryError: the file is missing, or is not what was written.
+            OSError: it cannot be opened, for a reason that says nothing of its content.
+
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise DamagedEntryError(f"{path} is missing") from error
+        try:
+            found_bytes = os.fstat(fd).st_size
+            header_bytes = int.from_bytes(_read(fd, LENGTH_BYTES, 0, path), "little")
+            if not 0 < header_bytes <= min(MAX_HEADER_BYTES, found_bytes - LENGTH_BYTES):
+                raise DamagedEntryError(f"{path} has {found_bytes} bytes and says that its header has {header_bytes}")
+            try:
+                header = EntryHeader.parse(_read(fd, header_bytes, LENGTH_BYTES, path), digest)
+            except ValueError as error:
+                raise DamagedEntryError(f"{path} has a damaged header: {error}") from error
+            file = cls(fd, path, header, LENGTH_BYTES + header_bytes)
+            if file.file_bytes != found_bytes:
+                raise DamagedEntryError(f"{path} has {found_bytes} bytes instead of {file.file_bytes}")
+        except BaseException:
+            os.close(fd)
+            raise
+        return file
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self._offsets[-1]
+
+    def read_layer(self, layer: int) -> torch.Tensor:
+        """Read one layer's encoded tensor, in one read straight into its memory, and check it.
+
+        Raises:
+            DamagedEntryError: the bytes are not the ones that were written.
+            StoreError: the file is closed.
+
+        """
+        shape = self.info.encoded_shape(layer)
+        encoded = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
+        with self._reading():
+            _fill(self._fd, byte_view(encoded), self._offsets[layer], self._path)
+        if checksum(encoded) != self._checksums[layer]:
+            raise DamagedEntryError(f"layer {layer} of {self._path} does not match its checksum")
+        return encoded
+
+    def load(self) -> EncodedEntry:
+        """Read and check the whole entry; raises as `read_layer` does."""
+        return EncodedEntry(self.info, tuple(self.read_layer(layer) for layer in range(self.info.layers)))
+
+    def close(self) -> None:
+        """Close the file as soon as no thread is reading from it; a second call does nothing."""
+        with self._lock:
+            if not self._closed and not self._readers:
+                os.close(self._fd)
+            self._closed = True
+
+    def __enter__(self) -> EntryFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        # A descriptor that is closed under a reader may be another file's by the time it reads.
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"{self._path} was read after it was closed")
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if self._closed and not self._readers:
+                    os.close(self._fd)
+
+
+def _write(fd: int, rest: memoryview) -> None:
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _read(fd: int, count: int, offset: int, path: Path) -> bytearray:
+    buffer = bytearray(count)
+    _fill(fd, memoryview(buffer), offset, path)
+    return buffer
+
+
+def _fill(fd: int, rest: memoryview, offset: int, path: Path) -> None:
+    """Fill a buffer from the file. To a reader a short file and a failing disk are the same: damage."""
+    while rest:
+        try:
+            count = os.preadv(fd, [rest], offset)
+        except OSError as error:
+            raise DamagedEntryError(f"{path} cannot be read at byte {offset}: {error}") from error
+        if not count:
+            raise DamagedEntryError(f"{path} ends before byte {offset + len(rest)}")
+        rest, offset = rest[count:], offset + count

@@ -1,0 +1,86 @@
+"""What names a chunk's KV: a hash of everything that it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .codec import CODECS
+from .errors import ConfigError, InputError
+
+KEY_FORMAT = 1
+_MAX_ID = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """The key of one chunk's KV; `str(key)` is its SHA-256 in hex. Make one with `ChunkKey.of`.
+
+    Args:
+        digest: the hash.
+        model: fingerprint of the model that computes the KV.
+        codec: how the KV is stored.
+        namespace: whose entry it is; tenants with different namespaces never see each other's entries.
+
+    """
+
+    digest: str
+    model: str
+    codec: str
+    namespace: str
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        *,
+        prefix_ids: Sequence[int] = (),
+        model: str,
+        codec: str = "raw",
+        namespace: str = "",
+    ) -> ChunkKey:
+        """The key of a chunk's KV.
+
+        Args:
+            token_ids: the chunk's own token ids.
+            prefix_ids: the token ids that stand before it while its KV is computed.
+            model: fingerprint of the model.
+            codec: one of `CODECS`.
+            namespace: whose entry it is.
+
+        Raises:
+            ConfigError: an unknown codec.
+            InputError: no token ids, or an id that is not in 0..2**63-1.
+
+        """
+        if codec not in CODECS:
+            raise ConfigError("codec", codec, f"use one of {', '.join(sorted(CODECS))}")
+        if not len(token_ids):
+            raise InputError("a ChunkKey needs at least one token id; got none")
+        digest = hashlib.sha256()
+        # Every field carries its length, so that no two lists of fields give the same bytes.
+        for field in (
+            struct.pack("<q", KEY_FORMAT),
+            model.encode(),
+            codec.encode(),
+            _packed("prefix_ids", prefix_ids),
+            _packed("token_ids", token_ids),
+            namespace.encode(),
+        ):
+            digest.update(struct.pack("<q", len(field)))
+            digest.update(field)
+        return cls(digest.hexdigest(), model, codec, namespace)
+
+    def __str__(self) -> str:
+        return self.digest
+
+
+def _packed(name: str, ids: Sequence[int]) -> bytes:
+    """Ids as little-endian int64."""
+    whole = [int(token) for token in ids]
+    for token in whole:
+        if not 0 <= token <= _MAX_ID:
+            raise InputError(f"{name} holds {token}: token ids are whole numbers from 0 to 2**63-1")
+    return struct.pack(f"<{len(whole)}q", *whole)

@@ -1,0 +1,295 @@
+"""The store: chunks' KV by key, in RAM over NVMe (paper §5.1: KV on storage cheap enough to keep every chunk's)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from .background import Background
+from .catalogue import CatalogueEntry
+from .chunk import ChunkKV
+from .config import StoreConfig
+from .entry import EncodedEntry
+from .errors import StoreError, StoreFullError
+from .key import ChunkKey
+from .nvme_tier import NvmeTier
+from .pins import Pins
+from .placement import Placement
+from .ram_tier import RamTier
+from .stats import StoreStats, TierStats
+from .store_folder import StoreFolder
+from .verify import VerifyReport, verify
+
+logger = logging.getLogger(__name__)
+
+
+class KVStore:
+    """Keeps chunks' KV in one folder; a context manager. Thread-safe, and several processes may share the folder.
+
+    Every entry is a file on NVMe; RAM holds copies of those used last. Each tier drops what was used least recently to stay
+    within its budget; an entry dropped from NVMe is gone. Whatever happens to a file, `get` and placements give the bytes
+    that were put, or none: a damaged entry is a miss that is logged, counted and set aside.
+
+    Raises:
+        StoreDirectoryError: the directory is not a store, cannot be written, or is of another format.
+
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._closed = True  # until all of it is open
+        self.config = config
+        self._pins = Pins()
+        self._ram = RamTier(config.ram_budget_bytes, self._pins)
+        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), config.nvme_budget_bytes, self._pins)
+        self._background = Background(config.queue_bytes)
+        self._lock = threading.Lock()  # of what follows; never held while waiting for the disk
+        self._pending: dict[str, EncodedEntry] = {}
+        self._ram_hits, self._nvme_hits, self._misses, self._failed_writes = 0, 0, 0, 0
+        self._closed = False
+
+    def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True) -> None:
+        """Store a chunk's KV. A key that is stored already is only noted as used.
+
+        Args:
+            key: the chunk's key; checked against the KV where that knows its model.
+            kv: the KV, on any device; not referred to after return.
+            flush: return when the entry would outlive a power cut. Otherwise it is readable at once and written in the
+                background; blocks only while more than `queue_bytes` wait.
+
+        Raises:
+            InputError: the KV is not the key's, or cannot be stored.
+            StoreFullError: the disk is full, or the NVMe budget less what is pinned has no room. In the background such an
+                error is logged, counted, and raised by `flush` or `close`; the entry is then a miss.
+            StoreDirectoryError: the folder cannot be written.
+
+        """
+        self._check_open()
+        digest = key.digest
+        if digest in self._nvme:
+            self._ram.get(digest)
+            self._nvme.catalogue.touch(digest)
+            return
+        entry = EncodedEntry.of(key, kv)
+        if flush:
+            self._write(entry)
+            return
+        if entry.nbytes > self.config.nvme_budget_bytes:
+            raise StoreFullError(
+                f"an entry of {entry.nbytes} bytes is larger than nvme_budget_bytes={self.config.nvme_budget_bytes}; "
+                "raise the budget or split the chunk"
+            )
+        with self._lock:
+            if digest in self._pending:
+                return
+            self._pending[digest] = entry
+        try:
+            self._keep_in_ram(entry)
+            self._background.submit(partial(self._write_pending, entry), entry.nbytes)
+        except BaseException:
+            self._forget_pending(entry)
+            self._ram.discard(digest)
+            raise
+
+    def get(self, key: ChunkKey) -> ChunkKV | None:
+        """A chunk's KV on the CPU, the caller's own copy; None for a miss. An entry read from NVMe is kept in RAM."""
+        self._check_open()
+        if (entry := self._in_ram(key.digest)) is not None:
+            return entry.chunk(copy=True)
+        if (entry := self._nvme.load(key.digest)) is not None:
+            with self._lock:
+                self._nvme_hits += 1
+            return entry.chunk(copy=self._keep_in_ram(entry))
+        with self._lock:
+            self._misses += 1
+        return None
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether `get` would find the key, unless its file is damaged; reads no file and is not a use."""
+        self._check_open()
+        return key.digest in self._pending or key.digest in self._ram or key.digest in self._nvme
+
+    @contextmanager
+    def pin(self, keys: Iterable[ChunkKey]) -> Iterator[list[Placement | None]]:
+        """Keep entries where they are, and tell where: a placement for each key, in order, or None for a miss.
+
+        No budget evicts them until the block ends; `delete` and other processes may remove them, which leaves the placements
+        readable. Entries that were on NVMe are copied to RAM in the background after the block.
+        """
+        self._check_open()
+        keys = list(keys)
+        placements: list[Placement | None] = []
+        with self._pins.hold([key.digest for key in keys]):
+            try:
+                for key in keys:
+                    placements.append(self._place(key.digest))
+                yield placements
+            finally:
+                placed = [placement for placement in placements if placement is not None]
+                for placement in placed:
+                    placement.release()
+        if slow := [placement.key.digest for placement in placed if placement.tier == "nvme"]:
+            self._background.offer(partial(self._promote, slow))
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove an entry, pinned or not; False where there was none. Another process may still serve its copy in RAM."""
+        self._check_open()
+        with self._nvme.exclusive:
+            with self._lock:
+                pending = self._pending.pop(key.digest, None)
+            removed = self._nvme.remove([key.digest])
+            self._ram.discard(key.digest)
+        return bool(removed) or pending is not None
+
+    def clear(self) -> None:
+        """Remove every entry, pinned ones and those of other processes too, and the files that were set aside."""
+        self._check_open()
+        with self._nvme.exclusive:
+            with self._lock:
+                self._pending.clear()
+            self._nvme.clear()
+            self._ram.clear()
+
+    def ls(self) -> list[CatalogueEntry]:
+        """Every entry on NVMe, the least recently used first."""
+        self._check_open()
+        return self._nvme.catalogue.entries()
+
+    def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Check every file, header, layer and row; with `repair`, mend what can be mended. See `VerifyReport`.
+
+        Args:
+            repair: mend.
+            on_progress: called with entries done and entries in all.
+
+        """
+        self._check_open()
+        report = verify(self._nvme, repair=repair, on_progress=on_progress)
+        if repair:
+            for digest in self._nvme.shrink():
+                self._ram.discard(digest)
+        return report
+
+    def stats(self) -> StoreStats:
+        """What the tiers hold, and hits, misses and evictions since this object was made."""
+        self._check_open()
+        entries, total_bytes = self._nvme.catalogue.totals()
+        ram, nvme = self._ram, self._nvme
+        with self._lock:
+            return StoreStats(
+                ram=TierStats(len(ram), ram.bytes, ram.budget_bytes, self._ram_hits, ram.evictions),
+                nvme=TierStats(entries, total_bytes, nvme.budget_bytes, self._nvme_hits, nvme.evictions),
+                misses=self._misses,
+                damaged=nvme.damaged,
+                pending_writes=len(self._pending),
+                pending_bytes=sum(entry.nbytes for entry in self._pending.values()),
+                failed_writes=self._failed_writes,
+            )
+
+    def flush(self) -> None:
+        """Wait until what was put before is on NVMe, and raise the first error that the background met since the last time."""
+        self._check_open()
+        self._background.flush()
+
+    def close(self) -> None:
+        """Write what waits, and close; raises as `flush` does, closed all the same. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._background.close()
+        finally:
+            try:
+                self._nvme.catalogue.save_uses()
+            finally:
+                self._nvme.close()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except StoreError:
+            if error is None:
+                raise
+            # The block's own error is the one to see; the background has logged its.
+
+    def __del__(self) -> None:
+        if not self._closed:
+            warnings.warn(f"the store at {self.config.directory} was not closed; use `with`", ResourceWarning, 2, self)
+            self._background.stop()
+            self._nvme.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the store at {self.config.directory} is closed")
+
+    def _in_ram(self, digest: str) -> EncodedEntry | None:
+        """The entry in RAM or on its way to NVMe, counted as a hit and a use."""
+        with self._lock:
+            entry = self._pending.get(digest)
+        entry = self._ram.get(digest) or entry
+        if entry is not None:
+            with self._lock:
+                self._ram_hits += 1
+            self._nvme.catalogue.touch(digest)
+        return entry
+
+    def _place(self, digest: str) -> Placement | None:
+        if (entry := self._in_ram(digest)) is not None:
+            return Placement(entry, self._set_aside)
+        file = self._nvme.open(digest)
+        with self._lock:
+            if file is None:
+                self._misses += 1
+                return None
+            self._nvme_hits += 1
+        return Placement(file, self._set_aside)
+
+    def _set_aside(self, digest: str, layer: int) -> None:
+        self._nvme.set_aside(digest, [layer])
+
+    def _promote(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            if self._closed:
+                return
+            if digest not in self._ram and (entry := self._nvme.load(digest)) is not None:
+                self._keep_in_ram(entry)
+
+    def _keep_in_ram(self, entry: EncodedEntry) -> bool:
+        digest = entry.info.key.digest
+        kept = self._ram.put(digest, entry)
+        # Looked up after it is in RAM: whoever removed the entry before that did not find the copy to drop.
+        if digest not in self._pending and digest not in self._nvme:
+            self._ram.discard(digest)
+        return kept
+
+    def _write(self, entry: EncodedEntry) -> None:
+        for evicted in self._nvme.write(entry):
+            self._ram.discard(evicted)
+        self._keep_in_ram(entry)
+
+    def _write_pending(self, entry: EncodedEntry) -> None:
+        with self._nvme.exclusive:
+            if self._pending.get(entry.info.key.digest) is not entry:
+                return  # deleted, or given up, while it waited
+            try:
+                self._write(entry)
+            except BaseException:
+                self._failed_writes += 1
+                self._forget_pending(entry)
+                self._ram.discard(entry.info.key.digest)
+                raise
+            self._forget_pending(entry)
+
+    def _forget_pending(self, entry: EncodedEntry) -> None:
+        digest = entry.info.key.digest
+        with self._lock:
+            if self._pending.get(digest) is entry:
+                del self._pending[digest]

@@ -1,0 +1,45 @@
+"""What a store holds and what it has done."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier: what it holds now, and hits and evictions since the store was opened by this process."""
+
+    entries: int
+    bytes: int
+    budget_bytes: int
+    hits: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A store's tiers, and what happened since it was opened by this process.
+
+    Args:
+        ram: copies in RAM; its hits include entries that wait to be written.
+        nvme: entries on NVMe, whichever process wrote them.
+        misses: keys that `get` and `pin` did not find.
+        damaged: entries that were set aside.
+        pending_writes: entries that wait to be written in the background.
+        pending_bytes: their bytes.
+        failed_writes: entries that the background could not write.
+
+    """
+
+    ram: TierStats
+    nvme: TierStats
+    misses: int
+    damaged: int
+    pending_writes: int
+    pending_bytes: int
+    failed_writes: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain numbers and dicts, for JSON."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,102 @@
+"""What lies where in a store's folder, and how a folder is known to be a store.
+
+store.json           marker: what this folder is, and its format version
+catalogue.sqlite     which entries there are
+lock                 held by the process that changes files or catalogue
+entries/ab/abcd...   one file an entry, in folders by the first two digits of its key
+writing/             files that are being written; left over there after a crash
+damaged/             files whose bytes were not the ones written, set aside
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from .disk import sync_folder, write_error
+from .errors import StoreDirectoryError
+
+STORE_FORMAT = 1
+_KIND = "cacheblend-store"
+_NEW_MARKER = "store.json.new"
+_IGNORED = ("lost+found", _NEW_MARKER)  # the root of a fresh file system is an empty folder too
+
+
+class StoreFolder:
+    """The folder of a store, made when missing.
+
+    Args:
+        root: the folder.
+
+    Raises:
+        StoreDirectoryError: it is a file, holds something else, cannot be written, or is of another format.
+
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.catalogue, self.lock = root / "catalogue.sqlite", root / "lock"
+        self._marker, self._entries, self.writing, self.damaged = (
+            root / name for name in ("store.json", "entries", "writing", "damaged")
+        )
+        if root.exists() and not root.is_dir():
+            raise StoreDirectoryError(f"{root} is a file, not a store; name a folder")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if not self._marker.exists():
+                self._make()
+            self._check()
+            for folder in (self._entries, self.writing, self.damaged):
+                folder.mkdir(exist_ok=True)
+            if not os.access(root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise write_error(root, error) from error
+
+    def entry_path(self, digest: str) -> Path:
+        """Where the entry's file is."""
+        return self._entries / digest[:2] / digest
+
+    def new_entry_path(self, digest: str) -> Path:
+        """Where the entry's file is to be; makes its folder."""
+        path = self.entry_path(digest)
+        try:
+            if not path.parent.is_dir():
+                path.parent.mkdir(exist_ok=True)
+                sync_folder(self._entries)
+        except OSError as error:
+            raise write_error(path, error) from error
+        return path
+
+    def entry_files(self) -> Iterator[Path]:
+        """Every file of the entries' folders."""
+        return (path for path in sorted(self._entries.glob("*/*")) if path.is_file())
+
+    def _make(self) -> None:
+        strangers = sorted(path.name for path in self.root.iterdir() if not path.name.startswith(_IGNORED))
+        if strangers and not self._marker.exists():  # another process may just have made it
+            raise StoreDirectoryError(
+                f"{self.root} is not a store: it holds {strangers[0]} and no {self._marker.name}; name an empty or a new folder"
+            )
+        # Renamed into place: a crash leaves no half-written marker, which would make the folder a stranger.
+        new = self.root / f"{_NEW_MARKER}.{os.getpid()}"
+        new.write_text(json.dumps({"kind": _KIND, "format": STORE_FORMAT}) + "\n")
+        os.replace(new, self._marker)
+        sync_folder(self.root)
+
+    def _check(self) -> None:
+        try:
+            marker = json.loads(self._marker.read_text())
+            kind, version = marker["kind"], marker["format"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreDirectoryError(f"{self._marker} is not a store's marker; name another folder") from error
+        if kind != _KIND:
+            raise StoreDirectoryError(f"{self.root} is not a store but {kind!r}; name another folder")
+        if version != STORE_FORMAT:
+            raise StoreDirectoryError(
+                f"{self.root} has format {version}, this version of cacheblend reads {STORE_FORMAT}; "
+                "use the version that made it, or a new folder (chunks are computed again)"
+            )

@@ -1,0 +1,63 @@
+"""Small chunks of KV, their keys, and what is done to their files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cacheblend.store import ChunkKey, ChunkKV, KVStore
+
+MODEL = "model-of-the-tests"
+TOKENS = 5
+HEADS = ((2, 4), (1, 8), (2, 4))  # KV heads and head size of each layer
+RAM_BYTES = 2 * 4 * TOKENS * sum(kv_heads * head_dim for kv_heads, head_dim in HEADS)  # of one chunk
+FILE_BYTES = 4096 + RAM_BYTES
+
+
+def make_chunk(
+    seed: int, dtype: torch.dtype = torch.float32, heads: tuple[tuple[int, int], ...] = HEADS, prefix: tuple[int, ...] = (1,)
+) -> tuple[ChunkKey, ChunkKV]:
+    """A chunk whose values depend on the seed alone, and its key."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [seed * 100 + place for place in range(TOKENS)]
+    layers = [
+        tuple(torch.randn(kv_heads, TOKENS, head_dim, generator=generator).to(dtype) for _ in "kv")
+        for kv_heads, head_dim in heads
+    ]
+    return ChunkKey.of(ids, prefix_ids=prefix, model=MODEL), ChunkKV(layers, ids, prefix, MODEL)
+
+
+def same(one: ChunkKV | None, other: ChunkKV) -> bool:
+    """Whether two chunks are equal bit for bit."""
+    return (
+        one is not None
+        and (one.token_ids, one.prefix_ids, one.model, one.dtype)
+        == (other.token_ids, other.prefix_ids, other.model, other.dtype)
+        and len(one.layers) == len(other.layers)
+        and all(
+            torch.equal(a, b)
+            for pair, twin in zip(one.layers, other.layers, strict=True)
+            for a, b in zip(pair, twin, strict=True)
+        )
+    )
+
+
+def file_of(store: KVStore, key: ChunkKey) -> Path:
+    """Where the entry's file is."""
+    return Path(store.config.directory) / "entries" / str(key)[:2] / str(key)
+
+
+def files_under(store: KVStore, folder: str) -> list[str]:
+    """Names of all files in one of the store's folders."""
+    return sorted(path.name for path in (Path(store.config.directory) / folder).rglob("*") if path.is_file())
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for what the background does; gives up after ten seconds."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)

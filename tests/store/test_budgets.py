@@ -1,0 +1,154 @@
+"""Budgets hold in both tiers, and what was used least recently goes first."""
+
+from __future__ import annotations
+
+import pytest
+from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, same, wait_until
+
+from cacheblend.store import KVStore, StoreFullError
+
+PAIRS = [make_chunk(seed) for seed in range(6)]
+KEYS = [key for key, _ in PAIRS]
+
+
+def held(store: KVStore) -> list[int]:
+    """Which of the chunks are on NVMe, the least recently used first."""
+    return [KEYS.index(row.key) for row in store.ls()]
+
+
+def tier_of(store: KVStore, seed: int) -> str:
+    with store.pin([KEYS[seed]]) as (placement,):
+        return placement.tier
+
+
+def test_nvme_evicts_the_least_recently_used(open_store) -> None:
+    """An entry that was got or put again outlives one that was put after it."""
+    store = open_store(nvme_budget_bytes=3 * FILE_BYTES)
+    for pair in PAIRS[:3]:
+        store.put(*pair)
+    store.get(KEYS[0])
+    store.put(*PAIRS[1])
+    store.put(*PAIRS[3])
+    assert held(store) == [0, 1, 3]
+    assert KEYS[2] not in store
+    assert store.get(KEYS[2]) is None
+    assert files_under(store, "entries") == sorted(str(KEYS[seed]) for seed in (0, 1, 3))
+    assert store.stats().nvme.evictions == 1
+    assert store.stats().nvme.bytes == 3 * FILE_BYTES
+
+
+def test_ram_drops_the_least_recently_used_copy(open_store) -> None:
+    """RAM keeps what was used last; what it drops is still on NVMe, and comes back when it is got."""
+    store = open_store(ram_budget_bytes=2 * RAM_BYTES)
+    for pair in PAIRS[:2]:
+        store.put(*pair)
+    store.get(KEYS[0])
+    store.put(*PAIRS[2])
+    assert store.stats().ram.entries == 2
+    assert store.stats().ram.evictions == 1
+    assert [tier_of(store, seed) for seed in (0, 2)] == ["ram", "ram"]
+    assert same(store.get(KEYS[1]), PAIRS[1][1])
+    assert store.stats().nvme.hits == 1
+    assert tier_of(store, 1) == "ram"
+    assert store.stats().ram.bytes == 2 * RAM_BYTES
+
+
+def test_pinned_on_nvme_is_copied_to_ram_afterwards(open_store) -> None:
+    """An entry that a pin found on NVMe is in RAM soon after the pin."""
+    store = open_store(ram_budget_bytes=RAM_BYTES)
+    store.put(*PAIRS[0])
+    store.put(*PAIRS[1])
+    with store.pin([KEYS[0]]) as (placement,):
+        assert placement.tier == "nvme"
+    wait_until(lambda: store.stats().ram.evictions == 2)
+    assert tier_of(store, 0) == "ram"
+
+
+def test_entry_above_the_ram_budget(open_store) -> None:
+    """An entry too large for RAM lives on NVMe alone, and throws nothing out."""
+    key, kv = make_chunk(9, heads=((4, 8),) * 4)
+    store = open_store(ram_budget_bytes=RAM_BYTES)
+    store.put(*PAIRS[0])
+    store.put(key, kv)
+    assert same(store.get(key), kv)
+    assert store.stats().ram.entries == 1
+    assert tier_of(store, 0) == "ram"
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_entry_above_the_nvme_budget(open_store, flush: bool) -> None:
+    """An entry that could never fit is refused, and what is there stays."""
+    store = open_store(nvme_budget_bytes=FILE_BYTES)
+    store.put(*PAIRS[0])
+    key, kv = make_chunk(9, heads=((8, 64),) * 4)
+    with pytest.raises(StoreFullError, match="nvme_budget_bytes"):
+        store.put(key, kv, flush=flush)
+    assert held(store) == [0]
+    assert key not in store
+
+
+def test_pinned_entries_are_spared(open_store) -> None:
+    """Eviction passes over pinned entries in both tiers, however old."""
+    store = open_store(nvme_budget_bytes=2 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES)
+    store.put(*PAIRS[0])
+    with store.pin([KEYS[0]]) as (placement,):
+        for pair in PAIRS[1:5]:
+            store.put(*pair)
+        assert held(store) == [0, 4]
+        assert placement.tier == "ram"
+        assert store.stats().ram.entries == 2
+    store.put(*PAIRS[5])
+    assert held(store) == [4, 5]
+
+
+def test_everything_is_pinned(open_store) -> None:
+    """A put that could only displace pinned entries is refused, and works after the pins are gone."""
+    store = open_store(nvme_budget_bytes=2 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES)
+    store.put(*PAIRS[0])
+    store.put(*PAIRS[1])
+    with store.pin(KEYS[:2]):
+        with pytest.raises(StoreFullError, match="pinned"):
+            store.put(*PAIRS[2])
+        assert held(store) == [0, 1]
+    assert files_under(store, "writing") == []
+    store.put(*PAIRS[2])
+    assert held(store) == [1, 2]
+
+
+def test_pinned_twice(open_store) -> None:
+    """An entry stays pinned until its last pin ends."""
+    store = open_store(nvme_budget_bytes=FILE_BYTES)
+    store.put(*PAIRS[0])
+    with store.pin([KEYS[0], KEYS[0]]), store.pin([KEYS[0]]):
+        pass
+    with store.pin([KEYS[0]]):
+        with store.pin([KEYS[0], KEYS[0]]):
+            pass
+        with pytest.raises(StoreFullError):
+            store.put(*PAIRS[1])
+    store.put(*PAIRS[1])
+
+
+def test_reopened_with_a_smaller_budget(open_store) -> None:
+    """Opening a store brings it within its budget, oldest use first, and order of use outlives closing."""
+    with open_store() as store:
+        for pair in PAIRS[:4]:
+            store.put(*pair)
+        store.get(KEYS[0])
+    with open_store(nvme_budget_bytes=2 * FILE_BYTES) as store:
+        assert held(store) == [3, 0]
+        assert file_of(store, KEYS[0]).exists()
+        assert not file_of(store, KEYS[1]).exists()
+        assert store.stats().nvme.evictions == 2
+
+
+def test_clock_that_goes_back(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order of use follows the uses, not a clock that was set back."""
+    with open_store() as store:
+        store.put(*PAIRS[0])
+        store.put(*PAIRS[1])
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    with open_store() as store:
+        store.get(KEYS[0])
+        store.put(*PAIRS[2])
+        assert held(store) == [1, 0, 2]

@@ -1,0 +1,171 @@
+"""Damaged files are misses that are logged, counted and set aside; a full disk leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from chunks import FILE_BYTES, file_of, files_under, make_chunk, same
+
+from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
+
+PAIRS = [make_chunk(seed) for seed in range(3)]
+KEY, KV = PAIRS[0]
+
+
+def flip_last_byte(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "bit flip": flip_last_byte,
+    "truncated": lambda path: os.truncate(path, FILE_BYTES - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: os.truncate(path, FILE_BYTES + 1),
+    "deleted": lambda path: path.unlink(),
+    "garbage header": lambda path: path.write_bytes(path.read_bytes()[:8] + b"{" * (FILE_BYTES - 8)),
+    "huge header": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_a_miss(open_store, caplog, damage: str) -> None:
+    """A damaged entry is None, once in the log and the count, out of the way, and can be put again."""
+    with open_store() as store:
+        for pair in PAIRS:
+            store.put(*pair)
+    store = open_store()
+    DAMAGES[damage](file_of(store, KEY))
+    assert store.get(KEY) is None
+    assert store.get(KEY) is None
+    assert str(KEY) in caplog.text
+    stats = store.stats()
+    assert (stats.damaged, stats.misses, stats.nvme.entries, stats.nvme.bytes) == (1, 2, 2, 2 * FILE_BYTES)
+    assert files_under(store, "damaged") == ([] if damage == "deleted" else [str(KEY)])
+    assert not file_of(store, KEY).exists()
+    assert same(store.get(PAIRS[1][0]), PAIRS[1][1])
+    store.put(KEY, KV)
+    assert same(store.get(KEY), KV)
+
+
+def test_pinning_a_damaged_header(open_store) -> None:
+    """An entry whose header is damaged is a miss in a pin."""
+    open_store().put(KEY, KV)
+    store = open_store()
+    os.truncate(file_of(store, KEY), 100)
+    with store.pin([KEY]) as placements:
+        assert placements == [None]
+    assert store.stats().damaged == 1
+
+
+def test_damage_found_while_a_layer_is_read(open_store) -> None:
+    """A placement raises at the damaged layer, reads the others, and the entry is set aside once."""
+    open_store().put(KEY, KV)
+    store = open_store()
+    with store.pin([KEY]) as (placement,):
+        flip_last_byte(file_of(store, KEY))
+        assert torch.equal(placement.read_layer(0)[0], KV.layers[0][0])
+        for _ in range(2):
+            with pytest.raises(DamagedEntryError, match="layer 2"):
+                placement.read_layer(2)
+        assert KEY not in store
+    assert store.stats().damaged == 1
+    assert files_under(store, "damaged") == [str(KEY)]
+
+
+def test_ram_copy_of_a_damaged_file(open_store) -> None:
+    """A copy in RAM stays right when its file is damaged."""
+    store = open_store()
+    store.put(KEY, KV)
+    flip_last_byte(file_of(store, KEY))
+    assert same(store.get(KEY), KV)
+
+
+def test_damage_that_was_mended_meanwhile(open_store) -> None:
+    """An old file found damaged does not take the whole entry with it that was put since."""
+    open_store().put(KEY, KV)
+    store = open_store()
+    with store.pin([KEY]) as (placement,):
+        flip_last_byte(file_of(store, KEY))
+        other = open_store()
+        other.delete(KEY)
+        other.put(KEY, KV)
+        with pytest.raises(DamagedEntryError):
+            placement.read_layer(2)
+        assert KEY in store
+    assert store.stats().damaged == 0
+
+
+def test_too_many_open_files(open_store, monkeypatch, caplog) -> None:
+    """An entry that the system cannot open now is a miss, not a damaged entry."""
+    open_store().put(KEY, KV)
+    store = open_store()
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheblend.store.entry_file.os.open", refuse)
+        assert store.get(KEY) is None
+    assert "Too many open files" in caplog.text
+    assert same(store.get(KEY), KV)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace", "second fsync"])
+@pytest.mark.parametrize(("code", "error"), [(errno.ENOSPC, StoreFullError), (errno.EROFS, StoreDirectoryError)])
+def test_disk_full(open_store, monkeypatch, call: str, code: int, error: type[Exception]) -> None:
+    """A write that fails at any step raises, evicts nothing and leaves no file and no row."""
+    store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
+    store.put(*PAIRS[1])
+    store.put(*PAIRS[2])
+    name = call.split()[-1]
+    real, countdown = getattr(os, name), 1 if call.startswith("second") or call == "write" else 0
+
+    def fail(*args: object) -> object:
+        nonlocal countdown
+        countdown -= 1
+        if countdown < 0:
+            raise OSError(code, os.strerror(code))
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fail)
+        with pytest.raises(error):
+            store.put(KEY, KV)
+    assert KEY not in store
+    assert files_under(store, "entries") == sorted(str(key) for key, _ in PAIRS[1:])
+    assert files_under(store, "writing") == []
+    assert store.stats().nvme.bytes == 2 * FILE_BYTES
+    assert store.verify().ok
+    store.put(KEY, KV)
+    assert same(store.get(KEY), KV)
+
+
+def test_catalogue_that_cannot_be_written(open_store, monkeypatch) -> None:
+    """A file whose row cannot be written is removed again."""
+    store = open_store()
+
+    def fail(**_: object) -> None:
+        raise StoreFullError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._nvme.catalogue, "change", fail)
+        with pytest.raises(StoreFullError):
+            store.put(KEY, KV)
+    assert files_under(store, "entries") == []
+    assert KEY not in store
+
+
+def test_partial_writes(open_store, monkeypatch) -> None:
+    """A system that writes a few bytes at a time still writes them all."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, rest: write(fd, rest[:1000]))
+    store = open_store(ram_budget_bytes=1)
+    store.put(KEY, KV)
+    assert same(store.get(KEY), KV)

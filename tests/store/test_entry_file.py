@@ -1,0 +1,172 @@
+"""An entry's file: one contiguous region a layer, and no bytes that were not written."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from chunks import HEADS, file_of, make_chunk, same
+from safetensors import safe_open
+
+from cacheblend.store import ChunkKV, DamagedEntryError
+from cacheblend.store.entry import EncodedEntry
+from cacheblend.store.entry_file import EntryFile, write_file
+from cacheblend.store.entry_header import EntryHeader
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def write(folder: Path, entry: EncodedEntry) -> Path:
+    path = folder / "entry"
+    write_file(EntryHeader.of(entry).pack(), entry, folder / "new", path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Layers of different shapes come back bit for bit in every dtype, with ids, prefix and model."""
+    key, kv = make_chunk(3, dtype)
+    path = write(tmp_path, EncodedEntry.of(key, kv))
+    with EntryFile.open(path, str(key)) as file:
+        assert same(file.load().chunk(copy=False), kv)
+        assert file.info.key == key
+        assert file.file_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_layer_is_one_region_in_layer_order(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Layer i + 1 starts where layer i ends, layer 10 after layer 2, and a region is its layer's keys, then values."""
+    key, kv = make_chunk(1, dtype, heads=HEADS * 4)
+    raw = write(tmp_path, EncodedEntry.of(key, kv)).read_bytes()
+    (header_bytes,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + header_bytes])
+    del header["__metadata__"]
+    assert list(header) == sorted(header)
+    assert len(header) == 12
+    data, end = raw[8 + header_bytes :], 0
+    assert (8 + header_bytes) % 4096 == 0
+    for tensor, (k_HTD, v_HTD) in zip(header.values(), kv.layers, strict=True):
+        start, stop = tensor["data_offsets"]
+        assert start == end
+        end = stop
+        assert tensor["shape"] == [2, *k_HTD.shape]
+        stored = torch.frombuffer(bytearray(data[start:stop]), dtype=dtype).view(2, *k_HTD.shape)
+        assert torch.equal(stored, torch.stack((k_HTD, v_HTD)))
+    assert end == len(data)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_safetensors_reader_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The safetensors library finds the layers, in order, with their values."""
+    key, kv = make_chunk(1, dtype, heads=HEADS * 4)
+    with safe_open(write(tmp_path, EncodedEntry.of(key, kv)), "pt") as file:
+        names = list(file.offset_keys())
+        assert names == [f"layer_{layer:05d}" for layer in range(12)]
+        for name, pair in zip(names, kv.layers, strict=True):
+            assert torch.equal(file.get_tensor(name), torch.stack(pair))
+
+
+def test_one_read_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer costs one read call, of exactly its bytes."""
+    key, kv = make_chunk(1)
+    with EntryFile.open(write(tmp_path, EncodedEntry.of(key, kv)), str(key)) as file:
+        reads: list[int] = []
+        preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda fd, to, at: reads.append(sum(map(len, to))) or preadv(fd, to, at))
+        for layer in range(3):
+            file.read_layer(layer)
+        assert reads == [file.info.layer_bytes(layer) for layer in range(3)]
+
+
+def test_every_flipped_bit_and_every_cut_is_found(tmp_path: Path) -> None:
+    """Whatever byte is altered, wherever the file ends, it is damage, never other values."""
+    key, kv = make_chunk(1, heads=((1, 2),))
+    path = write(tmp_path, EncodedEntry.of(key, kv))
+    whole = path.read_bytes()
+    altered = [whole[:end] for end in (*range(0, 40), *range(40, len(whole), 97), len(whole) - 1)]
+    altered += [whole + b"\0", whole[:8] + b"\0" * (len(whole) - 8), b"\xff" * len(whole)]
+    flips = (*range(1200), *range(1200, 4096, 61), *range(4096, len(whole)))
+    altered += [whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :] for at in flips]
+    for content in altered:
+        path.write_bytes(content)
+        with pytest.raises(DamagedEntryError), EntryFile.open(path, str(key)) as file:
+            file.load()
+    path.write_bytes(whole)
+    with EntryFile.open(path, str(key)) as file:
+        assert same(file.load().chunk(copy=False), kv)
+
+
+@pytest.mark.parametrize("length", [0, 2**63, 2**64 - 1, 10**9, 5000])
+def test_header_lengths_that_lie(tmp_path: Path, length: int) -> None:
+    """A header that claims more bytes than the file has is damage, and nothing of that size is allocated."""
+    key, kv = make_chunk(1)
+    path = write(tmp_path, EncodedEntry.of(key, kv))
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    with pytest.raises(DamagedEntryError):
+        EntryFile.open(path, str(key))
+
+
+@pytest.mark.parametrize("change", ["offsets overlap", "dtype", "shape", "extra tensor", "no metadata", "other key"])
+def test_headers_that_lie(tmp_path: Path, change: str) -> None:
+    """A well-formed header whose table is not the entry's own is damage."""
+    key, kv = make_chunk(1)
+    path = write(tmp_path, EncodedEntry.of(key, kv))
+    raw = path.read_bytes()
+    (header_bytes,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + header_bytes])
+    match change:
+        case "offsets overlap":
+            header["layer_00002"]["data_offsets"] = header["layer_00000"]["data_offsets"]
+        case "dtype":
+            header["layer_00000"]["dtype"] = "I32"
+        case "shape":
+            header["layer_00000"]["shape"] = [2, 4, 5, 2]
+        case "extra tensor":
+            header["layer_00003"] = header["layer_00002"]
+        case "no metadata":
+            del header["__metadata__"]
+        case "other key":
+            header["__metadata__"]["entry"] = header["__metadata__"]["entry"].replace(str(key), "0" * 64)
+    path.write_bytes(raw[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(header_bytes) + raw[8 + header_bytes :])
+    with pytest.raises(DamagedEntryError):
+        EntryFile.open(path, str(key))
+
+
+def test_file_under_another_name(tmp_path: Path) -> None:
+    """A whole entry in the place of another is damage: its key is in the file."""
+    key, kv = make_chunk(1)
+    path = write(tmp_path, EncodedEntry.of(key, kv))
+    with pytest.raises(DamagedEntryError, match=str(key)):
+        EntryFile.open(path, str(make_chunk(2)[0]))
+
+
+def test_closing_waits_for_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is closed while a thread reads from it keeps its descriptor until the read is done."""
+    key, kv = make_chunk(1)
+    file = EntryFile.open(write(tmp_path, EncodedEntry.of(key, kv)), str(key))
+    preadv = os.preadv
+
+    def close_first(fd: int, to: list[memoryview], at: int) -> int:
+        file.close()
+        os.fstat(fd)
+        return preadv(fd, to, at)
+
+    monkeypatch.setattr(os, "preadv", close_first)
+    assert torch.equal(file.read_layer(1)[0], kv.layers[1][0])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file._fd)
+
+
+def test_a_chunk_whose_model_is_unknown(open_store) -> None:
+    """A ChunkKV without a model is stored under any key, and comes back without one."""
+    key, kv = make_chunk(1)
+    anonymous = ChunkKV(kv.layers, kv.token_ids)
+    store = open_store()
+    store.put(key, anonymous)
+    with EntryFile.open(file_of(store, key), str(key)) as file:
+        assert same(file.load().chunk(copy=False), anonymous)
+        assert file.info.key == key

@@ -1,0 +1,124 @@
+"""Only a store, or an empty place for one, is opened."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+from chunks import files_under, make_chunk, same
+
+from cacheblend.store import KVStore, StoreConfig, StoreDirectoryError
+
+KEY, KV = make_chunk(1)
+
+
+def refuse(directory: Path, message: str) -> None:
+    with pytest.raises(StoreDirectoryError, match=message):
+        KVStore(StoreConfig(directory=directory))
+
+
+def test_made_where_missing(tmp_path: Path) -> None:
+    """A store is made in a folder that does not exist yet, or is empty but for what file systems put there."""
+    (tmp_path / "disk" / "lost+found").mkdir(parents=True)
+    for directory in (tmp_path / "a" / "b", tmp_path / "disk"):
+        with KVStore(StoreConfig(directory=str(directory))) as store:
+            store.put(KEY, KV)
+        with KVStore(StoreConfig(directory=directory)) as store:
+            assert same(store.get(KEY), KV)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    """A file is not a store."""
+    (tmp_path / "file").write_text("text")
+    refuse(tmp_path / "file", "is a file")
+    refuse(tmp_path / "file" / "below", "cannot be written")
+
+
+def test_someone_elses_folder(tmp_path: Path) -> None:
+    """A folder that holds something else is left as it is."""
+    (tmp_path / "thesis.tex").write_text("text")
+    refuse(tmp_path, r"not a store: it holds thesis\.tex")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("", "not a store's marker"),
+        ("[]", "not a store's marker"),
+        ('{"format": 1}', "not a store's marker"),
+        ('{"kind": "photo-store", "format": 1}', "photo-store"),
+        ('{"kind": "cacheblend-store", "format": 99}', "format 99.*use the version that made it"),
+    ],
+)
+def test_other_markers(tmp_path: Path, marker: str, message: str) -> None:
+    """A folder of another kind or format is refused with what to do."""
+    (tmp_path / "store.json").write_text(marker)
+    refuse(tmp_path, message)
+
+
+def test_marker_that_a_crash_cut_off(tmp_path: Path) -> None:
+    """A crash while the marker was written leaves a folder that can still become a store."""
+    (tmp_path / "store.json.new.123").write_text('{"kind"')
+    with KVStore(StoreConfig(directory=tmp_path)):
+        assert json.loads((tmp_path / "store.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A folder that cannot be written is refused with the remedy."""
+    with KVStore(StoreConfig(directory=tmp_path / "store")):
+        pass
+
+    def read_only(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, call, read_only)
+    refuse(tmp_path / ("new" if call == "mkdir" else "store"), "make the store's folder writable")
+
+
+def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that another user owns is refused with the remedy."""
+    with KVStore(StoreConfig(directory=tmp_path)):
+        pass
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refuse(tmp_path, "Permission denied; make the store's folder writable")
+
+
+def test_catalogue_of_another_schema(tmp_path: Path) -> None:
+    """A catalogue of a later version is refused and left as it is."""
+    with KVStore(StoreConfig(directory=tmp_path)):
+        pass
+    with sqlite3.connect(tmp_path / "catalogue.sqlite") as later:
+        later.execute("PRAGMA user_version = 7")
+    later.close()
+    refuse(tmp_path, "schema 7.*use the version that made it")
+
+
+def test_catalogue_that_is_not_one(tmp_path: Path) -> None:
+    """A destroyed catalogue is refused; moved away, it is made again from the files."""
+    with KVStore(StoreConfig(directory=tmp_path)) as store:
+        store.put(KEY, KV)
+    for path in tmp_path.glob("catalogue.sqlite*"):
+        path.write_bytes(b"garbage" * 1000)
+    refuse(tmp_path, "verify --repair")
+    for path in tmp_path.glob("catalogue.sqlite*"):
+        path.unlink()
+    with KVStore(StoreConfig(directory=tmp_path)) as store:
+        assert KEY not in store
+        assert store.verify(repair=True).orphans == (str(KEY),)
+        assert same(store.get(KEY), KV)
+
+
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
+    """A file whose writing was cut off is gone when the store is opened again, and was never an entry."""
+    with KVStore(StoreConfig(directory=tmp_path)) as store:
+        store.put(KEY, KV)
+    (tmp_path / "writing" / ("ab" * 32)).write_bytes(b"half")
+    with KVStore(StoreConfig(directory=tmp_path)) as store:
+        assert files_under(store, "writing") == []
+        assert store.stats().nvme.entries == 1

@@ -1,0 +1,71 @@
+"""A key names a chunk's KV by everything that it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.store import ChunkKey, ConfigError, InputError
+
+IDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5)
+FIELDS = st.fixed_dictionaries(
+    {
+        "token_ids": IDS,
+        "prefix_ids": st.lists(st.integers(0, 3), max_size=3),
+        "model": st.text(max_size=3),
+        "namespace": st.text(max_size=3),
+    }
+)
+
+
+def test_golden() -> None:
+    """The hash of a key never changes, since stores on disks are named by it."""
+    key = ChunkKey.of([5, 6, 7], prefix_ids=(1,), model="m", namespace="tenant")
+    fields = [struct.pack("<q", 1), b"m", b"raw", struct.pack("<q", 1), struct.pack("<3q", 5, 6, 7), b"tenant"]
+    packed = b"".join(struct.pack("<q", len(field)) + field for field in fields)
+    assert str(key) == hashlib.sha256(packed).hexdigest()
+    assert str(key) == "ea06e461f0ae8dc95419057c970a7bf3f600736a015af32c30bff772a2fb6d69"
+
+
+def test_fields_can_be_read_back() -> None:
+    """A key tells its model, codec and namespace, for the catalogue's columns."""
+    key = ChunkKey.of([5], model="m", namespace="tenant")
+    assert (key.model, key.codec, key.namespace) == ("m", "raw", "tenant")
+
+
+@given(FIELDS, FIELDS)
+def test_keys_differ_where_fields_differ(one: dict, other: dict) -> None:
+    """Two keys are equal exactly where all their fields are."""
+    assert (ChunkKey.of(**one) == ChunkKey.of(**other)) == (one == other)
+    assert (str(ChunkKey.of(**one)) == str(ChunkKey.of(**other))) == (one == other)
+
+
+def test_ids_cannot_move_between_prefix_and_chunk() -> None:
+    """The border between prefix and chunk is part of the key."""
+    assert ChunkKey.of([2, 3], prefix_ids=[1], model="m") != ChunkKey.of([3], prefix_ids=[1, 2], model="m")
+
+
+def test_hashable_and_free_of_the_sequence_type() -> None:
+    """Lists, tuples and tensors of the same ids give one key, usable in a set."""
+    assert len({ChunkKey.of(ids, model="m") for ids in ([4, 5], (4, 5), torch.tensor([4, 5]))}) == 1
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [2**63]])
+def test_ids_that_no_model_has(ids: list[int]) -> None:
+    """No ids, negative ids and ids beyond 63 bits are refused."""
+    with pytest.raises(InputError):
+        ChunkKey.of(ids, model="m")
+    if ids:
+        with pytest.raises(InputError, match="prefix_ids"):
+            ChunkKey.of([1], prefix_ids=ids, model="m")
+
+
+def test_unknown_codec() -> None:
+    """A codec that does not exist is refused with the ones that do."""
+    with pytest.raises(ConfigError, match="raw"):
+        ChunkKey.of([1], model="m", codec="gzip")

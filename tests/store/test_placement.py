@@ -1,0 +1,125 @@
+"""A placement reads one layer at a time for as long as its pin lasts."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk, wait_until
+
+from cacheblend.store import StoreError
+
+KEY, KV = make_chunk(1)
+
+
+def test_what_a_placement_tells(open_store) -> None:
+    """A placement knows tier, shape, bytes, ids and model before anything is read, in the order of the keys."""
+    with open_store() as store:
+        store.put(KEY, KV)
+    store = open_store()
+    store.put(*make_chunk(2))
+    with store.pin([make_chunk(2)[0], make_chunk(3)[0], KEY]) as (ram, missing, nvme):
+        assert missing is None
+        assert (ram.tier, nvme.tier) == ("ram", "nvme")
+        assert nvme.key == KEY
+        assert (nvme.tokens, nvme.layers, nvme.dtype) == (5, 3, torch.float32)
+        assert (nvme.token_ids, nvme.prefix_ids, nvme.model) == (KV.token_ids, KV.prefix_ids, KV.model)
+        assert [nvme.layer_bytes(i) for i in range(3)] == [2 * 4 * 5 * h * d for h, d in HEADS]
+        assert sum(ram.layer_bytes(i) for i in range(3)) == RAM_BYTES
+
+
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+def test_layers_read_by_another_thread(open_store, tier: str) -> None:
+    """A loader's thread reads every layer bit for bit from both tiers."""
+    open_store().put(KEY, KV)
+    store = open_store()
+    if tier == "ram":
+        store.get(KEY)
+    with store.pin([KEY]) as (placement,):
+        assert placement.tier == tier
+        read: list[tuple[torch.Tensor, torch.Tensor]] = []
+        thread = threading.Thread(target=lambda: read.extend(placement.read_layer(i) for i in (2, 0, 1)))
+        thread.start()
+        thread.join()
+        for (k_HTD, v_HTD), (own_k_HTD, own_v_HTD) in zip(read, [KV.layers[i] for i in (2, 0, 1)], strict=True):
+            assert torch.equal(k_HTD, own_k_HTD)
+            assert torch.equal(v_HTD, own_v_HTD)
+
+
+def test_ram_gives_views(open_store) -> None:
+    """Reading a layer from RAM copies nothing."""
+    store = open_store()
+    store.put(KEY, KV)
+    with store.pin([KEY]) as (placement,):
+        assert placement.read_layer(0)[0].data_ptr() == placement.read_layer(0)[0].data_ptr()
+
+
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+def test_after_release(open_store, tier: str) -> None:
+    """A placement that is read after its pin is refused."""
+    open_store().put(KEY, KV)
+    store = open_store()
+    if tier == "ram":
+        store.get(KEY)
+    with store.pin([KEY]) as (placement,):
+        pass
+    assert placement.tier == tier
+    with pytest.raises(StoreError, match="released"):
+        placement.read_layer(0)
+
+
+def test_everything_is_released_when_the_block_fails(open_store) -> None:
+    """An exception in the block closes the files and ends the pins."""
+    open_store().put(KEY, KV)
+    store = open_store(nvme_budget_bytes=FILE_BYTES)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fail() -> None:
+        with store.pin([KEY, KEY]) as placements:
+            assert {placement.tier for placement in placements} == {"nvme"}
+            raise RuntimeError("fusing failed")
+
+    with pytest.raises(RuntimeError, match="fusing"):
+        fail()
+    assert len(os.listdir("/proc/self/fd")) == before
+    store.put(*make_chunk(2))
+    assert KEY not in store
+
+
+def test_a_file_that_another_process_removes(open_store) -> None:
+    """A pinned entry on NVMe stays readable when it is deleted meanwhile."""
+    open_store().put(KEY, KV)
+    store = open_store()
+    with store.pin([KEY]) as (placement,):
+        assert open_store().delete(KEY)
+        assert not file_of(store, KEY).exists()
+        assert torch.equal(placement.read_layer(2)[1], KV.layers[2][1])
+    assert KEY not in store
+    store.flush()
+    assert store.stats().ram.entries == 0
+    assert store.stats().damaged == 0
+
+
+def test_deleted_while_it_is_pinned_in_ram(open_store) -> None:
+    """A pinned entry in RAM stays readable when it is deleted meanwhile."""
+    store = open_store()
+    store.put(KEY, KV)
+    with store.pin([KEY]) as (placement,):
+        store.delete(KEY)
+        assert torch.equal(placement.read_layer(2)[1], KV.layers[2][1])
+    assert KEY not in store
+
+
+def test_pin_during_a_background_write(open_store) -> None:
+    """An entry that waits to be written is placed in RAM even where the RAM tier has no room for it."""
+    store = open_store(ram_budget_bytes=1)
+    with store._nvme.exclusive:
+        store.put(KEY, KV, flush=False)
+        with store.pin([KEY]) as (placement,):
+            assert placement.tier == "ram"
+            assert torch.equal(placement.read_layer(0)[0], KV.layers[0][0])
+    wait_until(lambda: store.stats().pending_writes == 0)
+    with store.pin([KEY]) as (placement,):
+        assert placement.tier == "nvme"

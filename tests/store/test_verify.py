@@ -1,0 +1,66 @@
+"""`verify` finds every difference between files and catalogue, and mends it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from chunks import FILE_BYTES, file_of, files_under, make_chunk, same
+
+PAIRS = [make_chunk(seed) for seed in range(5)]
+KEYS = [key for key, _ in PAIRS]
+
+
+def test_a_sound_store(open_store) -> None:
+    """A sound store is found sound, with progress told for every entry."""
+    store = open_store()
+    for pair in PAIRS:
+        store.put(*pair)
+    told: list[tuple[int, int]] = []
+    report = store.verify(on_progress=lambda done, total: told.append((done, total)))
+    assert report.ok
+    assert (report.entries, report.bytes) == (5, 5 * FILE_BYTES)
+    assert told == [(done, 5) for done in range(1, 6)]
+    assert report.as_dict()["ok"] is True
+
+
+def test_all_kinds_of_trouble(open_store) -> None:
+    """Damaged, missing, orphaned and half-written files are told apart, left alone without `repair` and mended with it."""
+    with open_store() as store:
+        for pair in PAIRS:
+            store.put(*pair)
+        store._nvme.catalogue.change(remove=[str(KEYS[2]), str(KEYS[3])])
+    store = open_store()
+    os.truncate(file_of(store, KEYS[0]), 5000)
+    file_of(store, KEYS[1]).unlink()
+    os.truncate(file_of(store, KEYS[3]), 5000)
+    (store._nvme.folder.writing / "half").write_bytes(b"half")
+    for repair in (False, True):
+        report = store.verify(repair=repair)
+        assert not report.ok
+        assert report.repaired == repair
+        assert (report.damaged, report.missing) == ((str(KEYS[0]),), (str(KEYS[1]),))
+        assert report.orphans == tuple(sorted(str(key) for key in KEYS[2:4]))
+        assert report.leftovers == 1
+    assert store.verify().ok
+    assert {row.key for row in store.ls()} == {KEYS[2], KEYS[4]}
+    assert files_under(store, "damaged") == sorted([str(KEYS[0]), str(KEYS[3])])
+    assert store.stats().nvme.bytes == 2 * FILE_BYTES
+    assert same(store.get(KEYS[2]), PAIRS[2][1])
+    store.clear()
+    assert files_under(store, "damaged") == []
+
+
+def test_repair_keeps_the_budget(open_store) -> None:
+    """Files that come back into the catalogue displace others where the budget asks for it."""
+    with open_store() as store:
+        for pair in PAIRS:
+            store.put(*pair)
+        store._nvme.catalogue.change(remove=[str(key) for key in KEYS])
+        for age, key in enumerate(reversed(KEYS)):
+            os.utime(file_of(store, key), ns=(0, time.time_ns() - age * 10**9))
+    store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
+    assert len(store.verify(repair=True).orphans) == 5
+    assert store.stats().nvme.bytes == 2 * FILE_BYTES
+    assert {row.key for row in store.ls()} == {KEYS[3], KEYS[4]}
+    assert len(files_under(store, "entries")) == 2
