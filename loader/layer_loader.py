@@ -90,9 +90,7 @@ class LayerLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -106,7 +104,8 @@ class LayerLoader:
         try:
             for layer in range(self._geometry.layers):
                 with self._changed:
-                    self._changed.wait_for(lambda layer=layer: layer < self._consumed + self._lookahead or self._stopped)
+                    while layer >= self._consumed + self._lookahead and not self._stopped:
+                        self._changed.wait()
                     if self._stopped:
                         return
                 arrival = self._load(layer)

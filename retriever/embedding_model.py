@@ -38,7 +38,7 @@ def load_embedding_model(name: str, device: str | None) -> SentenceTransformer:
 
     source, from_hub = _find(name)
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    transformers_logging.disable_progress_bar()
     try:
         if from_hub:
             try:
@@ -50,7 +50,7 @@ def load_embedding_model(name: str, device: str | None) -> SentenceTransformer:
         raise RetrieverError(f"embedder {name!r} cannot be loaded from {source}: {error}; {_REMEDY}") from error
     finally:
         if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+            transformers_logging.enable_progress_bar()
 
 
 def offline_model_dir() -> Path | None:

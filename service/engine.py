@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -192,14 +191,10 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _retrieve(
-        self, question: str, top_k: int, documents: Sequence[Mapping[str, object]] | None
-    ) -> list[ScoredChunk]:
+    def _retrieve(self, question: str, top_k: int, documents: Sequence[Mapping[str, object]] | None) -> list[ScoredChunk]:
         if documents is None:
             return self.retriever.search(question, top_k)
         if not documents:

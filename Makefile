@@ -1,0 +1,53 @@
+# make demo    set up .venv and run the main job: a question over real passages, the four methods side by side
+# make check   set up .venv and run what CI runs: lint, types, import floors, tests
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGES := blend loader retriever service store
+MODEL ?= .demo/model
+
+.PHONY: demo check lint types imports test format bench clean
+
+demo: $(BIN)/.linked $(MODEL)/config.json
+	$(BIN)/cacheblend demo $(MODEL) $(if $(PASSAGES),--passages $(PASSAGES)) $(DEMO_ARGS)
+
+check: lint types imports test
+
+lint: $(BIN)/.linked
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(BIN)/.linked
+	$(BIN)/mypy
+
+imports: $(BIN)/.linked
+	$(BIN)/lint-imports
+
+test: $(BIN)/.linked
+	$(BIN)/python -m pytest
+
+format: $(BIN)/.linked
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BIN)/.linked
+	$(BIN)/python scripts/bench_fusor.py
+
+clean:
+	rm -rf .venv .demo build dist *.egg-info
+
+$(MODEL)/config.json: | $(BIN)/.linked
+	$(BIN)/python scripts/make_random_model.py $(MODEL)
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
+	scripts/install_torch.sh $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev,offline]" --config-settings editable_mode=strict
+	touch $@
+
+# The strict editable install links file by file, so that nothing called `store` or `eval` lands in site-packages; a folder's
+# time changes when a file comes or goes, and the links are made anew.
+$(BIN)/.linked: $(BIN)/.installed $(PACKAGES)
+	$(BIN)/python -m pip install --quiet --no-deps --editable . --config-settings editable_mode=strict
+	touch $@

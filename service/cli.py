@@ -1,0 +1,57 @@
+"""The command line: `cacheblend ingest | ask | demo | store`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from cacheblend.store.errors import CacheBlendError, ConfigError, InputError
+
+from . import cli_ask, cli_demo, cli_ingest, cli_store
+from .cli_options import stderr
+
+app = typer.Typer(
+    name="cacheblend",
+    help="Answer questions over documents several times sooner: every chunk's KV cache is kept and blended into the prompt.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("ingest")(cli_ingest.ingest)
+app.command("ask")(cli_ask.ask)
+app.command("demo")(cli_demo.demo)
+app.add_typer(cli_store.app, name="store")
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and debug logs.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, errors alone.")] = False,
+) -> None:
+    stderr.quiet = quiet
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with 0, 1 for a failure or an interrupt, 2 for usage."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    try:
+        app(arguments)
+    except (CacheBlendError, OSError) as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`cacheblend ingest`: documents into the index, and their chunks' KV into the store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import cli_options as options
+from .cli_options import DEFAULTS
+from .document_files import read_documents
+
+
+def ingest(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE|DIR|-...", help="JSON lines (.jsonl, .jsonl.gz), .txt, .md, .rst, folders, or -."),
+    ],
+    model: options.Model,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    device: options.Device = DEFAULTS["device"],
+    dtype: options.Dtype = DEFAULTS["dtype"],
+    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
+    chunk_overlap_tokens: options.ChunkOverlapTokens = DEFAULTS["chunk_overlap_tokens"],
+    embedder: options.EmbedderName = DEFAULTS["embedder"],
+    ram_budget_bytes: options.RamBudget = DEFAULTS["ram_budget_bytes"],
+    nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
+    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    as_json: options.Json = False,
+) -> None:
+    """Split, index and precompute documents. What is stored already is skipped, so an interrupted run goes on where it was.
+
+    Examples:
+        cacheblend ingest handbook/ --model ./model
+
+        cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
+    """
+    documents = [document for source in sources for document in read_documents(source)]
+    options.hush_libraries()
+    from .config import EngineConfig
+    from .engine import Engine
+
+    config = EngineConfig(
+        model=model,
+        store_dir=store_dir,
+        device=device,
+        dtype=dtype,
+        chunk_tokens=chunk_tokens,
+        chunk_overlap_tokens=chunk_overlap_tokens,
+        embedder=embedder,
+        ram_budget_bytes=ram_budget_bytes,
+        nvme_budget_bytes=nvme_budget_bytes,
+        allow_unverified=allow_unverified,
+    )
+    with Engine(config) as engine, options.progress_bars() as progress:
+        report = engine.ingest(documents, progress)
+    if as_json:
+        options.print_json(report.as_dict())
+        return
+    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
+    options.stdout.print(
+        f"{report.documents} documents ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged), "
+        f"{report.chunks} chunks: KV of {report.computed} computed, {report.already_stored} stored before "
+        f"({report.seconds:.1f} s{speed})",
+        highlight=False,
+    )

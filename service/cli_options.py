@@ -1,0 +1,125 @@
+"""Options that several commands share; their defaults are the config's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .config import EngineConfig
+from .engine import Progress as OnProgress
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
+ENGINE = "Engine"
+
+Model = Annotated[str, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help="Model directory or hub id.")]
+StoreDir = Annotated[
+    Path, typer.Option("--store-dir", "-s", envvar="CACHEBLEND_STORE_DIR", help="Folder of the chunk KV and the index.")
+]
+DEFAULT_STORE_DIR = Path("cacheblend-store")
+Device = Annotated[
+    str, typer.Option("--device", envvar="CACHEBLEND_DEVICE", help="auto, cpu, cuda, cuda:N.", rich_help_panel=ENGINE)
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", envvar="CACHEBLEND_DTYPE", help="float32, bfloat16 or float16.", rich_help_panel=ENGINE)
+]
+ChunkTokens = Annotated[
+    int,
+    typer.Option(
+        "--chunk-tokens",
+        envvar="CACHEBLEND_CHUNK_TOKENS",
+        help="Tokens of the model in a chunk; fixed once documents are ingested.",
+        rich_help_panel=ENGINE,
+    ),
+]
+ChunkOverlapTokens = Annotated[
+    int,
+    typer.Option(
+        "--chunk-overlap-tokens",
+        envvar="CACHEBLEND_CHUNK_OVERLAP_TOKENS",
+        help="Tokens that a chunk repeats from the one before.",
+        rich_help_panel=ENGINE,
+    ),
+]
+EmbedderName = Annotated[
+    str,
+    typer.Option(
+        "--embedder",
+        envvar="CACHEBLEND_EMBEDDER",
+        help="sentence-transformers model: a name or a folder.",
+        rich_help_panel=ENGINE,
+    ),
+]
+RamBudget = Annotated[
+    int,
+    typer.Option(
+        "--ram-budget-bytes",
+        envvar="CACHEBLEND_RAM_BUDGET_BYTES",
+        help="Most bytes of KV held in RAM.",
+        rich_help_panel=ENGINE,
+    ),
+]
+NvmeBudget = Annotated[
+    int,
+    typer.Option(
+        "--nvme-budget-bytes",
+        envvar="CACHEBLEND_NVME_BUDGET_BYTES",
+        help="Most bytes of KV on disk; the least recently used goes first.",
+        rich_help_panel=ENGINE,
+    ),
+]
+AllowUnverified = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unverified", help="Take a model of an unverified family if the built-in check passes.", rich_help_panel=ENGINE
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress and logs on stderr.")]
+
+stderr = Console(stderr=True)
+stdout = Console()
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One JSON object on stdout."""
+    json.dump(value, sys.stdout, ensure_ascii=False, allow_nan=False, default=str)
+    sys.stdout.write("\n")
+
+
+def hush_libraries() -> None:
+    """No progress bars and advice of other libraries between ours."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+@contextmanager
+def progress_bars() -> Iterator[OnProgress]:
+    """A bar a stage on stderr, where that is a terminal and `--quiet` was not given."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield report

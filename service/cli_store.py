@@ -1,0 +1,142 @@
+"""`cacheblend store`: look at, check and empty a store, without a model."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cacheblend.store import KVStore, StoreConfig
+from cacheblend.store.errors import StoreDirectoryError
+
+from . import cli_options as options
+
+app = typer.Typer(help="List, measure, check and empty a store of chunk KV.", no_args_is_help=True)
+UNBOUNDED = 2**62  # looking at a store must not evict from it
+
+
+@app.command("ls")
+def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """List the stored chunks, the least recently used first.
+
+    Example: cacheblend store ls --store-dir ./store --json
+    """
+    with _open(store_dir) as store:
+        entries = store.ls()
+    rows = [
+        {
+            "key": str(entry.key),
+            "tokens": entry.tokens,
+            "layers": entry.layers,
+            "bytes": entry.bytes,
+            "model": entry.key.model,
+            "codec": entry.key.codec,
+            "namespace": entry.key.namespace,
+            "created": _time(entry.created_ns),
+            "last_used": _time(entry.used_ns),
+        }
+        for entry in entries
+    ]
+    if as_json:
+        options.print_json({"entries": rows})
+        return
+    table = Table("key", "tokens", "layers", "bytes", "codec", "last used")
+    for row in rows:
+        table.add_row(
+            str(row["key"])[:16],
+            str(row["tokens"]),
+            str(row["layers"]),
+            f"{row['bytes']:,}",
+            str(row["codec"]),
+            str(row["last_used"]),
+        )
+    options.stdout.print(table)
+    options.stdout.print(f"{len(rows)} entries")
+
+
+@app.command("stat")
+def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Entries, tokens and bytes, by model.
+
+    Example: cacheblend store stat --store-dir ./store
+    """
+    with _open(store_dir) as store:
+        entries = store.ls()
+    by_model: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        total = by_model.setdefault(entry.key.model, {"entries": 0, "tokens": 0, "bytes": 0})
+        total["entries"] += 1
+        total["tokens"] += entry.tokens
+        total["bytes"] += entry.bytes
+    summary: dict[str, object] = {
+        "entries": len(entries),
+        "tokens": sum(entry.tokens for entry in entries),
+        "bytes": sum(entry.bytes for entry in entries),
+        "models": by_model,
+    }
+    if as_json:
+        options.print_json(summary)
+        return
+    options.stdout.print(f"{summary['entries']} entries, {summary['tokens']:,} tokens, {summary['bytes']:,} bytes")
+    for model, total in by_model.items():
+        options.stdout.print(f"  model {model[:16]}: {total['entries']} entries, {total['bytes']:,} bytes")
+
+
+@app.command("verify")
+def verify(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    repair: Annotated[bool, typer.Option("--repair", help="Set damaged files aside, drop entries without a file.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Check every file and every checksum; exits with 1 if something is wrong and was not repaired.
+
+    Example: cacheblend store verify --store-dir ./store --repair
+    """
+    with _open(store_dir) as store, options.progress_bars() as progress:
+        report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
+    if as_json:
+        options.print_json(report.as_dict())
+    else:
+        found = (
+            f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.orphans)} files without an entry"
+        )
+        options.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
+        if not report.ok:
+            options.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
+    if not report.ok and not report.repaired:
+        raise typer.Exit(1)
+
+
+@app.command("clear")
+def clear(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Remove every stored chunk KV; documents stay in the index, and their KV is computed anew when it is needed.
+
+    Example: cacheblend store clear --store-dir ./store --yes
+    """
+    with _open(store_dir) as store:
+        entries = len(store.ls())
+        if not yes:
+            typer.confirm(f"Remove {entries} entries from {store_dir}?", abort=True, err=True)
+        store.clear()
+    if as_json:
+        options.print_json({"removed": entries})
+    else:
+        options.stdout.print(f"{entries} entries removed")
+
+
+def _open(store_dir: Path) -> KVStore:
+    directory = store_dir / "kv"
+    if not directory.is_dir():
+        raise StoreDirectoryError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
+    return KVStore(StoreConfig(directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
+
+
+def _time(nanoseconds: int) -> str:
+    return datetime.datetime.fromtimestamp(nanoseconds / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
