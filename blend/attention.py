@@ -4,7 +4,8 @@ A row at absolute position p sees the keys at positions <= p, and within the lay
 are sorted by position and processed in blocks, each against the keys up to its last position: no attention work for keys
 that no row of the block can see, and never a (rows x keys) mask or (rows x keys x heads) scores of the whole layer.
 
-Shapes: Q query heads, H KV heads, G = Q / H, S rows, B rows of a block, N keys, K keys that a block sees, D head size.
+Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, N keys, K keys that a block
+sees, D head size.
 """
 
 from __future__ import annotations
@@ -80,42 +81,53 @@ def attend(
             q_1QSD, k_1HND[:, :, :stop], v_1HND[:, :, :stop], is_causal=stop > 1, scale=scaling, enable_gqa=True
         )
         return out_1QSD.transpose(1, 2).contiguous()
-    out_1SQD = q_1QSD.new_empty(1, len(rows), q_1QSD.shape[1], v_1HND.shape[-1])
+    kv_heads = k_1HND.shape[1]
+    q_HGSD = q_1QSD[0].unflatten(0, (kv_heads, -1))
+    out_HGSD = q_HGSD.new_empty(*q_HGSD.shape[:3], v_1HND.shape[-1])
     done = 0
     for block in rows.split(BLOCK_ROWS.get(q_1QSD.device.type, BLOCK_ROWS_ACCELERATOR)):
         stop = int(block.positions_S[-1]) + 1
         start = max(0, int(block.positions_S[0]) - window + 1) if windowed and window is not None else 0
-        keys_K = torch.arange(start, stop, device=q_1QSD.device)
-        visible_BK = keys_K <= block.on_device_S[:, None]
-        if windowed and window is not None:
-            visible_BK &= keys_K > block.on_device_S[:, None] - window
-        q_1QBD = q_1QSD[:, :, done : done + len(block)]
-        out_1QBD = _attend_block(q_1QBD, k_1HND[:, :, start:stop], v_1HND[:, :, start:stop], visible_BK, scaling, softcap)
-        out_1SQD[:, done : done + len(block)] = out_1QBD.transpose(1, 2)
+        bias_BK = _mask(block, start, stop, window if windowed else None, q_1QSD.dtype)
+        taken = slice(done, done + len(block))
+        out_HGSD[:, :, taken] = _attend_block(
+            q_HGSD[:, :, taken], k_1HND[0, :, start:stop], v_1HND[0, :, start:stop], bias_BK, scaling, softcap
+        )
         done += len(block)
-    return out_1SQD
+    return out_HGSD.flatten(0, 1).transpose(0, 1)[None].contiguous()
+
+
+def _mask(block: Rows, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores (B, K) of the keys from `start` to `stop`: 0 where a row sees a key, -inf elsewhere.
+
+    Only keys past the block's first position, or behind the last one's window, can be hidden from some row: the rest is not
+    compared.
+    """
+    first, last = int(block.positions_S[0]), int(block.positions_S[-1])
+    rows_B1 = block.on_device_S[:, None]
+    bias_BK = torch.zeros(len(block), stop - start, dtype=dtype, device=rows_B1.device)
+    future_K = torch.arange(first + 1, stop, device=rows_B1.device)
+    bias_BK[:, first + 1 - start :].masked_fill_(future_K > rows_B1, -torch.inf)
+    if window is not None:
+        past_K = torch.arange(start, max(start, last - window + 1), device=rows_B1.device)
+        bias_BK[:, : len(past_K)].masked_fill_(past_K <= rows_B1 - window, -torch.inf)
+    return bias_BK
 
 
 def _attend_block(
-    q_1QBD: torch.Tensor,
-    k_1HKD: torch.Tensor,
-    v_1HKD: torch.Tensor,
-    visible_BK: torch.Tensor,
+    q_HGBD: torch.Tensor,
+    k_HKD: torch.Tensor,
+    v_HKD: torch.Tensor,
+    bias_BK: torch.Tensor,
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Output (1, Q, B, D). The G query heads of a KV head are laid under each other as rows, so keys are never repeated."""
-    _, heads, block_rows, head_dim = q_1QBD.shape
-    kv_heads = k_1HKD.shape[1]
-    groups = heads // kv_heads
-    q_1HXD = q_1QBD.reshape(1, kv_heads, groups * block_rows, head_dim)  # X = G x B
-    visible_XK = visible_BK.repeat(groups, 1)
+    """Output (H, G, B, D). KV heads stand where a batch would and keys are shared by their G query heads without a copy."""
+    groups = q_HGBD.shape[1]
     if softcap is None:
-        out_1HXD = scaled_dot_product_attention(q_1HXD, k_1HKD, v_1HKD, attn_mask=visible_XK[None, None], scale=scaling)
-    else:
-        scores_1HXK = torch.matmul(q_1HXD, k_1HKD.transpose(2, 3)) * scaling
-        scores_1HXK = torch.tanh(scores_1HXK / softcap) * softcap
-        scores_1HXK = scores_1HXK.masked_fill(~visible_XK, torch.finfo(scores_1HXK.dtype).min)
-        weights_1HXK = torch.softmax(scores_1HXK, dim=-1, dtype=torch.float32).to(q_1QBD.dtype)
-        out_1HXD = torch.matmul(weights_1HXK, v_1HKD)
-    return out_1HXD.reshape(1, heads, block_rows, v_1HKD.shape[-1])
+        k_HGKD, v_HGKD = (x_HKD[:, None].expand(-1, groups, -1, -1) for x_HKD in (k_HKD, v_HKD))
+        return scaled_dot_product_attention(q_HGBD, k_HGKD, v_HGKD, attn_mask=bias_BK[None, None], scale=scaling)
+    scores_HGBK = torch.matmul(q_HGBD, k_HKD[:, None].transpose(2, 3)) * scaling
+    scores_HGBK = torch.tanh(scores_HGBK / softcap) * softcap + bias_BK
+    weights_HGBK = torch.softmax(scores_HGBK, dim=-1, dtype=torch.float32).to(q_HGBD.dtype)
+    return torch.matmul(weights_HGBK, v_HKD[:, None])
