@@ -2,7 +2,7 @@
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := blend loader retriever service store
+PACKAGES := blend eval eval/world loader retriever service store
 MODEL ?= .demo/model
 
 .PHONY: demo check lint types imports test format bench clean

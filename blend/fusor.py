@@ -85,9 +85,9 @@ class Fusor:
             PromptTooLongError: prefix and chunk are longer than the model's positions.
 
         """
-        if not token_ids:
+        if not len(token_ids):
             raise InputError("a chunk needs at least one token")
-        whole = [*prefix_ids, *token_ids]
+        whole = [int(token) for token in (*prefix_ids, *token_ids)]
         self._check_tokens(whole)
         kv = self.decoder.run_alone(torch.tensor(whole, device=self.decoder.device))
         start = len(prefix_ids)
@@ -136,11 +136,12 @@ class Fusor:
             PromptTooLongError: more tokens than the model has positions.
 
         """
+        token_ids = [int(token) for token in token_ids]
         if not token_ids:
             raise InputError("the prompt is empty: give at least one token")
         self._check_tokens(token_ids)
         cache = self.decoder.empty_cache()
-        ids_1N = torch.tensor([list(token_ids)], device=self.decoder.device)
+        ids_1N = torch.tensor([token_ids], device=self.decoder.device)
         output: Any = self.model(ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
         everywhere = (torch.arange(len(token_ids)),) * self.decoder.geometry.layers
         none = torch.zeros(len(token_ids))

@@ -13,6 +13,8 @@ from cacheblend.store.errors import InputError, UnsupportedModelError
 
 from .fingerprint import fingerprint_directory, fingerprint_module
 
+_TOKENIZER = ("tokenizer*.json", "*.model", "vocab*", "*.tiktoken")
+
 
 def load_model(
     path_or_hub_id: str, device: str | torch.device, dtype: torch.dtype, **kwargs: Any
@@ -48,8 +50,11 @@ def load_model(
 
 
 def load_tokenizer(path_or_hub_id: str) -> Any:
-    """The model's tokenizer, or None where the directory has none."""
+    """The model's tokenizer, or None where the directory has none: transformers would make an empty one for some families."""
+    name = str(path_or_hub_id)
+    if Path(name).is_dir() and not any(file.is_file() for pattern in _TOKENIZER for file in Path(name).glob(pattern)):
+        return None
     try:
-        return AutoTokenizer.from_pretrained(str(path_or_hub_id))
-    except (OSError, ValueError, KeyError):
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError):
         return None

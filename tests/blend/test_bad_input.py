@@ -180,3 +180,15 @@ def test_no_model_at_a_path(tmp_path: Path) -> None:
     """A path without a model names itself."""
     with pytest.raises(InputError, match=r"nowhere.*config\.json"):
         Fusor.from_pretrained(str(tmp_path / "nowhere"))
+
+
+def test_a_model_saved_without_its_tokenizer(tmp_path: Path) -> None:
+    """A directory without tokenizer files gives no tokenizer, not the empty one that transformers makes up for some families."""
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    fusor = Fusor.from_pretrained(str(tmp_path))
+    assert fusor.tokenizer is None
+    assert (
+        fusor.fingerprint
+        == Fusor.from_pretrained(str(tmp_path)).fingerprint
+        != Fusor.from_pretrained(str(tmp_path), dtype=torch.bfloat16).fingerprint
+    )

@@ -1,0 +1,198 @@
+"""The command line: output, exit codes, one line an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engines import DOCUMENTS, QUESTION
+
+from cacheblend.retriever import DEFAULT_EMBEDDER
+from cacheblend.service import cli
+from cacheblend.store.errors import StoreError
+
+
+class Outcome:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, object]:
+        """The one JSON object on stdout."""
+        value: dict[str, object] = json.loads(self.out)
+        return value
+
+
+class CommandLine:
+    """Runs `cacheblend` in this process, in a folder of its own."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], model: Path, store: Path) -> None:
+        self._capsys, self.model, self.store = capsys, model, store
+
+    def __call__(self, *arguments: str) -> Outcome:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(list(arguments))
+        captured = self._capsys.readouterr()
+        return Outcome(exit_.value.code or 0, captured.out, captured.err)
+
+    def on_store(self, command: str, *arguments: str) -> Outcome:
+        options = ("--model", str(self.model), "--store-dir", str(self.store), "--chunk-tokens", "24")
+        return self(command, *arguments, *options)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    from fakes import FakeEmbedder
+
+    fake = FakeEmbedder(name=DEFAULT_EMBEDDER)
+    monkeypatch.setattr("cacheblend.retriever.retriever.SentenceTransformerEmbedder", lambda _: fake)
+    return CommandLine(capsys, model_dir, tmp_path / "store")
+
+
+@pytest.fixture
+def passages(tmp_path: Path) -> Path:
+    """Three documents, as a file of documents and one case."""
+    path = tmp_path / "passages.jsonl"
+    case = {"question": "?", "passages": [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[1:3]]}
+    path.write_text(json.dumps(DOCUMENTS[0]) + "\n\n" + json.dumps(case) + "\n", encoding="utf-8")
+    return path
+
+
+def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
+    """Documents are ingested, a question is answered from their stored KV, and the store is listed, checked and emptied."""
+    first = run.on_store("ingest", str(passages), "--json")
+    assert (first.code, first.json["documents"]) == (0, 3)
+    assert first.json["computed"] == first.json["chunks"]
+    assert run.on_store("ingest", str(passages), "--json").json["computed"] == 0
+    answer = run.on_store("ask", QUESTION, "--top-k", "3", "--max-tokens", "4", "--json").json
+    assert answer["plan"]["hits"] == 3
+    assert len(answer["token_ids"]) == 4
+    assert "distance" in run.on_store("ask", QUESTION, "--top-k", "2", "--method", "full_recompute").out
+    store = ("--store-dir", str(run.store))
+    entries = run("store", "ls", *store, "--json").json["entries"]
+    assert len(entries) == first.json["chunks"]
+    assert run("store", "stat", *store, "--json").json["tokens"] == first.json["tokens"]
+    assert run("store", "verify", *store, "--json").json["ok"] is True
+    assert run("store", "clear", *store, "--yes", "--json").json == {"removed": len(entries)}
+    assert run("store", "ls", *store, "--json").json == {"entries": []}
+
+
+def test_verify_finds_damage(run: CommandLine, passages: Path) -> None:
+    """A flipped byte makes `store verify` exit with 1, and with 0 once it was repaired."""
+    run.on_store("ingest", str(passages))
+    file = next(path for path in (run.store / "kv" / "entries").rglob("*") if path.is_file())
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    store = ("--store-dir", str(run.store))
+    found = run("store", "verify", *store)
+    assert found.code == 1
+    assert "1 damaged" in found.out
+    assert run("store", "verify", *store, "--repair").code == 0
+    assert run("store", "verify", *store).code == 0
+
+
+def test_demo_compares_four_methods(run: CommandLine, passages: Path) -> None:
+    """The demo asks by every method; prefix caching is exact, blending recomputes less than everything."""
+    arguments = ("--passages", str(passages), "--question", QUESTION, "--chunk-tokens", "24", "--top-k", "4", "--repeats", "1")
+    demo = run("demo", str(run.model), *arguments, "--max-tokens", "2", "--json").json
+    methods = demo["methods"]
+    assert set(methods) == {"full_recompute", "prefix_cache", "full_reuse", "blend"}
+    assert methods["full_recompute"]["logit_difference"] == 0
+    assert methods["prefix_cache"]["logit_difference"] < 1e-4
+    assert methods["full_reuse"]["tokens_recomputed"] < methods["blend"]["tokens_recomputed"]
+    assert methods["blend"]["tokens_recomputed"] < methods["full_recompute"]["tokens_recomputed"] == demo_tokens(methods)
+    assert "mean nothing" in demo["note"]
+
+
+def demo_tokens(methods: dict[str, dict[str, float]]) -> float:
+    return methods["full_recompute"]["prompt_tokens"]
+
+
+def test_usage_errors_exit_with_2(run: CommandLine, passages: Path, tmp_path: Path) -> None:
+    """A value that is not allowed, named with its remedy in one line on stderr, exits with 2 and prints no traceback."""
+    run.on_store("ingest", str(passages))
+    cases = [
+        (run.on_store("ask", "  "), "is empty; ask"),
+        (run.on_store("ask", QUESTION, "--top-k", "0"), "top_k"),
+        (run.on_store("ask", QUESTION, "--top-k", "999"), "999"),
+        (run.on_store("ask", QUESTION, "--recompute-ratio", "1.5"), "0 to 1"),
+        (run.on_store("ask", QUESTION, "--method", "magic"), "full_reuse"),
+        (run.on_store("ask", QUESTION, "--max-tokens", "0"), "max_tokens"),
+        (run.on_store("ask", QUESTION, "--dtype", "int3"), "bfloat16"),
+        (run.on_store("ask", QUESTION, "--device", "abacus"), "abacus"),
+        (run.on_store("ingest", str(tmp_path / "nothing.jsonl")), "does not exist"),
+        (run("ask", QUESTION, "--model", str(tmp_path / "no" / "model"), "--store-dir", str(run.store)), "config.json"),
+    ]
+    for outcome, says in cases:
+        assert outcome.code == 2, outcome.err
+        assert says in outcome.err
+        assert "Traceback" not in outcome.err
+        assert outcome.out == ""
+
+
+def test_unknown_options_exit_with_2(run: CommandLine) -> None:
+    """What the command line itself does not know is a usage error too."""
+    assert run("ask", "?", "--nonsense").code == 2
+    assert run("nonsense").code == 2
+
+
+def test_a_bad_line_is_named(run: CommandLine, tmp_path: Path) -> None:
+    """A line that is not JSON, or no document, is named by file and line, and nothing is ingested."""
+    broken = tmp_path / "broken.jsonl"
+    for second, says in (
+        ('{"text": ', "not JSON"),
+        ('{"title": "no text"}', "neither a document"),
+        ("[1]", "neither a document"),
+    ):
+        broken.write_text(json.dumps(DOCUMENTS[0]) + "\n" + second + "\n", encoding="utf-8")
+        outcome = run.on_store("ingest", str(broken))
+        assert outcome.code == 2
+        assert "broken.jsonl, line 2" in outcome.err
+        assert says in outcome.err
+    assert not run.store.exists()
+
+
+def test_failures_exit_with_1(run: CommandLine, passages: Path, tmp_path: Path) -> None:
+    """A folder that holds no store is a failure: exit code 1 and one line."""
+    outcome = run("store", "ls", "--store-dir", str(tmp_path / "nowhere"))
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: ")
+    (run.store / "kv").mkdir(parents=True)
+    (run.store / "kv" / "letter.txt").write_text("not a store")
+    outcome = run.on_store("ingest", str(passages))
+    assert outcome.code == 1
+    assert "store" in outcome.err
+    assert (run.store / "kv" / "letter.txt").read_text() == "not a store"
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    """With `--debug` the error itself is raised."""
+    with pytest.raises(StoreError):
+        cli.main(["--debug", "store", "ls", "--store-dir", str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(
+    "command", [["ingest"], ["ask"], ["demo"], ["store", "ls"], ["store", "stat"], ["store", "verify"], ["store", "clear"]]
+)
+def test_help_has_an_example(run: CommandLine, command: list[str]) -> None:
+    """Every command explains itself with an example."""
+    outcome = run(*command, "--help")
+    assert outcome.code == 0
+    assert "cacheblend" in outcome.out
+    assert "--json" in outcome.out
+
+
+def test_text_files_and_folders(run: CommandLine, tmp_path: Path) -> None:
+    """A folder's text files are documents, named by their path in it."""
+    folder = tmp_path / "handbook"
+    (folder / "travel").mkdir(parents=True)
+    (folder / "travel" / "rules.md").write_text(str(DOCUMENTS[0]["text"]), encoding="utf-8")
+    (folder / "notes.txt").write_text(str(DOCUMENTS[1]["text"]), encoding="utf-8")
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    assert run.on_store("ingest", str(folder), "--json").json["documents"] == 2
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    outcome = run.on_store("ingest", str(folder))
+    assert outcome.code == 2
+    assert "latin.txt" in outcome.err

@@ -1,0 +1,24 @@
+"""The distribution's list of packages, written by hand, is whole."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("blend", "eval", "loader", "retriever", "service", "store")
+
+
+def test_every_package_is_listed() -> None:
+    """Each folder with Python files is a package in pyproject.toml, mapped to its place, typed, and checked by mypy."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    folders = {path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    mapped = {f"cacheblend.{folder.relative_to(ROOT).as_posix().replace('/', '.')}": folder for folder in folders}
+    assert sorted(tool["setuptools"]["packages"]) == sorted(mapped)
+    assert {name: ROOT / place for name, place in tool["setuptools"]["package-dir"].items()} == mapped
+    assert set(tool["mypy"]["packages"]) == set(mapped)
+    for name, folder in mapped.items():
+        assert (folder / "__init__.py").is_file(), name
+    for name in (name for name in mapped if name.count(".") == 1):
+        assert "py.typed" in tool["setuptools"]["package-data"][name]
+        assert (mapped[name] / "py.typed").is_file()
