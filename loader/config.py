@@ -16,8 +16,8 @@ class LoaderConfig:
             prompt's KV in one layer.
         quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1; figure 16 gives 0.15).
         max_ratio: the controller never asks for more, however long the loading takes.
-        ram_bytes_per_s: throughput of the RAM tier until requests have shown it.
-        nvme_bytes_per_s: throughput of the NVMe tier until requests have shown it.
+        ram_bytes_per_s: throughput of the RAM tier.
+        nvme_bytes_per_s: throughput of the NVMe tier, checksums included.
 
     Raises:
         ConfigError: a value outside its range.
@@ -26,12 +26,12 @@ class LoaderConfig:
     lookahead_layers: int = 2
     quality_ratio: float = 0.15
     max_ratio: float = 1.0
-    ram_bytes_per_s: float = 5e9
-    nvme_bytes_per_s: float = 1e9
+    ram_bytes_per_s: float = 10e9
+    nvme_bytes_per_s: float = 3e9
 
     def __post_init__(self) -> None:
-        if self.lookahead_layers < 1:
-            raise ConfigError("lookahead_layers", self.lookahead_layers, "at least 1")
+        if not isinstance(self.lookahead_layers, int) or isinstance(self.lookahead_layers, bool) or self.lookahead_layers < 1:
+            raise ConfigError("lookahead_layers", self.lookahead_layers, "a whole number of at least 1")
         if not 0 <= self.quality_ratio <= 1:
             raise ConfigError("quality_ratio", self.quality_ratio, "a number from 0 to 1")
         if not self.quality_ratio <= self.max_ratio <= 1:

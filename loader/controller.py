@@ -56,11 +56,11 @@ class LoadingController:
             hides = (load_s / prefill_s * (reusable + fresh) - fresh) / reusable
             ratio = min(max(ratio, hides), self.config.max_ratio)
         recompute_s = self.recompute.layer_s(ratio, reusable, fresh) if reusable else prefill_s
-        blend_s = prefill_s + (layers - 1) * max(load_s, recompute_s)
+        # Both ways run layer 0 whole. Each later layer of a blend takes the longer of the two; recompute never exceeds prefill.
         return LoadingPlan(
             ratio=ratio,
             load_layer_s=load_s,
             recompute_layer_s=recompute_s,
             prefill_layer_s=prefill_s,
-            full_recompute=blend_s > layers * prefill_s,
+            full_recompute=layers > 1 and load_s > prefill_s,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -19,30 +18,15 @@ from .config import LoaderConfig
 class LoadEstimator:
     """T_load(layer) = bytes / throughput of the tier, summed over tiers (paper footnote 6).
 
-    Throughputs start at the configured ones and follow what requests measure, as a running mean that forgets.
+    Throughputs are the configured ones: did they follow each request's luck, equal requests would get different ratios.
     """
-
-    _NEW_WEIGHT = 0.3
 
     def __init__(self, config: LoaderConfig) -> None:
         self._bytes_per_s = {"ram": config.ram_bytes_per_s, "nvme": config.nvme_bytes_per_s}
-        self._lock = threading.Lock()
-
-    @property
-    def bytes_per_s(self) -> Mapping[str, float]:
-        """Throughput of each tier, bytes a second."""
-        return dict(self._bytes_per_s)
 
     def layer_s(self, layer_bytes: Mapping[str, int]) -> float:
         """Seconds to load one layer, given its bytes by tier."""
         return sum(count / self._bytes_per_s[tier] for tier, count in layer_bytes.items())
-
-    def observe(self, tier: str, loaded_bytes: int, seconds: float) -> None:
-        """Learn from a request's loading."""
-        if tier in self._bytes_per_s and loaded_bytes > 0 and seconds > 0:
-            with self._lock:
-                known = self._bytes_per_s[tier]
-                self._bytes_per_s[tier] = known + self._NEW_WEIGHT * (loaded_bytes / seconds - known)
 
 
 class RecomputeEstimator:
@@ -50,13 +34,14 @@ class RecomputeEstimator:
 
     Args:
         prefill_layer_s: measured (tokens, seconds) of one layer's full prefill, of at least one length. Between and beyond the
-            measured lengths the seconds follow a * tokens + b * tokens^2, linear work and attention.
+            measured lengths the seconds follow a * tokens + b * tokens^2, linear work and attention, through the shortest
+            and the longest; a and b are not negative, for which the shortest gives way.
     """
 
     def __init__(self, prefill_layer_s: Sequence[tuple[int, float]]) -> None:
         (short, short_s), (long, long_s) = min(prefill_layer_s), max(prefill_layer_s)
         quadratic = 0.0 if short == long else (long_s / long - short_s / short) / (long - short)
-        self._quadratic = max(0.0, quadratic)
+        self._quadratic = min(max(0.0, quadratic), long_s / long**2)
         self._linear = max(0.0, long_s / long - self._quadratic * long)
 
     def prefill_layer_s(self, tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +36,20 @@ class Staging:
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
-        self._stream = torch.cuda.Stream(geometry.device) if geometry.device.type == "cuda" else None
+        self._geometry = geometry
+        self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
         self._pinned: list[torch.Tensor] = []
+
+    def room(self, tokens: int) -> LayerKV:
+        """Room for a layer, safe to copy to.
+
+        On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
+        still write to it, and the copies do not wait for them.
+        """
+        if self._stream is None:
+            return LayerKV.empty(self._geometry, tokens)
+        with torch.cuda.stream(self._stream):
+            return LayerKV.empty(self._geometry, tokens)
 
     def place(self, whole: LayerKV, start: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
         """Copy a chunk's keys and values to the positions from `start` on."""
@@ -52,8 +65,11 @@ class Staging:
         """Close a layer: all of its copies have been issued."""
         if self._stream is None:
             return Arrival(whole, None)
-        # The buffers were allocated on the loader thread's current stream; the copies run on ours.
-        for tensor in (whole.k_1HND, whole.v_1HND):
-            tensor.record_stream(self._stream)
         pinned, self._pinned = tuple(self._pinned), []
         return Arrival(whole, self._stream.record_event(), pinned)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: the allocator keeps free memory apart by stream, and their copies share a bus in any case."""
+    return torch.cuda.Stream(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ class AnswerPlan:
         prompt_tokens: N.
         reusable_tokens: tokens that the ratio counts.
         recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up.
+        loaded_bytes: bytes of stored KV that were loaded, by tier.
         loading: what the loading controller expected; None where it was not asked.
     """
 
@@ -55,6 +57,7 @@ class AnswerPlan:
     prompt_tokens: int
     reusable_tokens: int
     recomputed_tokens: float
+    loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None
 
 
@@ -68,7 +71,8 @@ class Timings:
             is not in it.
         lookup_s: the store's lookup and the plan.
         prefill_s: everything up to the first logits; `wait_s` is in it.
-        wait_s: the part that the fusor waited for stored KV.
+        load_s: what the loading thread took to read stored KV and put it in its place, beside the prefill.
+        wait_s: the part of the prefill in which the fusor waited for stored KV: what of `load_s` was not hidden.
         decode_s: the tokens after the first.
         total_s: all, retrieval included.
     """
@@ -77,6 +81,7 @@ class Timings:
     ttft_s: float
     lookup_s: float
     prefill_s: float
+    load_s: float
     wait_s: float
     decode_s: float
     total_s: float
@@ -132,6 +137,7 @@ class Answer:
                 "prompt_tokens": plan.prompt_tokens,
                 "reusable_tokens": plan.reusable_tokens,
                 "recomputed_tokens": plan.recomputed_tokens,
+                "loaded_bytes": dict(plan.loaded_bytes),
                 "loading": None if plan.loading is None else dataclasses.asdict(plan.loading),
             },
             "timings": dataclasses.asdict(self.timings),

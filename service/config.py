@@ -15,6 +15,7 @@ from cacheblend.store import StoreConfig
 from cacheblend.store.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
 
@@ -65,14 +66,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not str(self.model).strip():
             raise ConfigError("model", self.model, "a model directory or hub id")
+        if not isinstance(self.store_dir, str | os.PathLike) or not os.fspath(self.store_dir):
+            raise ConfigError("store_dir", self.store_dir, "name the folder that holds store and index")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         try:
-            torch.device("cpu" if self.device == "auto" else self.device)
-        except RuntimeError as error:
-            raise ConfigError("device", self.device, '"auto", "cpu", "cuda" or "cuda:N"') from error
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError("device", self.device, 'not on this machine: torch finds no GPU; use "cpu"')
+            device = self.resolve_device()
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError("device", self.device, _DEVICES) from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError("device", self.device, _DEVICES)
+        gpus = torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= gpus:
+            raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
         check_max_tokens(self.max_tokens)
         self.retriever_config()
         self.store_config()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -42,6 +43,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, fusor: Fusor | None = None, embedder: Embedder | None = None) -> None:
+        self._closed = True  # until there is something to close
         self.config = config
         self.fusor = fusor or Fusor.from_pretrained(
             config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
@@ -66,6 +68,7 @@ class Engine:
                 self._prompts.chunk_prefix_ids,
             )
             self._opened = opened.pop_all()
+        self._closed = False
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -80,13 +83,14 @@ class Engine:
             on_progress: called with the stage ("index" or "precompute"), chunks or documents done, and how many in all.
 
         Raises:
-            InputError: a document cannot be used; none is ingested then.
+            InputError: a document cannot be used, or its chunks are longer than the model's positions; none is ingested then.
             StoreFullError: the KV budget or the disk has no room.
         """
         started = time.perf_counter()
         given = [Document.of(document) for document in documents]
         if not given:
             raise InputError("no documents to ingest; give at least one")
+        self._check_chunks(given)
         report = on_progress or (lambda *_: None)
         added = self.retriever.add(given, lambda done, total: report("index", done, total))
         chunks = {
@@ -166,6 +170,7 @@ class Engine:
             ttft_s=clock.first_token - retrieved,
             lookup_s=prefilled.lookup_s,
             prefill_s=prefill_done - retrieved,
+            load_s=prefilled.load_s,
             wait_s=prefilled.fused.wait_s,
             decode_s=ended - clock.first_token,
             total_s=ended - started,
@@ -185,14 +190,21 @@ class Engine:
         self._holes.drain()
 
     def close(self) -> None:
-        """Write what waits, and close store and index."""
+        """Write what waits, and close store and index; a second call does nothing."""
+        self._closed = True
         self._opened.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
+        self._closed = True
+        self._opened.__exit__(kind, error, traceback)  # not `close`: the block's own error is the one to see, not the store's
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._holes.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
+            warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
     def _retrieve(self, question: str, top_k: int, documents: Sequence[Mapping[str, object]] | None) -> list[ScoredChunk]:
         if documents is None:
@@ -201,6 +213,19 @@ class Engine:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         split = self.retriever.splitter.split
         return [ScoredChunk(chunk, math.nan) for document in documents for chunk in split(Document.of(document))]
+
+    def _check_chunks(self, documents: Iterable[Document]) -> None:
+        """Refuse documents that the model cannot read chunk by chunk, before any of them is indexed."""
+        positions, prefix = self.fusor.max_positions, len(self._prompts.chunk_prefix_ids)
+        if positions is None or prefix + 2 * self.config.chunk_tokens <= positions:  # a chunk is a little over chunk_tokens
+            return
+        for document in documents:
+            longest = max(len(chunk.token_ids) for chunk in self.retriever.splitter.split(document))
+            if prefix + longest > positions:
+                raise PromptTooLongError(
+                    f"document {document.id!r} has a chunk of {longest} tokens, and the model {positions} positions, of which "
+                    f"{prefix} are for what stands before it; lower chunk_tokens={self.config.chunk_tokens}"
+                )
 
     def _check_length(self, pieces: PromptPieces, max_tokens: int) -> None:
         positions, tokens = self.fusor.max_positions, len(pieces.token_ids)
@@ -255,5 +280,6 @@ def _plan(method: str, prefilled: Prefilled) -> AnswerPlan:
         prompt_tokens=len(fused.token_ids),
         reusable_tokens=fused.reusable_tokens,
         recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
+        loaded_bytes=prefilled.loaded_bytes,
         loading=prefilled.loading,
     )

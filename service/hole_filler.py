@@ -57,12 +57,16 @@ class HoleFiller:
             self._changed.wait_for(lambda: self._closed or not (self._waiting or self._busy))
         self._store.flush()
 
-    def close(self) -> None:
-        """Stop after the chunk in work; what waits is left for a later request to find again."""
+    def stop(self) -> None:
+        """Have the thread end after the chunk in work; what waits is left for a later request to find again."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread."""
+        self.stop()
         self._thread.join()
 
     def _work(self) -> None:
@@ -79,6 +83,8 @@ class HoleFiller:
                     self._store.put(key, self._fusor.precompute(token_ids, prefix_ids), flush=False)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)
+            except Exception:  # out of memory, say: without this thread no hole would ever be filled, and drain never return
+                logger.exception("the KV of chunk %s was not computed", key)
             finally:
                 with self._changed:
                     self._busy = False

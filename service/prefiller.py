@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.blend import FusedPrompt, Fusor, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement
 from cacheblend.store.errors import ConfigError, DamagedEntryError
@@ -25,6 +26,8 @@ class Prefilled:
     fused: FusedPrompt
     segments: tuple[PlannedSegment, ...]
     lookup_s: float = 0.0
+    load_s: float = 0.0
+    loaded_bytes: Mapping[str, int] = field(default_factory=dict)
     recompute_ratio: float | None = None
     loading: LoadingPlan | None = None
 
@@ -96,8 +99,7 @@ class Prefiller:
 
     def _full_recompute(self, pieces: PromptPieces, _: float | None = None) -> Prefilled:
         fused = self._fusor.prefill(pieces.token_ids)
-        fresh = [PlannedSegment(kind="fresh", token_ids=ids) for ids in (pieces.head, *pieces.chunks, pieces.tail) if ids]
-        return Prefilled(fused=fused, segments=tuple(fresh))
+        return Prefilled(fused=fused, segments=_fresh(pieces.head, *pieces.chunks, pieces.tail))
 
     def _prefix_cache(self, pieces: PromptPieces, _: float | None) -> Prefilled:
         """Head and first chunk are reused exactly, as prefix caching does; a later request finds what this one missed."""
@@ -105,65 +107,70 @@ class Prefiller:
         prefix = (*pieces.head, *(pieces.chunks[0] if pieces.chunks else ()))
         if not prefix:
             return self._full_recompute(pieces)
-        rest = tuple(Segment(ids) for ids in (*pieces.chunks[1:], pieces.tail))
+        rest = _fresh(*pieces.chunks[1:], pieces.tail)
         key = ChunkKey.of(prefix, prefix_ids=(), model=self._fusor.fingerprint)
         with self._store.pin([key]) as (placement,), LayerLoader(self._config.loader.lookahead_layers) as loader:
+            lookup_s = time.perf_counter() - started
             if placement is not None:
-                lookup_s = time.perf_counter() - started
+                segments = [Segment(prefix, placement, exact=True), *(Segment(segment.token_ids) for segment in rest)]
                 try:
-                    fused = self._fusor.fuse([Segment(prefix, placement, exact=True), *rest], source=loader)
+                    fused = self._fusor.fuse(segments, source=loader)
                 except DamagedEntryError:
-                    placement = None  # a miss from now on
+                    pass  # a miss from now on
                 else:
                     head = PlannedSegment(kind="exact", token_ids=prefix, key=str(key), tier=placement.tier)
-                    fresh = (PlannedSegment(kind="fresh", token_ids=tuple(segment.token_ids)) for segment in rest)
-                    return Prefilled(fused=fused, segments=(head, *fresh), lookup_s=lookup_s)
+                    return Prefilled(fused=fused, segments=(head, *rest), lookup_s=lookup_s, **_loaded(loader))
         self._holes.fill(key, prefix, ())
-        return self._full_recompute(pieces)
+        head = PlannedSegment(kind="fresh", token_ids=prefix, key=str(key))
+        return replace(self._full_recompute(pieces), segments=(head, *rest), lookup_s=lookup_s)
 
     def _blend(self, pieces: PromptPieces, ratio: float | None) -> Prefilled:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are holes."""
-        config = self._config.fusion_config(ratio)
-        try:
-            return self._blend_once(pieces, ratio, config)
-        except DamagedEntryError:
-            return self._blend_once(pieces, ratio, config)  # the damaged entry is a miss now, and so a hole
+        for _ in range(len(pieces.chunks) + 1):
+            try:
+                return self._blend_once(pieces, ratio)
+            except DamagedEntryError:
+                continue  # the damaged entry is a miss now, and so a hole; the next one may be damaged as well
+        return self._full_recompute(pieces)  # entries that are damaged and cannot be set aside
 
-    def _blend_once(self, pieces: PromptPieces, ratio: float | None, config: FusionConfig) -> Prefilled:
+    def _blend_once(self, pieces: PromptPieces, ratio: float | None) -> Prefilled:
         started = time.perf_counter()
         keys = [self.key(chunk) for chunk in pieces.chunks]
         with self._store.pin(keys) as placements, LayerLoader(self._config.loader.lookahead_layers) as loader:
-            loading = None
-            if ratio is None:
-                loading = self._plan_loading(pieces, placements)
-                if loading.full_recompute:
-                    return self._full_recompute(pieces)
-                config = self._config.fusion_config(loading.ratio)
-            segments = [Segment(chunk, placement) for chunk, placement in zip(pieces.chunks, placements, strict=True)]
-            head = [Segment(pieces.head, self._head_kv, exact=True)] if self._head_kv is not None else []
+            loading = self._plan_loading(pieces, placements) if ratio is None else None
+            config = self._config.fusion_config(ratio if loading is None else loading.ratio)
             lookup_s = time.perf_counter() - started
-            fused = self._fusor.fuse([*head, *segments, Segment(pieces.tail)], config, loader)
-            planned = [
-                PlannedSegment(kind="fresh", token_ids=chunk, key=str(key))
-                if placement is None
-                else PlannedSegment(kind="reused", token_ids=chunk, key=str(key), tier=placement.tier)
-                for chunk, key, placement in zip(pieces.chunks, keys, placements, strict=True)
-            ]
-        for tier, loaded_bytes in loader.bytes_by_tier.items():
-            self._controller.load.observe(tier, loaded_bytes, loader.seconds_by_tier[tier])
+            if loading is not None and loading.full_recompute:
+                prefilled = replace(self._full_recompute(pieces), segments=self._planned(pieces, keys, placements, reuse=False))
+            else:
+                segments = [Segment(chunk, placement) for chunk, placement in zip(pieces.chunks, placements, strict=True)]
+                head = [Segment(pieces.head, self._head_kv, exact=True)] if self._head_kv is not None else []
+                prefilled = Prefilled(
+                    fused=self._fusor.fuse([*head, *segments, Segment(pieces.tail)], config, loader),
+                    segments=self._planned(pieces, keys, placements, reuse=True),
+                    recompute_ratio=config.recompute_ratio,
+                )
         for key, chunk, placement in zip(keys, pieces.chunks, placements, strict=True):
             if placement is None:
                 self._holes.fill(key, chunk, self._chunk_prefix_ids)
-        if head:
-            planned.insert(0, PlannedSegment(kind="exact", token_ids=pieces.head, tier="memory"))
-        planned.append(PlannedSegment(kind="fresh", token_ids=pieces.tail))
-        return Prefilled(
-            fused=fused,
-            segments=tuple(planned),
-            lookup_s=lookup_s,
-            recompute_ratio=config.recompute_ratio,
-            loading=loading,
-        )
+        return replace(prefilled, lookup_s=lookup_s, loading=loading, **_loaded(loader))
+
+    @staticmethod
+    def _planned(
+        pieces: PromptPieces, keys: Sequence[ChunkKey], placements: Sequence[Placement | None], *, reuse: bool
+    ) -> tuple[PlannedSegment, ...]:
+        """The prompt's segments; without `reuse` what is stored was not used: neither a hit nor a miss."""
+        planned = list(_fresh(pieces.head))
+        if reuse:
+            planned = [replace(head, kind="exact", tier="memory") for head in planned]
+        for chunk, key, placement in zip(pieces.chunks, keys, placements, strict=True):
+            if placement is None:
+                planned.append(PlannedSegment(kind="fresh", token_ids=chunk, key=str(key)))
+            elif reuse:
+                planned.append(PlannedSegment(kind="reused", token_ids=chunk, key=str(key), tier=placement.tier))
+            else:
+                planned += _fresh(chunk)
+        return (*planned, *_fresh(pieces.tail))
 
     def _plan_loading(self, pieces: PromptPieces, placements: Sequence[Placement | None]) -> LoadingPlan:
         layers = self._fusor.decoder.geometry.layers
@@ -176,3 +183,11 @@ class Prefiller:
                 reusable += len(chunk)
                 layer_bytes[placement.tier] += placement.layer_bytes(layers - 1)
         return self._controller.plan(layer_bytes, reusable, fresh, layers)
+
+
+def _loaded(loader: LayerLoader) -> dict[str, Any]:
+    return {"load_s": loader.load_s, "loaded_bytes": dict(loader.bytes_by_tier)}
+
+
+def _fresh(*pieces: tuple[int, ...]) -> tuple[PlannedSegment, ...]:
+    return tuple(PlannedSegment(kind="fresh", token_ids=token_ids) for token_ids in pieces if token_ids)

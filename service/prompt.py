@@ -61,9 +61,11 @@ class PromptBuilder:
             raise InputError(f"the tokenizer's chat template cannot be rendered: {error}") from error
         parts = []
         for mark in (mark_instruction, mark_chunks, mark_question):
-            part, found, rendered = rendered.partition(mark)
-            if not found:
-                raise InputError("the tokenizer's chat template does not repeat the user's message as it is; use another one")
+            if rendered.count(mark) != 1:
+                raise InputError(
+                    "the tokenizer's chat template does not repeat the user's message once and as it is; use another one"
+                )
+            part, _, rendered = rendered.partition(mark)
             parts.append(part)
         opening, between, question = parts
         self.head = (*self._template_ids(tokenizer, opening), *self._plain.ids(instruction), *self._plain.ids(between))
@@ -76,8 +78,8 @@ class PromptBuilder:
         Raises:
             InputError: an empty question.
         """
-        if not question.strip():
-            raise InputError("the question is empty; ask something")
+        if not isinstance(question, str) or not question.strip():
+            raise InputError(f"question={question!r} is empty; ask something")
         tail = (*self._tail_start, *self._plain.ids(question.strip()), *self._tail_end)
         return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail)
 

@@ -16,7 +16,7 @@ def test_every_package_is_listed() -> None:
     mapped = {f"cacheblend.{folder.relative_to(ROOT).as_posix().replace('/', '.')}": folder for folder in folders}
     assert sorted(tool["setuptools"]["packages"]) == sorted(mapped)
     assert {name: ROOT / place for name, place in tool["setuptools"]["package-dir"].items()} == mapped
-    assert set(tool["mypy"]["packages"]) == set(mapped)
+    assert set(tool["mypy"]["packages"]) == {name for name in mapped if name.count(".") == 1}
     for name, folder in mapped.items():
         assert (folder / "__init__.py").is_file(), name
     for name in (name for name in mapped if name.count(".") == 1):

@@ -1,0 +1,330 @@
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prompts import BOS, chunk, draw_ids, largest_difference
+
+from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
+from cacheblend.loader import LayerLoader
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
+from cacheblend.store.errors import DamagedEntryError, FusionCancelledError, StoreError
+
+SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}
+TOKENS = {1: 17, 2: 1, 3: 33, 4: 8, 5: 5, 6: 21}
+LAYERS = 4
+
+
+class SpyLoader(LayerLoader):
+    """Notes the layers that are fetched; with a gate, every fetch waits until it is open."""
+
+    def __init__(self, lookahead_layers: int = 2, gate: threading.Event | None = None) -> None:
+        super().__init__(lookahead_layers)
+        self.fetched: list[int] = []
+        self.gate = gate
+
+    def fetch_kv(self, kv: SegmentKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.fetched.append(layer)
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        return super().fetch_kv(kv, layer)
+
+
+def key_of(segment: Segment) -> ChunkKey:
+    kv = segment.kv
+    assert kv is not None
+    assert kv.model is not None
+    return ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "layer-loader"]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def stores(fusor: Fusor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, KVStore]]:
+    """A store whose entries are read from RAM and one whose RAM holds none, with two chunks each."""
+    with ExitStack() as stack:
+        made = {}
+        for tier, ram_bytes in (("ram", 2**24), ("nvme", 1)):
+            config = StoreConfig(directory=tmp_path_factory.mktemp(tier), ram_budget_bytes=ram_bytes)
+            made[tier] = stack.enter_context(KVStore(config))
+            for seed in SEEDS[tier]:
+                segment = chunk(fusor, TOKENS[seed], seed)
+                assert isinstance(segment.kv, ChunkKV)
+                made[tier].put(key_of(segment), segment.kv)
+        yield made
+
+
+@contextmanager
+def prompts(fusor: Fusor, stores: dict[str, KVStore], kinds: list[str]) -> Iterator[tuple[list[Segment], list[Segment]]]:
+    """The same prompt twice: with the KV where `kinds` says, and with all of it in memory."""
+    head = [*BOS, *draw_ids(5, seed=0)]
+    spread, resident = ([Segment(head, fusor.precompute(head), exact=True)] for _ in range(2))
+    used: Counter[str] = Counter()
+    with ExitStack() as pins:
+        for number, kind in enumerate(kinds):
+            if kind == "hole":
+                spread.append(Segment(draw_ids(9, seed=20 + number)))
+                resident.append(spread[-1])
+                continue
+            seed = SEEDS[kind][used[kind] % 2]
+            used[kind] += 1
+            segment = chunk(fusor, TOKENS[seed], seed)
+            resident.append(segment)
+            if kind != "memory":
+                (placement,) = pins.enter_context(stores[kind].pin([key_of(segment)]))
+                assert placement is not None
+                assert placement.tier == kind
+                segment = Segment(segment.token_ids, placement)
+            spread.append(segment)
+        for segments in (spread, resident):
+            segments.append(Segment(draw_ids(7, seed=30)))
+        yield spread, resident
+
+
+def assert_same(one: FusedPrompt, other: FusedPrompt) -> None:
+    assert torch.equal(one.logits, other.logits)
+    assert largest_difference(one.cache, other.cache) == 0
+    assert torch.equal(one.deviation, other.deviation)
+    assert all(torch.equal(a, b) for a, b in zip(one.recomputed, other.recomputed, strict=True))
+    assert (one.exact_tokens, one.reusable_tokens) == (other.exact_tokens, other.reusable_tokens)
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["nvme", "ram", "memory", "hole"]), max_size=6),
+    ratio=st.sampled_from([0.0, 0.15, 0.6, 1.0]),
+    lookahead=st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_mixed_tiers(fusor: Fusor, stores: dict[str, KVStore], kinds: list[str], ratio: float, lookahead: int) -> None:
+    """Segments of either tier, in memory and without KV, in any order, give bit for bit what KV in memory gives."""
+    config = FusionConfig(recompute_ratio=ratio)
+    with prompts(fusor, stores, kinds) as (spread, resident):
+        with LayerLoader(lookahead) as loader:
+            loaded = fusor.fuse(spread, config, loader)
+        assert_same(loaded, fusor.fuse(resident, config))
+
+
+@pytest.mark.parametrize(("ratio", "layer_0_is_read"), [(0.0, True), (0.15, False), (1.0, False)])
+def test_layer_0_is_read_for_full_reuse_alone(
+    fusor: Fusor, stores: dict[str, KVStore], monkeypatch: pytest.MonkeyPatch, ratio: float, layer_0_is_read: bool
+) -> None:
+    """Layer 0 of the store is read at ratio 0 only, and every other layer of every chunk exactly once."""
+    reads: Counter[tuple[str, int]] = Counter()
+    read_layer = Placement.read_layer
+
+    def counted(placement: Placement, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        reads[placement.key.digest, layer] += 1
+        return read_layer(placement, layer)
+
+    monkeypatch.setattr(Placement, "read_layer", counted)
+    with prompts(fusor, stores, ["nvme", "ram", "nvme", "ram"]) as (spread, _), LayerLoader() as loader:
+        fusor.fuse(spread, FusionConfig(recompute_ratio=ratio), loader)
+        keys = [segment.kv.key.digest for segment in spread if isinstance(segment.kv, Placement)]
+    layers = range(0 if layer_0_is_read else 1, LAYERS)
+    assert reads == Counter({(digest, layer): 1 for digest in keys for layer in layers})
+
+
+def test_exact_segments_are_read_at_layer_0(fusor: Fusor, stores: dict[str, KVStore]) -> None:
+    """An exact prefix in the store is read in every layer, and with holes alone behind it nothing else is."""
+    ids = [*BOS, *draw_ids(11, seed=40)]
+    kv = fusor.precompute(ids)
+    key = ChunkKey.of(ids, model=fusor.fingerprint)
+    stores["nvme"].put(key, kv)
+    question = Segment(draw_ids(6, seed=41))
+    with stores["nvme"].pin([key]) as (placement,), SpyLoader() as loader:
+        fused = fusor.fuse([Segment(ids, placement, exact=True), question], source=loader)
+    assert loader.fetched == list(range(LAYERS))
+    whole = fusor.prefill([*ids, *question.token_ids])
+    assert (fused.logits - whole.logits).abs().max() <= 1e-4
+    assert largest_difference(fused.cache, whole.cache) <= 1e-4
+
+
+def test_counts_bytes_and_seconds(fusor: Fusor, stores: dict[str, KVStore]) -> None:
+    """A loader tells, for each tier, the stored bytes that it read, and seconds for them."""
+    with prompts(fusor, stores, ["nvme", "ram", "ram", "hole"]) as (spread, _), LayerLoader() as loader:
+        fusor.fuse(spread, source=loader)
+        head, *_ = spread
+        token_bytes = fusor.decoder.geometry.layer_bytes(1)
+    nvme, ram = TOKENS[SEEDS["nvme"][0]], sum(TOKENS[seed] for seed in SEEDS["ram"])
+    expected = {"memory": LAYERS * len(head.token_ids), "nvme": (LAYERS - 1) * nvme, "ram": (LAYERS - 1) * ram}
+    assert loader.bytes_by_tier == {tier: tokens * token_bytes for tier, tokens in expected.items()}
+    assert loader.load_s > 0
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_lookahead_is_bounded(fusor: Fusor, lookahead: int) -> None:
+    """A fusor that is slower than the loading finds exactly the look-ahead loaded, never a layer more."""
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    with SpyLoader(lookahead) as loader:
+        loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+        for layer in range(LAYERS):
+            ahead = min(layer + lookahead, LAYERS)
+            wait_until(lambda ahead=ahead: len(loader.fetched) >= ahead)
+            time.sleep(0.02)  # room for a layer too many
+            assert loader.fetched == list(range(ahead))
+            loader.synchronize(layer)
+
+
+def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path) -> None:
+    """A damaged entry is raised by the fusion that reads it, set aside, and a miss from then on."""
+    good, bad = chunk(fusor, 12, seed=1), chunk(fusor, 10, seed=2)
+    with KVStore(StoreConfig(directory=tmp_path / "store", ram_budget_bytes=1)) as store:
+        for segment in (good, bad):
+            assert isinstance(segment.kv, ChunkKV)
+            store.put(key_of(segment), segment.kv)
+        file = tmp_path / "store" / "entries" / str(key_of(bad))[:2] / str(key_of(bad))
+        with file.open("r+b") as entry:
+            entry.seek(-1, 2)  # the last layer's last byte
+            last = entry.read(1)
+            entry.seek(-1, 2)
+            entry.write(bytes([last[0] ^ 1]))
+        done = []
+        with store.pin([key_of(good), key_of(bad)]) as placements, LayerLoader() as loader:
+            segments = [Segment(placement.token_ids, placement) for placement in placements if placement is not None]
+            steps = fusor.fuse_steps([*segments, Segment(draw_ids(4, seed=3))], source=loader)
+            with pytest.raises(DamagedEntryError, match="checksum"):
+                done.extend(steps)
+        assert len(done) < LAYERS
+        assert key_of(bad) not in store
+        assert key_of(good) in store
+        assert store.stats().damaged == 1
+
+
+def test_closing_midway(fusor: Fusor, stores: dict[str, KVStore]) -> None:
+    """A fusion closed after two layers leaves no thread, no open entry, and no pin behind."""
+    before = open_entries(stores["nvme"])
+    with prompts(fusor, stores, ["nvme", "ram", "nvme"]) as (spread, _), LayerLoader() as loader:
+        steps = fusor.fuse_steps(spread, source=loader)
+        assert [next(steps).layer, next(steps).layer] == [0, 1]
+        steps.close()
+        loader.close()
+        assert not threads()
+        placements = [segment.kv for segment in spread if isinstance(segment.kv, Placement)]
+    assert open_entries(stores["nvme"]) == before == 0
+    for placement in placements:
+        with pytest.raises(StoreError, match="released"):
+            placement.read_layer(1)
+
+
+def open_entries(store: KVStore) -> int:
+    """Open descriptors of the store's entries, where the system tells."""
+    root = str(Path(store.config.directory).resolve() / "entries")
+    return sum(str(link.resolve()).startswith(root) for link in Path("/proc/self/fd").glob("*"))
+
+
+def test_closing_waits_for_a_read(fusor: Fusor) -> None:
+    """Closing wakes a waiting fusor with FusionCancelledError, and returns when the read under way has ended."""
+    gate, cancelled = threading.Event(), threading.Event()
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))])
+    loader = SpyLoader(gate=gate)
+    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+
+    def consume() -> None:
+        with pytest.raises(FusionCancelledError):
+            loader.synchronize(0)
+        cancelled.set()
+
+    consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
+    consumer.start()
+    wait_until(lambda: loader.fetched == [0])
+    closer.start()
+    assert cancelled.wait(10)
+    assert closer.is_alive()
+    gate.set()
+    consumer.join(10)
+    closer.join(10)
+    assert not threads()
+    assert loader.fetched == [0]
+
+
+def test_closed_before_synchronize(fusor: Fusor) -> None:
+    """A loader closed before a layer is asked for, or before it starts, cancels the fusion; closing again does nothing."""
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    loader = LayerLoader()
+    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=False)
+    loader.close()
+    loader.close()
+    with pytest.raises(FusionCancelledError, match="layer 0"):
+        loader.synchronize(0)
+    never_started = LayerLoader()
+    never_started.close()
+    with pytest.raises(FusionCancelledError, match="closed before"):
+        fusor.fuse(prompt.segments, source=never_started)
+
+
+def test_one_fusion_each(fusor: Fusor) -> None:
+    """A loader refuses a second fusion, layers out of order, and to be asked before it starts, instead of waiting for ever."""
+    segments = [chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))]
+    with LayerLoader() as loader:
+        with pytest.raises(RuntimeError, match="start"):
+            loader.synchronize(0)
+        fusor.fuse(segments, source=loader)
+        with pytest.raises(RuntimeError, match="one fusion"):
+            fusor.fuse(segments, source=loader)
+        with pytest.raises(RuntimeError, match="in order"):
+            loader.synchronize(1)
+
+
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_unclosed(fusor: Fusor) -> None:
+    """A loader that is dropped in the middle of a fusion warns, and its thread ends."""
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    loader = LayerLoader()
+    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+    loader.synchronize(0)
+    held = [loader]
+    del loader
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+        wait_until(lambda: not threads())
+
+    with pytest.warns(ResourceWarning, match="LayerLoader was not closed"):
+        drop()
+
+
+def test_failure_in_the_thread(fusor: Fusor) -> None:
+    """Whatever goes wrong in the thread is raised by the fusion, as it is."""
+
+    class BrokenLoader(LayerLoader):
+        def fetch_kv(self, kv: SegmentKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            raise MemoryError(f"layer {layer}")
+
+    with BrokenLoader() as loader, pytest.raises(MemoryError, match="layer 1"):
+        fusor.fuse([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))], source=loader)
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "layers"), [(1, 16, 4), (2, 8, 4), (2, 16, 3), (2, 16, 5)])
+def test_kv_of_another_shape(fusor: Fusor, heads: int, head_dim: int, layers: int) -> None:
+    """KV of unknown origin whose heads, head size or layers are not the model's is refused, not spread over the heads."""
+    ids = draw_ids(6, seed=1)
+    kv = ChunkKV([(torch.ones(heads, 6, head_dim),) * 2] * layers, ids)
+    with LayerLoader() as loader, pytest.raises(IncompatibleKVError, match="precompute it with this model"):
+        fusor.fuse([Segment(ids, kv), Segment(draw_ids(3, seed=2))], source=loader)
+
+
+def test_other_sources_of_kv(fusor: Fusor) -> None:
+    """KV that is neither a placement nor in memory is refused by its type."""
+
+    class Elsewhere:
+        token_ids, prefix_ids, model, dtype = tuple(draw_ids(6, seed=1)), (), None, torch.float32
+
+    with LayerLoader() as loader, pytest.raises(TypeError, match="Elsewhere"):
+        fusor.fuse([Segment(Elsewhere.token_ids, Elsewhere()), Segment(draw_ids(3, seed=2))], source=loader)

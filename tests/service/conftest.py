@@ -1,0 +1,84 @@
+"""`from engines import ...` for the service's tests, a tiny fusor made once, and engines in the test's folder."""
+
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engines import CHUNK_TOKENS, DOCUMENTS, OpenEngine, make_model
+from fakes import FakeEmbedder
+
+from cacheblend.blend import Fusor
+from cacheblend.service import Engine, EngineConfig
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # where digests of weights are remembered
+        make_model(directory)
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def fusor(model_dir: Path) -> Fusor:
+    return Fusor.from_pretrained(str(model_dir))
+
+
+@pytest.fixture
+def open_engine(model_dir: Path, fusor: Fusor, tmp_path: Path) -> Iterator[OpenEngine]:
+    """Opens an engine in the test's folder; keywords go to `EngineConfig`. Closes what the test leaves open.
+
+    The ratio is fixed, since the controller would choose by how fast the machine happens to be.
+    """
+    with ExitStack() as stack:
+
+        def open_one(*, fusor: Fusor = fusor, **options: object) -> Engine:
+            settings = {
+                "model": str(model_dir),
+                "store_dir": tmp_path / "store",
+                "chunk_tokens": CHUNK_TOKENS,
+                "recompute_ratio": 0.15,
+                "max_tokens": 6,
+            }
+            engine = Engine(EngineConfig(**{**settings, **options}), fusor=fusor, embedder=FakeEmbedder())
+            stack.callback(engine.close)
+            return engine
+
+        yield open_one
+
+
+@pytest.fixture(scope="session")
+def ingested(model_dir: Path, fusor: Fusor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store folder that holds the documents, to be copied."""
+    folder = tmp_path_factory.mktemp("ingested") / "store"
+    config = EngineConfig(model=str(model_dir), store_dir=folder, chunk_tokens=CHUNK_TOKENS)
+    with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
+        engine.ingest(DOCUMENTS)
+    return folder
+
+
+@pytest.fixture
+def open_ingested(ingested: Path, open_engine: OpenEngine, tmp_path: Path) -> OpenEngine:
+    """`open_engine` on a folder that holds the documents."""
+    shutil.copytree(ingested, tmp_path / "store")
+    return open_engine
+
+
+@pytest.fixture
+def engine(open_ingested: OpenEngine) -> Engine:
+    """An engine that has ingested the documents; its KV is read from NVMe first."""
+    return open_ingested()
+
+
+@pytest.fixture(autouse=True)
+def _no_loader_stays() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "layer-loader"]

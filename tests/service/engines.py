@@ -1,0 +1,100 @@
+"""A tiny model directory with a tokenizer, documents, and what tests do to an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from fakes import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cacheblend.blend import Fusor
+from cacheblend.retriever import ScoredChunk
+from cacheblend.service import Answer, AnswerPlan, Engine
+from cacheblend.store import ChunkKey
+
+OpenEngine = Callable[..., Engine]
+POSITIONS = 512
+CHUNK_TOKENS = 24
+TOP_K = 4
+QUESTION = "What does the else clause of a while loop do?"
+DOCUMENTS: list[dict[str, object]] = [
+    {"id": name, "title": name, "text": topics[name][100:500]} for name in ("for", "while", "class", "if", "with")
+]
+# White space at its end and its start, a special token's text, several scripts.
+ODD_DOCUMENTS: list[dict[str, object]] = [
+    {"title": "odd", "text": "  </s> says <s> in the middle \n\n of things\t"},
+    {"text": "注意力机制 and naïve café 🙂"},
+]
+
+
+def make_model(directory: Path) -> None:
+    """Write a Llama whose q, k, v and o weights are scaled up, so that a fault in mask, rotation or cache shows."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=POSITIONS,
+            initializer_range=0.05,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj")):
+                parameter.mul_(4.0)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def key_of(fusor: Fusor, scored: ScoredChunk) -> ChunkKey:
+    """A retrieved chunk's key, made from what the chunk is: its ids alone behind BOS."""
+    return ChunkKey.of(scored.chunk.token_ids, prefix_ids=(fusor.tokenizer.bos_token_id,), model=fusor.fingerprint)
+
+
+def prompt_of(plan: AnswerPlan) -> tuple[int, ...]:
+    """A plan's whole prompt."""
+    return tuple(token for segment in plan.segments for token in segment.token_ids)
+
+
+def kinds(answer: Answer) -> list[str]:
+    """Kinds of the plan's segments, in order."""
+    return [segment.kind for segment in answer.plan.segments]
+
+
+def furthest(one: Answer, other: Answer) -> float:
+    """Largest difference between two answers' first logits."""
+    return float((one.first_logits - other.first_logits).abs().max())
+
+
+def entry_file(engine: Engine, key: ChunkKey) -> Path:
+    """Where the store has written an entry."""
+    return Path(engine.store.config.directory) / "entries" / str(key)[:2] / str(key)
+
+
+def damage(engine: Engine, keys: Iterable[ChunkKey]) -> None:
+    """Flip the lowest bit of the last byte of entries' files, which belongs to the last layer."""
+    for key in keys:
+        with entry_file(engine, key).open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread does; gives up after ten seconds."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)

@@ -1,0 +1,327 @@
+import dataclasses
+import itertools
+import json
+import math
+import threading
+
+import pytest
+import torch
+from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of, kinds, prompt_of
+
+from cacheblend.blend import ExplicitPositions, FusionConfig, Fusor, Segment
+from cacheblend.loader import LoaderConfig, LoadEstimator, RecomputeEstimator
+from cacheblend.retriever import PlainTokenizer
+from cacheblend.service import Answer, Engine
+from cacheblend.store import ChunkKey
+
+BROUGHT = [{"text": "brought along"}]
+METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
+
+
+def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
+    return engine.answer(QUESTION, method=method, **{"top_k": TOP_K, **options})
+
+
+def test_methods_run_the_same_tokens(engine: Engine) -> None:
+    """All four methods run one and the same prompt, in which each chunk's ids are those it was stored under."""
+    assert engine.methods == METHODS
+    warm = {method: ask(engine, method) for method in (*METHODS, *METHODS) if engine.drain() is None}
+    prompts = {prompt_of(answer.plan) for answer in warm.values()}
+    assert len(prompts) == 1
+    (prompt,) = prompts
+    plain = PlainTokenizer(engine.fusor.tokenizer)
+    chunks = [scored.chunk for scored in warm["blend"].chunks]
+    assert prompt == (
+        *(engine.fusor.tokenizer.bos_token_id, *plain.ids(engine.config.instruction)),
+        *(token for chunk in chunks for token in chunk.token_ids),
+        *(*plain.ids("Question: "), *plain.ids(QUESTION), *plain.ids("\nAnswer:")),
+    )
+    assert {answer.plan.prompt_tokens for answer in warm.values()} == {len(prompt)}
+    assert {method: answer.plan.method for method, answer in warm.items()} == dict(zip(METHODS, METHODS, strict=True))
+    assert kinds(warm["full_recompute"]) == ["fresh"] * (TOP_K + 2)
+    assert kinds(warm["prefix_cache"]) == ["exact"] + ["fresh"] * TOP_K
+    assert kinds(warm["full_reuse"]) == kinds(warm["blend"]) == ["exact", *["reused"] * TOP_K, "fresh"]
+
+
+def test_plan_counts(engine: Engine) -> None:
+    """A plan tells how many tokens were reusable, how many were recomputed, and where, by the ratio asked for."""
+    answer = ask(engine, recompute_ratio=0.25)
+    plan = answer.plan
+    reusable = sum(len(scored.chunk.token_ids) for scored in answer.chunks)
+    assert (plan.hits, plan.misses, plan.recompute_ratio, plan.loading) == (TOP_K, 0, 0.25, None)
+    assert plan.reusable_tokens == reusable
+    assert plan.recomputed_tokens == pytest.approx(0.25 * reusable, abs=1)
+    exact, tail = len(plan.segments[0].token_ids), len(plan.segments[-1].token_ids)
+    assert plan.recomputed[0].tolist() == list(range(exact, plan.prompt_tokens))
+    mean = sum(len(positions) - tail for positions in plan.recomputed[1:]) / (len(plan.recomputed) - 1)
+    assert mean == pytest.approx(plan.recomputed_tokens)
+    assert [segment.key for segment in plan.segments] == [
+        None,
+        *(str(key_of(engine.fusor, scored)) for scored in answer.chunks),
+        None,
+    ]
+
+
+def test_ratio_1_is_full_recompute(engine: Engine) -> None:
+    """A blend at ratio 1.0 gives full recompute's logits and its greedy tokens."""
+    blend, full = ask(engine, recompute_ratio=1.0), ask(engine, "full_recompute")
+    assert furthest(blend, full) <= 1e-4
+    assert blend.token_ids == full.token_ids
+    assert blend.plan.hits == TOP_K
+
+
+def test_full_reuse_recomputes_the_question_alone(engine: Engine) -> None:
+    """Full reuse runs nothing but the question, whatever ratio the engine has, and differs from full recompute."""
+    reuse = ask(engine, "full_reuse")
+    tail = len(reuse.plan.segments[-1].token_ids)
+    everywhere = list(range(reuse.plan.prompt_tokens - tail, reuse.plan.prompt_tokens))
+    assert [positions.tolist() for positions in reuse.plan.recomputed] == [everywhere] * 4
+    assert (reuse.plan.recompute_ratio, reuse.plan.recomputed_tokens, reuse.plan.hits) == (0, 0, TOP_K)
+    full = ask(engine, "full_recompute")
+    assert furthest(reuse, full) > 1e-2
+    assert furthest(ask(engine), full) < furthest(reuse, full)
+
+
+def test_full_reuse_of_one_chunk_is_exact(open_ingested: OpenEngine) -> None:
+    """A single chunk right behind what it was computed behind loses nothing by full reuse."""
+    engine = open_ingested(instruction="")
+    reuse, full = ask(engine, "full_reuse", top_k=1), ask(engine, "full_recompute", top_k=1)
+    assert kinds(reuse) == ["exact", "reused", "fresh"]
+    assert furthest(reuse, full) <= 1e-4
+    assert reuse.token_ids == full.token_ids
+
+
+def test_prefix_cache(engine: Engine) -> None:
+    """Prefix caching misses first and hits later, always with full recompute's logits; another first chunk misses."""
+    full = ask(engine, "full_recompute")
+    miss = ask(engine, "prefix_cache")
+    engine.drain()
+    hit = ask(engine, "prefix_cache")
+    assert [(answer.plan.hits, answer.plan.misses) for answer in (full, miss, hit)] == [(0, 0), (0, 1), (1, 0)]
+    assert miss.plan.segments[0].key == hit.plan.segments[0].key
+    assert hit.plan.recomputed[0][0] == len(hit.plan.segments[0].token_ids)
+    for answer in (miss, hit):
+        assert furthest(answer, full) <= 1e-4
+        assert answer.token_ids == full.token_ids
+    documents = [{"text": scored.chunk.text} for scored in reversed(full.chunks)]
+    assert ask(engine, "prefix_cache", documents=documents).plan.misses == 1
+
+
+def test_documents_brought_along(engine: Engine) -> None:
+    """Documents brought along stand in the prompt whole and in their order; nothing is searched, and nothing is indexed."""
+    brought = [*ODD_DOCUMENTS, DOCUMENTS[1]]
+    known = engine.retriever.documents()
+    first = ask(engine, documents=brought)
+    assert "".join(scored.chunk.text for scored in first.chunks) == "".join(
+        f"{document['title']}\n{document['text']}" if document.get("title") else str(document["text"]) for document in brought
+    )
+    assert all(math.isnan(scored.distance) for scored in first.chunks)
+    assert first.timings.retrieve_s >= 0
+    new = len(first.chunks) - sum(scored.chunk.title == "while" for scored in first.chunks)
+    assert first.plan.misses == new > 0
+    assert first.plan.hits == len(first.chunks) - new > 0
+    engine.drain()
+    second = ask(engine, documents=brought)
+    assert (second.plan.hits, second.plan.misses) == (len(first.chunks), 0)
+    assert engine.retriever.documents() == known
+
+
+def test_the_same_document_twice(engine: Engine) -> None:
+    """One document given twice is one hole computed once, and reused at both places afterwards."""
+    twice = BROUGHT * 2
+    entries = engine.store.stats().nvme.entries
+    assert kinds(ask(engine, documents=twice)) == ["exact", "fresh", "fresh", "fresh"]
+    engine.drain()
+    assert engine.store.stats().nvme.entries == entries + 1
+    blend = ask(engine, documents=twice, recompute_ratio=1.0)
+    assert kinds(blend) == ["exact", "reused", "reused", "fresh"]
+    assert furthest(blend, ask(engine, "full_recompute", documents=twice)) <= 1e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_replay(engine: Engine, method: str) -> None:
+    """A plan replayed by the fusor alone, from the keys, kinds and positions that it names, gives the same greedy tokens."""
+    engine.store.delete(key_of(engine.fusor, ask(engine, "full_recompute").chunks[1]))
+    if method == "prefix_cache":
+        ask(engine, method)
+        engine.drain()
+    answer = ask(engine, method)
+    engine.drain()
+    fusor, store = engine.fusor, engine.store
+    segments = []
+    for planned in answer.plan.segments:
+        kv = None
+        if planned.kind != "fresh":
+            behind = (fusor.tokenizer.bos_token_id,) if planned.kind == "reused" else ()
+            key = ChunkKey.of(planned.token_ids, prefix_ids=behind, model=fusor.fingerprint)
+            assert planned.key == (None if planned.tier == "memory" else str(key))
+            kv = fusor.precompute(planned.token_ids) if planned.tier == "memory" else store.get(key)
+            assert kv is not None
+        segments.append(Segment(planned.token_ids, kv, exact=planned.kind == "exact"))
+    fused = fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(answer.plan.recomputed)))
+    assert (fused.logits - answer.first_logits).abs().max() <= 1e-4
+    assert all(torch.equal(a, b) for a, b in zip(fused.recomputed, answer.plan.recomputed, strict=True))
+    assert fusor.generate(fused, engine.config.max_tokens, do_sample=False, pad_token_id=1) == answer.token_ids
+
+
+def test_two_threads(engine: Engine) -> None:
+    """Requests of every method in two threads, beside an ingest, give what each gives alone."""
+    questions = [QUESTION, "How is a class defined with bases?"]
+    asked = [
+        {"question": question, "method": method, "documents": documents}
+        for documents in ([{"text": str(document["text"])[:120]} for document in DOCUMENTS[:3]], None)
+        for question, method in itertools.product(questions, METHODS)
+    ]
+    for one in asked:  # so that all of it is stored
+        engine.answer(**one, top_k=TOP_K)
+    engine.drain()
+    alone = [engine.answer(**one, top_k=TOP_K) for one in asked]
+    together: dict[int, list[Answer]] = {}
+    begin = threading.Barrier(3)
+
+    def work(thread: int) -> None:
+        begin.wait()
+        together[thread] = [engine.answer(**one, top_k=TOP_K) for one in (asked if thread else asked[::-1])]
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in (0, 1)]
+    for thread in threads:
+        thread.start()
+    begin.wait()
+    engine.ingest([{"id": "elsewhere", "text": "zebra " * 30}])
+    for thread in threads:
+        thread.join()
+    for answers in (together[0][::-1], together[1]):
+        for one, other in zip(alone, answers, strict=True):
+            assert other.token_ids == one.token_ids
+            assert furthest(one, other) <= 1e-5
+            assert kinds(one) == kinds(other)
+            assert all(torch.equal(a, b) for a, b in zip(one.plan.recomputed, other.plan.recomputed, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_timings(engine: Engine, method: str, max_tokens: int) -> None:
+    """Stages are parts of the whole, none is negative, and retrieval is outside the time to first token."""
+    search, pause = engine.retriever.search, threading.Event()
+
+    def slow_search(question: str, top_k: int) -> object:
+        pause.wait(0.2)
+        return search(question, top_k)
+
+    engine.retriever.search = slow_search  # type: ignore[assignment]  # a stand-in
+    timings = ask(engine, method, max_tokens=max_tokens).timings
+    assert min(dataclasses.astuple(timings)) >= 0
+    assert timings.retrieve_s >= 0.2
+    assert 0 < timings.prefill_s <= timings.ttft_s < timings.total_s
+    assert timings.lookup_s + timings.wait_s <= timings.prefill_s
+    assert timings.retrieve_s + timings.ttft_s + timings.decode_s == pytest.approx(timings.total_s)
+
+
+def test_sampling(engine: Engine) -> None:
+    """With a temperature tokens are drawn: the same for the same seed, others for other seeds, greedy ones where it is 0."""
+
+    def sample(seed: int, **options: float) -> list[int]:
+        torch.manual_seed(seed)
+        return ask(engine, **options).token_ids
+
+    greedy = ask(engine).token_ids
+    drawn = [sample(seed, temperature=2.0) for seed in range(4)]
+    assert drawn == [sample(seed, temperature=2.0) for seed in range(4)]
+    assert len({tuple(tokens) for tokens in drawn}) > 1
+    assert all(sample(seed, temperature=0.0) == greedy for seed in range(2))
+    assert all(sample(seed, temperature=2.0, top_p=1e-6) == greedy for seed in range(2))
+
+
+def test_stops_at_the_end_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generation stops behind the model's end token, which is in the ids and not in the text."""
+    long = ask(engine, max_tokens=12)
+    assert len(long.token_ids) == 12
+    assert long.text == engine.fusor.tokenizer.decode(long.token_ids)
+    at, end = next((at, token) for at, token in enumerate(long.token_ids) if at > 0 and token not in long.token_ids[:at])
+    monkeypatch.setattr(engine.fusor.model.generation_config, "eos_token_id", end)
+    short = ask(engine, max_tokens=12)
+    assert short.token_ids == long.token_ids[: at + 1]
+    monkeypatch.undo()
+    end_token = engine.fusor.tokenizer.eos_token
+    assert end_token not in short.text
+
+
+def test_as_dict(engine: Engine) -> None:
+    """An answer as plain values is JSON that strict parsers read, by every method and with documents brought along."""
+    for method, documents in itertools.product(METHODS, (None, ODD_DOCUMENTS)):
+        answer = ask(engine, method, documents=documents)
+        plain = json.loads(json.dumps(answer.as_dict(), allow_nan=False))
+        assert plain["token_ids"] == answer.token_ids
+        assert plain["plan"]["recomputed_per_layer"] == [len(positions) for positions in answer.plan.recomputed]
+        assert [chunk["tokens"] for chunk in plain["chunks"]] == [len(scored.chunk.token_ids) for scored in answer.chunks]
+        assert (plain["chunks"][0]["distance"] is None) == (documents is not None)
+        assert sum(segment["tokens"] for segment in plain["plan"]["segments"]) == plain["plan"]["prompt_tokens"]
+
+
+def test_no_bos_and_no_instruction(open_engine: OpenEngine, fusor: Fusor) -> None:
+    """A model without BOS and without an instruction has an empty head: all methods work on chunks and question alone."""
+    tokenizer = type(fusor.tokenizer)(tokenizer_object=fusor.tokenizer.backend_tokenizer, eos_token="</s>")
+    engine = open_engine(fusor=Fusor(fusor.model, tokenizer), instruction="")
+    engine.ingest(DOCUMENTS)
+    full = ask(engine, "full_recompute")
+    for method, ratio in (("prefix_cache", None), ("prefix_cache", None), ("blend", 1.0)):
+        answer = ask(engine, method, recompute_ratio=ratio)
+        engine.drain()
+        assert furthest(answer, full) <= 1e-4
+        assert prompt_of(answer.plan) == prompt_of(full.plan)
+    assert kinds(ask(engine)) == ["reused"] * TOP_K + ["fresh"]
+    assert prompt_of(full.plan)[: len(full.chunks[0].chunk.token_ids)] == full.chunks[0].chunk.token_ids
+
+
+class TestController:
+    """The ratio is left to the loading controller; its estimates are set here."""
+
+    @staticmethod
+    def prepared(open_engine: OpenEngine, load_share: float) -> Engine:
+        """An engine that expects loading a layer of `BROUGHT` to take this share of the layer's prefill."""
+        engine = open_engine(recompute_ratio=None)
+        ask(engine, "full_reuse", documents=BROUGHT)
+        engine.drain()
+        _, chunk, tail = (len(segment.token_ids) for segment in ask(engine, "full_reuse", documents=BROUGHT).plan.segments)
+        loaded = engine.fusor.decoder.geometry.layer_bytes(chunk)
+        engine.controller.load = LoadEstimator(LoaderConfig(ram_bytes_per_s=loaded / load_share))
+        engine.controller.recompute = RecomputeEstimator([(chunk + tail, 1.0)])
+        return engine
+
+    def test_fast_loading(self, open_engine: OpenEngine) -> None:
+        """Where loading is fast the ratio is r*."""
+        engine = self.prepared(open_engine, load_share=0.001)
+        plan = ask(engine, documents=BROUGHT).plan
+        assert plan.loading is not None
+        assert (plan.loading.ratio, plan.recompute_ratio, plan.loading.full_recompute) == (0.15, 0.15, False)
+        assert plan.loading.load_layer_s == pytest.approx(0.001)
+        assert plan.loading.prefill_layer_s == pytest.approx(1)
+
+    def test_slow_loading(self, open_engine: OpenEngine) -> None:
+        """Where loading is slow the ratio is the one whose recompute hides behind it."""
+        plan = ask(self.prepared(open_engine, load_share=0.97), documents=BROUGHT).plan
+        assert plan.loading is not None
+        assert 0.15 < plan.loading.ratio < 1
+        assert plan.recompute_ratio == plan.loading.ratio
+        assert plan.loading.recompute_layer_s == pytest.approx(plan.loading.load_layer_s) == pytest.approx(0.97)
+        assert plan.recomputed_tokens == pytest.approx(plan.recompute_ratio * plan.reusable_tokens, abs=1)
+
+    def test_loading_slower_than_prefill(self, open_engine: OpenEngine) -> None:
+        """Where loading takes longer than prefill, the prompt is prefilled without hits, and what is missing filled later."""
+        engine = self.prepared(open_engine, load_share=20)
+        documents = [*BROUGHT, {"text": "not seen before"}]
+        answer = ask(engine, documents=documents)
+        plan = answer.plan
+        assert plan.loading is not None
+        assert plan.loading.full_recompute
+        assert (plan.hits, plan.misses, plan.recompute_ratio) == (0, 1, None)
+        assert [len(positions) for positions in plan.recomputed] == [plan.prompt_tokens] * 4
+        assert furthest(answer, ask(engine, "full_recompute", documents=documents)) == 0
+        engine.drain()
+        assert ask(engine, documents=documents, recompute_ratio=0.15).plan.hits == 2
+
+    def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:
+        """A ratio that is asked for is taken as it is; the controller is not asked."""
+        engine = self.prepared(open_engine, load_share=20)
+        plan = ask(engine, documents=BROUGHT, recompute_ratio=0.4).plan
+        assert (plan.recompute_ratio, plan.loading, plan.hits) == (0.4, None, 1)

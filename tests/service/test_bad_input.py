@@ -1,0 +1,157 @@
+from pathlib import Path
+
+import pytest
+import torch
+from engines import DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine
+from fakes import FakeEmbedder
+
+from cacheblend.blend import Fusor
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.store.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"question": ""}, InputError, "question='' is empty"),
+        ({"question": " \n"}, InputError, "is empty"),
+        ({"question": None}, InputError, "question=None is empty"),
+        ({"question": "", "documents": DOCUMENTS}, InputError, "question='' is empty"),
+        ({"question": None, "documents": DOCUMENTS}, InputError, "question=None is empty"),
+        ({"top_k": 0}, InputError, "top_k=0 is not allowed"),
+        ({"top_k": -1}, InputError, "top_k=-1"),
+        ({"top_k": 1.5}, InputError, "top_k=1.5"),
+        ({"top_k": 10_000}, InputError, r"top_k=10000 is more than the \d+ chunks"),
+        ({"documents": []}, InputError, "documents is empty"),
+        ({"documents": [{"title": "t", "text": " "}]}, InputError, "empty text"),
+        ({"documents": [{"title": "t"}]}, InputError, 'no "text"'),
+        ({"documents": "text"}, InputError, "must be a dict"),
+        ({"documents": {"text": "words"}}, InputError, "must be a dict"),
+        ({"recompute_ratio": 1.5}, ConfigError, "recompute_ratio=1.5 is not allowed: a number from 0 to 1"),
+        ({"recompute_ratio": -0.1}, ConfigError, "recompute_ratio=-0.1"),
+        ({"recompute_ratio": float("nan")}, ConfigError, "recompute_ratio=nan"),
+        ({"recompute_ratio": True}, ConfigError, "recompute_ratio=True"),
+        ({"recompute_ratio": 1.5, "method": "full_recompute"}, ConfigError, "recompute_ratio=1.5"),
+        ({"method": "magic"}, ConfigError, "method='magic' is not allowed: one of full_recompute, prefix_cache"),
+        ({"max_tokens": 0}, ConfigError, "max_tokens=0"),
+        ({"max_tokens": 1.5}, ConfigError, "max_tokens=1.5"),
+        ({"max_tokens": True}, ConfigError, "max_tokens=True"),
+        ({"max_tokens": POSITIONS}, PromptTooLongError, rf"and {POSITIONS} to generate are more than the model's {POSITIONS}"),
+        ({"documents": [{"text": "word " * 600}]}, PromptTooLongError, "lower top_k or max_tokens"),
+        ({"temperature": -1.0}, ConfigError, "temperature=-1.0"),
+        ({"temperature": float("inf")}, ConfigError, "temperature=inf"),
+        ({"top_p": 0.0}, ConfigError, "top_p=0.0"),
+        ({"top_p": 1.1}, ConfigError, "top_p=1.1"),
+    ],
+)
+def test_bad_requests(engine: Engine, options: dict[str, object], error: type[Exception], message: str) -> None:
+    """A request that cannot be answered is refused by what is wrong with it, and the engine goes on."""
+    request = {"question": QUESTION, "top_k": TOP_K, **options}
+    with pytest.raises(error, match=message):
+        engine.answer(**request)
+    assert len(engine.answer(QUESTION, top_k=TOP_K).token_ids) == engine.config.max_tokens
+
+
+def test_the_longest_prompt(engine: Engine) -> None:
+    """A prompt and its answer may fill the model's positions to the last one, and not a token more."""
+    tokens = engine.answer(QUESTION, top_k=TOP_K).plan.prompt_tokens
+    answer = engine.answer(QUESTION, top_k=TOP_K, max_tokens=POSITIONS - tokens)
+    assert 0 < len(answer.token_ids) <= POSITIONS - tokens
+    with pytest.raises(PromptTooLongError):
+        engine.answer(QUESTION, top_k=TOP_K, max_tokens=POSITIONS - tokens + 1)
+
+
+def test_nothing_ingested(open_engine: OpenEngine) -> None:
+    """A question to an empty index says what to do."""
+    with pytest.raises(InputError, match="ingest some first"):
+        open_engine().answer(QUESTION)
+
+
+def options(model_dir: Path, tmp_path: Path, **more: object) -> dict[str, object]:
+    return {"model": str(model_dir), "store_dir": tmp_path / "store", **more}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", ""),
+        ("store_dir", ""),
+        ("store_dir", None),
+        ("dtype", "float8"),
+        ("dtype", torch.float32),
+        ("device", "gpu"),
+        ("device", "meta"),
+        ("device", "cuda:99"),
+        ("device", None),
+        ("max_tokens", 0),
+        ("recompute_ratio", 1.5),
+        ("selector", "magic"),
+        ("chunk_tokens", 0),
+        ("chunk_overlap_tokens", -1),
+        ("ram_budget_bytes", 0),
+        ("nvme_budget_bytes", 0),
+        ("embedder", ""),
+    ],
+)
+def test_bad_settings(model_dir: Path, tmp_path: Path, field: str, value: object) -> None:
+    """A setting that is not allowed is refused by name and value before anything is made."""
+    with pytest.raises(ConfigError, match=f"{field}=") as caught:
+        EngineConfig(**options(model_dir, tmp_path, **{field: value}))
+    assert caught.value.value is value
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("model", ["/nowhere/model", "./nowhere", "no-such-model", "nobody/no-such-model"])
+def test_no_model(tmp_path: Path, model: str) -> None:
+    """A model that is not there is named, with what to give instead, and no store is made."""
+    with pytest.raises(InputError, match=f"{model}.*hub id"):
+        Engine(EngineConfig(model=model, store_dir=tmp_path / "store"), embedder=FakeEmbedder())
+    assert not (tmp_path / "store").exists()
+
+
+def test_no_tokenizer(fusor: Fusor, tmp_path: Path) -> None:
+    """A model without a tokenizer is refused before a store is made."""
+    with pytest.raises(InputError, match="no tokenizer"):
+        Engine(EngineConfig(model="here", store_dir=tmp_path / "store"), fusor=Fusor(fusor.model), embedder=FakeEmbedder())
+    assert not (tmp_path / "store").exists()
+
+
+def test_store_is_a_file(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A store directory that is a file is refused by name and left as it is."""
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(CacheBlendError, match=str(file)):
+        open_engine(store_dir=file)
+    assert file.read_text() == "precious"
+
+
+def test_store_is_something_else(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A folder whose `kv` holds something else is refused, with what it holds."""
+    (tmp_path / "other" / "kv").mkdir(parents=True)
+    (tmp_path / "other" / "kv" / "thesis.tex").write_text("precious")
+    with pytest.raises(StoreDirectoryError, match=r"is not a store: it holds thesis\.tex"):
+        open_engine(store_dir=tmp_path / "other")
+
+
+def test_store_is_read_only(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store directory that cannot be written is refused; simulated, since a superuser may write anywhere."""
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    with pytest.raises(StoreDirectoryError, match="Permission denied"):
+        open_engine()
+
+
+def test_store_of_another_format(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A store of another format is refused with both formats."""
+    open_engine().close()
+    marker = tmp_path / "store" / "kv" / "store.json"
+    marker.write_text(marker.read_text().replace("1", "99"))
+    with pytest.raises(StoreDirectoryError, match="99"):
+        open_engine()
+
+
+def test_kv_of_another_dtype_is_not_found(open_ingested: OpenEngine, model_dir: Path) -> None:
+    """KV stored in one dtype is not another dtype's: a bfloat16 engine on the same folder misses, and answers."""
+    assert open_ingested().answer(QUESTION, top_k=TOP_K).plan.hits == TOP_K
+    half = Fusor.from_pretrained(str(model_dir), dtype=torch.bfloat16)
+    answer = open_ingested(fusor=half).answer(QUESTION, top_k=TOP_K)
+    assert (answer.plan.hits, answer.plan.misses) == (0, TOP_K)

@@ -1,0 +1,206 @@
+import logging
+from pathlib import Path
+
+import pytest
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, damage, entry_file, furthest, key_of, kinds, wait_until
+
+from cacheblend.service import Answer, Engine
+from cacheblend.store.errors import DamagedEntryError
+
+
+def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
+    return engine.answer(QUESTION, method=method, **{"top_k": TOP_K, **options})
+
+
+def test_a_hole_is_recomputed_and_filled(engine: Engine) -> None:
+    """A missing chunk is recomputed in context, chunks behind it are still reused, and it is stored for the next request."""
+    whole = ask(engine)
+    key = key_of(engine.fusor, whole.chunks[1])
+    engine.store.delete(key)
+    holed = ask(engine)
+    assert kinds(holed) == ["exact", "reused", "fresh", "reused", "reused", "fresh"]
+    assert (holed.plan.hits, holed.plan.misses) == (TOP_K - 1, 1)
+    assert holed.plan.segments[2].key == str(key)
+    start = sum(len(segment.token_ids) for segment in holed.plan.segments[:2])
+    hole = set(range(start, start + len(holed.plan.segments[2].token_ids)))
+    assert all(hole <= set(positions.tolist()) for positions in holed.plan.recomputed)
+    engine.drain()
+    assert key in engine.store
+    filled = ask(engine)
+    assert (filled.plan.hits, filled.plan.misses) == (TOP_K, 0)
+    # The hole's KV was computed alone again: one taken from the fused prompt would answer differently.
+    assert furthest(filled, whole) <= 1e-6
+    assert filled.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("method", ["blend", "full_reuse"])
+def test_all_holes_is_full_recompute(engine: Engine, method: str) -> None:
+    """With nothing stored an answer is full recompute's, and afterwards everything is."""
+    engine.store.clear()
+    cold = ask(engine, method)
+    assert (cold.plan.hits, cold.plan.misses, cold.plan.reusable_tokens) == (0, TOP_K, 0)
+    assert furthest(cold, ask(engine, "full_recompute")) <= 1e-4
+    engine.drain()
+    assert ask(engine, method).plan.hits == TOP_K
+
+
+def test_holes_of_a_request_are_exact(engine: Engine) -> None:
+    """With holes and ratio 1.0 the logits are full recompute's."""
+    chunks = ask(engine).chunks
+    for scored in chunks[::2]:
+        engine.store.delete(key_of(engine.fusor, scored))
+    assert furthest(ask(engine, recompute_ratio=1.0), ask(engine, "full_recompute")) <= 1e-4
+
+
+@pytest.mark.parametrize("count", [1, TOP_K])
+@pytest.mark.parametrize("method", ["blend", "full_reuse"])
+def test_damaged_entries(open_ingested: OpenEngine, caplog: pytest.LogCaptureFixture, method: str, count: int) -> None:
+    """However many entries of a request are damaged on NVMe, each is logged, counted, a hole, and written anew."""
+    engine = open_ingested(ram_budget_bytes=1)
+    keys = [key_of(engine.fusor, scored) for scored in ask(engine, "full_recompute").chunks[:count]]
+    good = {key: entry_file(engine, key).read_bytes() for key in keys}
+    whole = ask(engine, method)
+    assert {segment.tier for segment in whole.plan.segments[1:-1]} == {"nvme"}
+    for key in keys:
+        engine.store.delete(key)
+    holed = ask(engine, method)
+    engine.drain()
+    damage(engine, keys)
+    with caplog.at_level(logging.WARNING):
+        answer = ask(engine, method)
+    assert (answer.plan.hits, answer.plan.misses) == (TOP_K - count, count)
+    assert furthest(answer, holed) <= 1e-6
+    assert answer.token_ids == holed.token_ids
+    assert engine.store.stats().damaged == count
+    assert all(f"entry {key} is a miss and set aside" in caplog.text for key in keys)
+    engine.drain()
+    assert {key: entry_file(engine, key).read_bytes() for key in keys} == good
+    again = ask(engine, method)
+    assert again.plan.hits == TOP_K
+    assert furthest(again, whole) <= 1e-6
+
+
+def test_damaged_prefix(open_ingested: OpenEngine) -> None:
+    """A damaged cached prefix is a miss: the answer is full recompute's, and the next request hits again."""
+    engine = open_ingested(ram_budget_bytes=1)
+    folder = Path(engine.config.store_dir) / "kv"
+    before = set(folder.glob("entries/*/*"))
+    ask(engine, "prefix_cache")
+    engine.drain()
+    hit = ask(engine, "prefix_cache")
+    (file,) = set(folder.glob("entries/*/*")) - before
+    file.write_bytes(file.read_bytes()[:-1])
+    assert hit.plan.hits == 1
+    cut = ask(engine, "prefix_cache")
+    assert (cut.plan.hits, cut.plan.misses) == (0, 1)
+    assert furthest(cut, ask(engine, "full_recompute")) <= 1e-4
+    engine.drain()
+    damage(engine, [next(entry.key for entry in engine.store.ls() if str(entry.key) == file.name)])
+    flipped = ask(engine, "prefix_cache")
+    assert (flipped.plan.hits, flipped.plan.misses) == (0, 1)
+    assert furthest(flipped, hit) <= 1e-4
+    assert engine.store.stats().damaged == 2
+    engine.drain()
+    assert ask(engine, "prefix_cache").plan.hits == 1
+
+
+def test_damage_that_stays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that stay damaged, since they cannot be set aside, cost reuse and not the answer."""
+
+    def damaged(*_: object) -> None:
+        raise DamagedEntryError("damaged, and still there")
+
+    monkeypatch.setattr("cacheblend.store.Placement.read_layer", damaged)
+    answer = ask(engine)
+    assert (answer.plan.hits, answer.plan.recompute_ratio) == (0, None)
+    assert furthest(answer, ask(engine, "full_recompute")) <= 1e-4
+
+
+def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A precompute that fails, for whatever reason, is logged, and later holes are filled all the same."""
+    first, second, *_ = ask(engine).chunks
+    precompute = engine.fusor.precompute
+
+    def failing(token_ids: tuple[int, ...], prefix_ids: tuple[int, ...] = ()) -> object:
+        if token_ids == first.chunk.token_ids:
+            raise RuntimeError("out of memory")
+        return precompute(token_ids, prefix_ids)
+
+    monkeypatch.setattr(engine.fusor, "precompute", failing)
+    for scored in (first, second):
+        engine.store.delete(key_of(engine.fusor, scored))
+    assert ask(engine).plan.misses == 2
+    engine.drain()
+    assert "out of memory" in caplog.text
+    assert key_of(engine.fusor, first) not in engine.store
+    assert key_of(engine.fusor, second) in engine.store
+    monkeypatch.undo()
+    assert ask(engine).plan.misses == 1
+    engine.drain()
+    assert ask(engine).plan.misses == 0
+
+
+def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a request runs no hole is filled, and when it is done those that it left are; a failed request gives way too."""
+    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    missing = key_of(engine.fusor, ask(engine).chunks[0])
+    engine.store.delete(missing)
+    generate, seen = engine.fusor.generate, []
+
+    def slow(*arguments: object, **options: object) -> list[int]:
+        engine._holes._changed.acquire()  # the filler has looked at the hole, if it is ever to do so before the end
+        engine._holes._changed.release()
+        seen.append(missing in engine.store)
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(engine.fusor, "generate", slow)
+    with engine._holes:  # another request, which lasts longer
+        ask(engine)
+        assert missing not in engine.store
+    wait_until(lambda: missing in engine.store)
+    assert seen == [False]
+
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(engine.fusor, "generate", failing)
+    engine.store.delete(missing)
+    with pytest.raises(RuntimeError, match="no"):
+        ask(engine)
+    wait_until(lambda: missing in engine.store)
+
+
+def test_holes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that never pause postpone the filling of a hole for a while only."""
+    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 0.01)
+    missing = key_of(engine.fusor, ask(engine).chunks[0])
+    engine.store.delete(missing)
+    with engine._holes:
+        ask(engine)
+        engine.drain()
+        assert missing in engine.store
+
+
+def test_too_many_holes(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holes beyond the most that may wait are left to a later request."""
+    monkeypatch.setattr("cacheblend.service.hole_filler.MOST_WAITING", 2)
+    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    engine = open_engine()
+    documents = [{"text": f"number {number}"} for number in range(4)]
+    with engine._holes:  # so that the filler does not begin
+        ask(engine, documents=documents)
+    engine.drain()
+    assert ask(engine, documents=documents).plan.hits == 2
+    engine.drain()
+    assert ask(engine, documents=documents).plan.hits == 4
+
+
+def test_an_evicted_corpus_is_still_answered(open_engine: OpenEngine) -> None:
+    """With room for a few entries alone, answers stay right while entries come and go."""
+    engine = open_engine(nvme_budget_bytes=150_000, ram_budget_bytes=1)
+    engine.ingest(DOCUMENTS)
+    for question in (QUESTION, "How is a class defined?", "What does with do?") * 2:
+        blend = engine.answer(question, top_k=TOP_K, recompute_ratio=1.0)
+        full = engine.answer(question, top_k=TOP_K, method="full_recompute")
+        assert furthest(blend, full) <= 1e-4
+        engine.drain()

@@ -1,0 +1,150 @@
+import gc
+import logging
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, key_of, wait_until
+from fakes import FakeEmbedder
+
+from cacheblend.blend import Fusor
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.store.errors import CacheBlendError, InputError, RetrieverError, StoreDirectoryError, StoreError, StoreFullError
+
+
+def fillers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hole-filler"]
+
+
+def open_files(folder: Path) -> list[Path]:
+    """Files under a folder that this process has open, where the system tells."""
+    targets = [link.resolve() for link in Path("/proc/self/fd").glob("*")]
+    return [target for target in targets if target.is_relative_to(folder.resolve())]
+
+
+def test_closing(open_ingested: OpenEngine, tmp_path: Path) -> None:
+    """A closed engine leaves no thread and no open file, closing again does nothing, and its answers stay usable."""
+    with open_ingested() as engine:
+        answer = engine.answer(QUESTION, top_k=TOP_K)
+        if sys.platform == "linux":
+            assert open_files(tmp_path)
+    assert not fillers()
+    assert not open_files(tmp_path)
+    engine.close()
+    assert len(answer.as_dict()["token_ids"]) == engine.config.max_tokens
+    for request in ({"documents": DOCUMENTS[:1]}, {"top_k": TOP_K}):
+        with pytest.raises(CacheBlendError, match="closed"):
+            engine.answer(QUESTION, **request)
+    with pytest.raises(CacheBlendError, match="closed"):
+        engine.ingest(DOCUMENTS)
+
+
+def test_closing_with_holes_left(engine: Engine) -> None:
+    """Closing does not wait for the holes that are left; the next engine finds them again."""
+    engine.store.delete(key_of(engine.fusor, engine.answer(QUESTION, top_k=TOP_K).chunks[0]))
+    with engine._holes:
+        engine.answer(QUESTION, top_k=TOP_K)
+        engine.close()
+    assert not fillers()
+
+
+def test_the_blocks_own_error_is_seen(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a `with` block is not replaced by one that the store meets when it closes; without it that one is raised."""
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cacheblend.store.entry_file._write", no_room)
+    documents = [{"text": "some words"}]
+
+    def fail(error: Exception | None) -> None:
+        with open_engine() as engine:
+            engine.answer(QUESTION, documents=documents)
+            engine._holes.drain = lambda: None  # type: ignore[method-assign]  # the store's error is left for its close
+            wait_until(lambda: engine.store.stats().failed_writes == 1)
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyError, match="mine"):
+        fail(KeyError("mine"))
+    with pytest.raises(StoreFullError):
+        fail(None)
+
+
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_unclosed(model_dir: Path, fusor: Fusor, tmp_path: Path) -> None:
+    """An engine that is dropped warns, its thread ends, and store and index are closed with it."""
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path / "store")
+
+    def drop() -> None:
+        Engine(config, fusor=fusor, embedder=FakeEmbedder())
+        gc.collect()
+        wait_until(lambda: not fillers())
+        gc.collect()
+
+    with pytest.warns(ResourceWarning) as caught:
+        drop()
+    assert "the engine on" in str(caught[0].message)
+    assert not open_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "options", "error"),
+    [
+        (lambda folder: (folder / "index").write_text("x"), {}, RetrieverError),
+        (lambda folder: (folder / "kv").write_text("x"), {}, StoreDirectoryError),
+        (lambda _: None, {"instruction": "word " * 600}, InputError),
+    ],
+    ids=["index is a file", "kv is a file", "instruction too long"],
+)
+def test_failing_to_open(
+    model_dir: Path, fusor: Fusor, tmp_path: Path, break_it: object, options: dict[str, str], error: type[Exception]
+) -> None:
+    """An engine that cannot be made closes what it had opened: no warning, no thread, no open file."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    break_it(folder)  # type: ignore[operator]  # a function of the list above
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(error):
+            Engine(EngineConfig(model=str(model_dir), store_dir=folder, **options), fusor=fusor, embedder=FakeEmbedder())
+        gc.collect()
+    assert not [str(warning.message) for warning in caught if warning.category is ResourceWarning]
+    assert not fillers()
+    assert not open_files(tmp_path)
+
+
+def test_two_engines_on_one_folder(open_ingested: OpenEngine) -> None:
+    """Two engines share a folder: what one ingests, the other finds and reuses."""
+    first, second = open_ingested(), open_ingested()
+    first.ingest([{"id": "zebra", "text": "The zebra walks to the river at night."}])
+    answer = second.answer("Where does the zebra walk at night?", top_k=1)
+    assert answer.chunks[0].chunk.document_id == "zebra"
+    assert answer.plan.hits == 1
+
+
+def test_the_named_model_is_loaded(model_dir: Path, fusor: Fusor, tmp_path: Path) -> None:
+    """Without a fusor the engine loads the configured model, whose keys are those of any other load of it."""
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path / "store", device="cpu", max_tokens=2)
+    with Engine(config, embedder=FakeEmbedder()) as engine:
+        assert engine.fusor is not fusor
+        assert engine.fusor.fingerprint == fusor.fingerprint
+        assert len(engine.answer(QUESTION, documents=DOCUMENTS[:1]).token_ids) == 2
+
+
+def test_ingest_and_answer_are_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is logged where nothing is wrong."""
+    with caplog.at_level(logging.INFO):
+        for method in engine.methods:
+            engine.answer(QUESTION, top_k=TOP_K, method=method)
+        engine.drain()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_store_errors_are_store_errors(engine: Engine) -> None:
+    """Draining a closed engine is an error of the tree."""
+    engine.close()
+    with pytest.raises(StoreError, match="closed"):
+        engine.drain()
