@@ -94,7 +94,8 @@ def attend(
             q_HGSD[:, :, taken], k_1HND[0, :, start:stop], v_1HND[0, :, start:stop], bias_BK, scaling, softcap
         )
         done += len(block)
-    return out_HGSD.flatten(0, 1).transpose(0, 1)[None].contiguous()
+    out_1SQD: torch.Tensor = out_HGSD.flatten(0, 1).transpose(0, 1)[None].contiguous()
+    return out_1SQD
 
 
 def _mask(block: Rows, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

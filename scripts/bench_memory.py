@@ -3,8 +3,8 @@
     python scripts/bench_memory.py                 # 16,384 tokens, ratio 0.15, the shape of bench_fusor.py
 
 Each side runs in a process of its own that first loads the same model and precomputes the same chunks, then measures. Figures:
-`peak_over_start` is the growth of the resident set over what was there before the call (weights and, for the fuse, the chunks' KV
-in RAM); `peak` is the whole resident set. Linux only (`/proc/self/clear_refs` resets the high-water mark). The last stdout line
+`peak_over_start` is the growth of the resident set over what was there before the call (weights and the chunks' KV in RAM);
+`peak` is the whole resident set. Linux only (`/proc/self/clear_refs` resets the high-water mark). The last stdout line
 is one JSON object.
 """
 

@@ -183,7 +183,7 @@ def test_no_model_at_a_path(tmp_path: Path) -> None:
 
 
 def test_a_model_saved_without_its_tokenizer(tmp_path: Path) -> None:
-    """A directory without tokenizer files gives no tokenizer, not the empty one that transformers makes up for some families."""
+    """A directory without tokenizer files gives no tokenizer, not the empty one that transformers would make up."""
     tiny_model("qwen2").save_pretrained(tmp_path)
     fusor = Fusor.from_pretrained(str(tmp_path))
     assert fusor.tokenizer is None
