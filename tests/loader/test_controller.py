@@ -33,10 +33,15 @@ def test_ratio_stays_within_its_bounds(
     assert quality <= plan(loaded, reusable, fresh, per_1000_s=per_1000_s, config=config).ratio <= most
 
 
-@given(loaded=layer_bytes, reusable=tokens, fresh=tokens, per_1000_s=prefill_s)
-def test_recompute_hides_behind_loading(loaded: dict[str, int], reusable: int, fresh: int, per_1000_s: float) -> None:
+def bytes_of(share: float, count: int, per_1000_s: float) -> dict[str, int]:
+    """What loads in a share of the prefill of so many tokens."""
+    return {"nvme": int(share * count / 1000 * per_1000_s * LoaderConfig().nvme_bytes_per_s)}
+
+
+@given(share=st.floats(0, 2), reusable=tokens, fresh=tokens, per_1000_s=prefill_s)
+def test_recompute_hides_behind_loading(share: float, reusable: int, fresh: int, per_1000_s: float) -> None:
     """Where loading takes longer than recompute at r*, the ratio makes both equal, up to 1; elsewhere it is r*."""
-    made = plan(loaded, reusable, fresh, per_1000_s=per_1000_s)
+    made = plan(bytes_of(share, reusable + fresh, per_1000_s), reusable, fresh, per_1000_s=per_1000_s)
     at_r = RecomputeEstimator([(1000, per_1000_s)]).layer_s(0.15, reusable, fresh)
     if made.load_layer_s <= at_r:
         assert made.ratio == pytest.approx(0.15)
@@ -46,12 +51,20 @@ def test_recompute_hides_behind_loading(loaded: dict[str, int], reusable: int, f
         assert made.ratio == pytest.approx(1)
 
 
-@given(loaded=layer_bytes, reusable=tokens, fresh=tokens, layers=st.integers(1, 80), per_1000_s=prefill_s)
+@given(
+    share=st.floats(0, 2),
+    reusable=tokens,
+    fresh=tokens,
+    layers=st.integers(1, 80),
+    per_1000_s=prefill_s,
+    cap=st.floats(0.15, 1),
+)
 def test_full_recompute_where_it_is_faster(
-    loaded: dict[str, int], reusable: int, fresh: int, layers: int, per_1000_s: float
+    share: float, reusable: int, fresh: int, layers: int, per_1000_s: float, cap: float
 ) -> None:
     """Full recompute is chosen exactly when blending, layer by layer, is predicted to take longer."""
-    made = plan(loaded, reusable, fresh, layers, per_1000_s)
+    loaded = bytes_of(share, reusable + fresh, per_1000_s)
+    made = plan(loaded, reusable, fresh, layers, per_1000_s, LoaderConfig(max_ratio=cap))
     blend_s = made.prefill_layer_s + (layers - 1) * max(made.load_layer_s, made.recompute_layer_s)
     full_s = layers * made.prefill_layer_s
     assume(abs(blend_s - full_s) > 1e-9 * full_s)
@@ -72,6 +85,12 @@ def test_nothing_to_load(reusable: int, fresh: int, layers: int) -> None:
     made = plan({"ram": 0}, reusable, fresh, layers)
     assert (made.ratio, made.load_layer_s, made.full_recompute) == (0.15, 0, False)
     assert made.recompute_layer_s < made.prefill_layer_s
+
+
+def test_one_layer() -> None:
+    """A model of one layer runs it whole either way, so slow loading does not make it recompute in full."""
+    assert not plan({"nvme": 10**9}, 100, 10, layers=1).full_recompute
+    assert plan({"nvme": 10**9}, 100, 10, layers=2).full_recompute
 
 
 def test_an_instant_prefill() -> None:

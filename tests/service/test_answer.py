@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of, kinds, prompt_of
+from transformers.generation.streamers import BaseStreamer
 
 from cacheblend.blend import ExplicitPositions, FusionConfig, Fusor, Segment
 from cacheblend.loader import LoaderConfig, LoadEstimator, RecomputeEstimator
@@ -214,7 +215,25 @@ def test_timings(engine: Engine, method: str, max_tokens: int) -> None:
     assert timings.retrieve_s >= 0.2
     assert 0 < timings.prefill_s <= timings.ttft_s < timings.total_s
     assert timings.lookup_s + timings.wait_s <= timings.prefill_s
+    assert (timings.lookup_s > 0) == (method != "full_recompute")
     assert timings.retrieve_s + timings.ttft_s + timings.decode_s == pytest.approx(timings.total_s)
+
+
+def test_first_token_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to first token ends when the first generated token is on the host: not before, not with the last one."""
+    pause = threading.Event()
+
+    def generate(*_: object, streamer: BaseStreamer, **__: object) -> list[int]:
+        for value in (torch.tensor([[2, 3, 4]]), torch.tensor([5]), torch.tensor([6])):
+            streamer.put(value)
+            pause.wait(0.1)
+        streamer.end()
+        return [5, 6]
+
+    monkeypatch.setattr(engine.fusor, "generate", generate)
+    timings = ask(engine).timings
+    assert timings.ttft_s - timings.prefill_s >= 0.1
+    assert timings.decode_s >= 0.2
 
 
 def test_sampling(engine: Engine) -> None:
@@ -241,9 +260,10 @@ def test_stops_at_the_end_token(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine.fusor.model.generation_config, "eos_token_id", end)
     short = ask(engine, max_tokens=12)
     assert short.token_ids == long.token_ids[: at + 1]
-    monkeypatch.undo()
-    end_token = engine.fusor.tokenizer.eos_token
-    assert end_token not in short.text
+    end = engine.fusor.tokenizer.eos_token_id
+    monkeypatch.setattr(engine.fusor, "generate", lambda *_, **__: [*long.token_ids, end])
+    assert ask(engine).token_ids == [*long.token_ids, end]
+    assert ask(engine).text == long.text
 
 
 def test_as_dict(engine: Engine) -> None:
@@ -319,6 +339,22 @@ class TestController:
         assert furthest(answer, ask(engine, "full_recompute", documents=documents)) == 0
         engine.drain()
         assert ask(engine, documents=documents, recompute_ratio=0.15).plan.hits == 2
+
+    def test_what_the_controller_is_told(self, open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The controller plans with a layer's bytes of all stored chunks, by tier; holes and the question are fresh tokens."""
+        engine = open_ingested(recompute_ratio=None)
+        tokens = [len(segment.token_ids) for segment in ask(engine, "full_recompute").plan.segments]
+        chunks = ask(engine, "full_recompute").chunks
+        engine.store.get(key_of(engine.fusor, chunks[0]))  # is in RAM from now on
+        engine.store.delete(key_of(engine.fusor, chunks[2]))
+        told = []
+        plan = engine.controller.plan
+        monkeypatch.setattr(engine.controller, "plan", lambda *arguments: told.append(arguments) or plan(*arguments))
+        ask(engine)
+        layer_bytes = engine.fusor.decoder.geometry.layer_bytes
+        (_, first, second, hole, fourth, tail) = tokens
+        expected = {"ram": layer_bytes(first), "nvme": layer_bytes(second + fourth)}
+        assert told == [(expected, first + second + fourth, hole + tail, 4)]
 
     def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:
         """A ratio that is asked for is taken as it is; the controller is not asked."""

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, key_of, wait_until
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, entry_file, key_of, wait_until
 from fakes import FakeEmbedder
 
 from cacheblend.blend import Fusor
@@ -48,6 +48,30 @@ def test_closing_with_holes_left(engine: Engine) -> None:
         engine.answer(QUESTION, top_k=TOP_K)
         engine.close()
     assert not fillers()
+
+
+def test_closing_in_the_middle_of_a_hole(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for the precompute that is under way, and its KV is stored."""
+    key = key_of(engine.fusor, engine.answer(QUESTION, top_k=TOP_K).chunks[0])
+    engine.store.delete(key)
+    precompute, begun, gate = engine.fusor.precompute, threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> object:
+        begun.set()
+        assert gate.wait(10)
+        return precompute(*arguments)
+
+    monkeypatch.setattr(engine.fusor, "precompute", slow)
+    engine.answer(QUESTION, top_k=TOP_K)
+    assert begun.wait(10)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    gate.set()
+    closer.join(10)
+    assert not fillers()
+    assert entry_file(engine, key).exists()
 
 
 def test_the_blocks_own_error_is_seen(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,28 @@
+"""The fictional world: an encyclopedia of people, firms, towns, clubs, films and works, and questions about it.
+
+`make_cases` gives the test, `documents` and `write_corpus` what a retriever indexes, `guessing_levels` what a guesser gets.
+The rest teaches the reader: `curriculum` writes its lessons, `trainer` gives them, `validation` marks them.
+"""
+
+from .case import Case, CaseChunk, CaseConfig, make_cases, world_of
+from .corpus import documents, write_corpus
+from .guessing import guessing_levels
+from .names import Split
+from .question import QuestionClass, prompt_of
+from .world import World, make_world
+
+__all__ = [
+    "Case",
+    "CaseChunk",
+    "CaseConfig",
+    "QuestionClass",
+    "Split",
+    "World",
+    "documents",
+    "guessing_levels",
+    "make_cases",
+    "make_world",
+    "prompt_of",
+    "world_of",
+    "write_corpus",
+]

@@ -1,0 +1,160 @@
+"""The lessons' order: from short contexts of few articles to the test's, each stage until the reader passes it.
+
+The reader learns first, on contexts of about a hundred tokens, what every later stage needs (find a fact by its subject's
+name, carry a subject's name to where "she" stands); long contexts cost five times as much a lesson and teach it no better.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerFast
+
+from .article import Style
+from .batch import Batch, make_batch
+from .lesson import Lesson, make_lesson
+from .names import Kind, Split
+from .question import PLAIN, Question, QuestionClass, may_join
+from .recall import Recall, draw_recall
+from .scene import Scene, group_scene, linked_scene
+from .world import RELATIONS, make_world
+
+_WEIGHTS = {
+    QuestionClass.INSIDE: 1.0,
+    QuestionClass.NEAR: 1.0,
+    QuestionClass.ACROSS: 2.0,
+    QuestionClass.REVERSE: 2.0,
+    QuestionClass.TWO_HOP: 3.0,
+    QuestionClass.COMPARE: 1.5,
+    QuestionClass.CLOZE: 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of the curriculum.
+
+    Attributes:
+        name: for the log.
+        styles: how articles are written; each lesson draws one.
+        articles: numbers of articles in a context; each lesson draws one.
+        linked: share of contexts whose articles are pairs that a question of two hops joins.
+        questions: at most this many questions a lesson.
+        gaps: whether positions have random gaps (`make_lesson`).
+        without: classes that are not asked.
+        plain_questions: share of questions without an opener; shorter questions, quicker steps.
+        recall: what its recall lessons are like; None for lessons about articles.
+        rows: the stage's lessons are so short that a step takes this many times as many.
+        pass_mark: the stage ends when the recent accuracy of every class asked in it is at least this.
+    """
+
+    name: str
+    styles: tuple[Style, ...] = (Style(),)
+    articles: tuple[int, ...] = (3,)
+    linked: float = 0.0
+    questions: int = 16
+    gaps: bool = False
+    without: frozenset[QuestionClass] = frozenset()
+    plain_questions: float = PLAIN
+    recall: Recall | None = None
+    rows: int = 1
+    pass_mark: float = 0.9
+    kinds: tuple[Kind, ...] = field(default=tuple(Kind))
+
+
+def _short(**changes: float) -> Style:
+    settings: dict[str, float] = {"named_early": 0.5, "named_late": 0.2, "restated": 0.3, "plain": 0.8, **changes}
+    return Style(chunks=2, chunk_tokens=0, facts=2, **settings)
+
+
+_LATER = frozenset({QuestionClass.COMPARE, QuestionClass.TWO_HOP})
+
+STAGES: tuple[Stage, ...] = (
+    Stage(name="few words", recall=Recall(pairs=(4,), words=100), rows=4, pass_mark=0.85),
+    Stage(name="all words", recall=Recall(pairs=(4, 6)), rows=4, pass_mark=0.85),
+    Stage(name="more pairs", recall=Recall(pairs=(4, 8), longest=2), rows=2, pass_mark=0.85),
+    Stage(
+        name="names",
+        styles=(_short(named_early=1.0, named_late=1.0, plain=1.0),),
+        articles=(2,),
+        without=_LATER,
+        plain_questions=1.0,
+        pass_mark=0.8,
+    ),
+    Stage(name="pronouns", styles=(_short(),), articles=(2,), without=_LATER, plain_questions=1.0, pass_mark=0.9),
+    Stage(
+        name="links",
+        styles=(_short(named_late=0.1, restated=0.2), Style(chunks=2, chunk_tokens=0, facts=3, plain=0.6)),
+        articles=(2, 3),
+        linked=0.5,
+        gaps=True,
+        pass_mark=0.85,
+    ),
+    Stage(
+        name="long",
+        styles=(
+            Style(chunks=2, chunk_tokens=32, plain=0.6, restated=0.15),
+            Style(chunks=2),
+            Style(chunks=3, chunk_tokens=48, restated=0.15),
+        ),
+        articles=(2, 3),
+        linked=0.5,
+        questions=24,
+        gaps=True,
+        pass_mark=0.9,
+    ),
+    Stage(
+        name="full",
+        styles=(Style(), Style(restated=0.1), Style(chunks=3), Style(chunk_tokens=128)),
+        articles=(3, 4),
+        linked=0.5,
+        questions=32,
+        gaps=True,
+        pass_mark=2.0,
+    ),
+)
+
+
+def draw_batch(
+    tokenizer: PreTrainedTokenizerFast, stage: Stage, *, seed: str, contexts: int, split: Split = Split.TRAIN
+) -> Batch:
+    """A batch of lessons of one stage; the same arguments give the same batch."""
+    lessons = [draw_lesson(tokenizer, stage, f"{seed}/{row}", split) for row in range(contexts * stage.rows)]
+    return make_batch(lessons, tokenizer)
+
+
+def draw_lesson(tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: str, split: Split) -> Lesson:
+    """One lesson of a stage; the same arguments give the same lesson."""
+    rng = random.Random(f"lesson/{stage.name}/{split}/{seed}")
+    if stage.recall is not None:
+        return draw_recall(tokenizer, rng, stage.recall)
+    scene = _draw_scene(rng, stage, seed, split)
+    return make_lesson(tokenizer, scene, _choose(rng, scene, stage), gaps=rng if stage.gaps else None)
+
+
+def _draw_scene(rng: random.Random, stage: Stage, seed: str, split: Split) -> Scene:
+    style, articles, kind = rng.choice(stage.styles), rng.choice(stage.articles), rng.choice(stage.kinds)
+    world = make_world(seed, split, size=articles)
+    group = world.groups[kind][0]
+    if rng.random() >= stage.linked:
+        return group_scene(rng, world, group, articles, style)
+    first = rng.choice([relation for relation in RELATIONS[kind] if relation.target is not None])
+    second = rng.choice([relation for relations in RELATIONS.values() for relation in relations if may_join(first, relation)])
+    told = [r for g in (group, world.groups[second.kind][0]) for r in (*g.early[: style.facts], *g.late[: style.facts])]
+    if style.chunks != 2 or first not in told or second not in told:
+        return linked_scene(rng, world, group, first, None, articles, style)
+    return linked_scene(rng, world, group, first, second, articles, style)
+
+
+def _choose(rng: random.Random, scene: Scene, stage: Stage) -> Sequence[Question]:
+    pools = scene.questions(rng, stage.plain_questions)
+    pools = {each: pool for each, pool in pools.items() if pool and each not in stage.without}
+    chosen: list[Question] = []
+    while pools and len(chosen) < stage.questions:
+        each = rng.choices(list(pools), [_WEIGHTS[each] for each in pools])[0]
+        chosen.append(pools[each].pop(rng.randrange(len(pools[each]))))
+        if not pools[each]:
+            del pools[each]
+    return chosen

@@ -1,0 +1,121 @@
+"""Questions about told facts, and the class that each belongs to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from . import wording
+from .article import Told
+from .names import Split
+from .relation import Relation
+
+
+class QuestionClass(StrEnum):
+    """What a question takes; the first four are the test's, the others are in lessons only.
+
+    INSIDE: one sentence of one chunk names the subject and tells the fact.
+    ACROSS: the fact stands in a chunk that never names its subject; the name is in an earlier chunk.
+    TWO_HOP: two articles.
+    COMPARE: two articles' numbers.
+    NEAR: the sentence refers back, but the chunk names the subject.
+    REVERSE: the value is given, the subject asked.
+    CLOZE: the fact's own wording with the subject's name, broken off before the value.
+    RECALL: no article at all, a pair of words to be completed.
+    """
+
+    INSIDE = "inside"
+    ACROSS = "across"
+    TWO_HOP = "two_hop"
+    COMPARE = "compare"
+    NEAR = "near"
+    REVERSE = "reverse"
+    CLOZE = "cloze"
+    RECALL = "recall"
+
+
+ANSWER_CUE = "\nAnswer:"
+
+# Share of questions without an opener.
+PLAIN = 0.6
+
+TESTED = (QuestionClass.INSIDE, QuestionClass.ACROSS, QuestionClass.TWO_HOP, QuestionClass.COMPARE)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, its one answer, and the told facts that it rests on (its gold)."""
+
+    text: str
+    answer: str
+    question_class: QuestionClass
+    gold: tuple[Told, ...]
+
+    @property
+    def prompt(self) -> str:
+        """What follows the context; a cloze or a recall goes on without a cue."""
+        return self.text if self.question_class in (QuestionClass.CLOZE, QuestionClass.RECALL) else prompt_of(self.text)
+
+
+def prompt_of(question: str) -> str:
+    """What follows the chunks in a prompt: the question and the cue that the answer follows."""
+    return question + ANSWER_CUE
+
+
+def class_of(told: Told) -> QuestionClass:
+    """The class of a question that asks for one told fact's value."""
+    if told.sentence_names:
+        return QuestionClass.INSIDE
+    return QuestionClass.NEAR if told.chunk_names else QuestionClass.ACROSS
+
+
+def forward(rng: random.Random, split: Split, told: Told, plain: float = PLAIN) -> Question:
+    """Asks for the value: "Who does Mara Quill work for?"."""
+    text = _worded(rng, split, told.fact.relation.questions, plain).format(S=told.fact.subject.name)
+    return Question(text, told.fact.value, class_of(told), (told,))
+
+
+def reverse(rng: random.Random, split: Split, told: Told, plain: float = PLAIN) -> Question:
+    """Asks for the subject: "Who works for Orin Labs?"."""
+    text = _worded(rng, split, told.fact.relation.reverse, plain).format(O=told.fact.value)
+    return Question(text, told.fact.subject.name, QuestionClass.REVERSE, (told,))
+
+
+def cloze(rng: random.Random, told: Told) -> Question:
+    """A statement to complete: "Mara Quill works for". Nearly plain induction, so it is learnt first and the others on it."""
+    name = told.fact.subject.name
+    begun = rng.choice(told.fact.relation.statements).partition("{O}")[0].rstrip()
+    return Question(begun.format(S=name, P=f"{name}'s"), told.fact.value, QuestionClass.CLOZE, (told,))
+
+
+def two_hop(rng: random.Random, split: Split, first: Told, second: Told, plain: float = PLAIN) -> Question:
+    """Asks for a fact about the value of another: "Where is the firm that employs Mara Quill based?"."""
+    bridge = rng.choice(first.fact.relation.descriptions).format(S=first.fact.subject.name)
+    text = _worded(rng, split, second.fact.relation.questions, plain).format(S=bridge)
+    return Question(text, second.fact.value, QuestionClass.TWO_HOP, (first, second))
+
+
+def compare(rng: random.Random, split: Split, one: Told, other: Told, plain: float = PLAIN) -> Question:
+    """Asks which subject has the greater or smaller number: "Who has won more prizes, Mara Quill or Dav Orrin?"."""
+    relation = one.fact.relation
+    is_most = rng.random() < 0.5
+    text = _worded(rng, split, relation.most if is_most else relation.least, plain)
+    one_wins = (int(one.fact.value) > int(other.fact.value)) is is_most
+    first, second = (one, other) if rng.random() < 0.5 else (other, one)
+    winner = one if one_wins else other
+    text = text.format(A=first.fact.subject.name, B=second.fact.subject.name)
+    return Question(text, winner.fact.subject.name, QuestionClass.COMPARE, (one, other))
+
+
+def may_join(first: Relation, second: Relation) -> bool:
+    """Whether a question of two hops can go over `first` to `second`."""
+    return first.target is second.kind
+
+
+def _worded(rng: random.Random, split: Split, wordings: tuple[str, ...], plain: float) -> str:
+    opener, index = wording.pick(rng, split, len(wording.QUESTION_OPENERS), len(wordings), 4, plain)
+    text = wordings[index]
+    if opener:
+        text = text[0].lower() + text[1:]
+    return wording.with_opener(wording.QUESTION_OPENERS[opener], text)

@@ -1,0 +1,147 @@
+"""Training the reader: one step, its schedule, and when the curriculum moves on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cacheblend.store.errors import ConfigError
+
+from .batch import Batch
+from .curriculum import STAGES, Stage
+from .exam import Marks, losses, mark
+from .network import NetworkConfig, grow, make_network
+from .question import QuestionClass
+from .tokens import make_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How the reader is trained.
+
+    Attributes:
+        seed: of weights and lessons.
+        steps: optimizer steps of the whole run, its end included in the schedule.
+        contexts: lessons a step.
+        first_layers: decoder layers of the stages before `grow_at`; the network grows to its full depth there, keeping what it
+            computes. The first circuits form in as many steps at half the depth, and a step takes half the time.
+        grow_at: the stage, counted from 0, that the network is grown for.
+        matrix_rate: peak learning rate of Muon, for the layers' matrices.
+        vector_rate: peak learning rate of AdamW, for embeddings and norms.
+        warmup_steps: steps of linear warm-up.
+        cooldown: share of the steps, at the end, over which the rates fall to zero.
+        context_weight: weight of the language-model loss on the context beside that on the answers.
+        rehearsal: share of steps, from the fifth stage on, that go back to an earlier stage.
+        recent_steps: the horizon of the accuracies that a stage is passed by.
+    """
+
+    seed: int = 0
+    steps: int = 20_000
+    contexts: int = 16
+    first_layers: int = 4
+    grow_at: int = 5
+    matrix_rate: float = 0.005
+    vector_rate: float = 1e-2
+    warmup_steps: int = 50
+    cooldown: float = 0.3
+    context_weight: float = 0.2
+    rehearsal: float = 0.15
+    recent_steps: int = 50
+
+    def __post_init__(self) -> None:
+        for field in ("steps", "contexts", "first_layers", "warmup_steps", "recent_steps"):
+            if getattr(self, field) < 1:
+                raise ConfigError(field, getattr(self, field), "at least 1")
+        for field in ("cooldown", "context_weight", "rehearsal"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ConfigError(field, getattr(self, field), "from 0 to 1")
+
+    def rate(self, step: int, fresh_at: int = 0) -> float:
+        """The share of the peak rates at a step counted from 1, optimizers fresh behind step `fresh_at`: linear warm-up,
+        plateau, linear cooldown.
+        """
+        left = (self.steps + 1 - step) / max(1.0, self.cooldown * self.steps)
+        return max(0.0, min((step - fresh_at) / self.warmup_steps, 1.0, left))
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step showed."""
+
+    step: int
+    stage: str
+    answer_loss: float
+    context_loss: float
+    marks: Mapping[QuestionClass, Marks]
+
+
+class Trainer:
+    """The reader in training; its whole state is what `checkpoint` saves."""
+
+    def __init__(self, config: TrainConfig, network: NetworkConfig, device: torch.device, stages: tuple[Stage, ...] = STAGES):
+        self.config, self.network_config, self.device, self.stages = config, network, device, stages
+        self.tokenizer: PreTrainedTokenizerFast = make_tokenizer()
+        first = replace(network, layers=min(config.first_layers, network.layers))
+        self.use(make_network(first, self.tokenizer, config.seed))
+        self.step = 0
+        self.stage = 0
+        self.grown_at = 0
+        self.recent: dict[QuestionClass, float] = {}
+
+    def use(self, network: LlamaForCausalLM) -> None:
+        """Trains `network` from here on, with fresh optimizers."""
+        torch.nn.Module.to(network, self.device)  # transformers wraps .to in a way that mypy cannot follow
+        self.network = network.train()
+        matrices = [weight for name, weight in network.named_parameters() if _is_matrix(name, weight)]
+        vectors = [weight for name, weight in network.named_parameters() if not _is_matrix(name, weight)]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=self.config.matrix_rate, weight_decay=0.0),
+            torch.optim.AdamW(vectors, lr=self.config.vector_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        )
+
+    def stage_of_step(self, step: int) -> Stage:
+        """The stage that a coming step's lessons are of: the current one, or now and then an earlier one."""
+        rng = random.Random(f"rehearsal/{self.config.seed}/{step}")
+        if self.stage >= 4 and rng.random() < self.config.rehearsal:
+            return self.stages[rng.randrange(3, self.stage)]
+        return self.stages[self.stage]
+
+    def train(self, batch: Batch, stage: Stage) -> StepReport:
+        """One optimizer step on a batch of `stage`."""
+        self.step += 1
+        rates = (self.config.matrix_rate, self.config.vector_rate)
+        for optimizer, peak in zip(self.optimizers, rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * self.config.rate(self.step, self.grown_at)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            answer_loss, context_loss, right_N = losses(self.network, batch.to(self.device))
+        context_weight = 0.0 if stage.recall else self.config.context_weight  # a recall lesson's context is random words
+        (answer_loss + context_weight * context_loss).backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        marks = mark(batch, right_N)
+        if stage is self.stages[self.stage]:
+            self._move_on(marks)
+        return StepReport(self.step, stage.name, answer_loss.item(), context_loss.item(), marks)
+
+    def _move_on(self, marks: Mapping[QuestionClass, Marks]) -> None:
+        """Updates the recent accuracies; passes the stage when each class that it asks has reached the mark."""
+        weight = 1 / self.config.recent_steps
+        for each, one in marks.items():
+            self.recent[each] = self.recent.get(each, 0.0) * (1 - weight) + one.accuracy * weight
+        if min(self.recent.values()) >= self.stages[self.stage].pass_mark and self.stage + 1 < len(self.stages):
+            self.stage += 1
+            self.recent = {}
+            if self.stage == self.config.grow_at:
+                self.use(grow(self.network, self.network_config, self.tokenizer, self.config.seed + 1))
+                self.grown_at = self.step
+
+
+def _is_matrix(name: str, weight: torch.nn.Parameter) -> bool:
+    return weight.dim() == 2 and "embed" not in name

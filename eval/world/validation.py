@@ -1,0 +1,40 @@
+"""The exam between training steps: names never trained on, contexts as the test's, read in full and with KV reused."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .article import Style
+from .curriculum import Stage, draw_batch
+from .exam import Marks, add_marks, losses, mark
+from .names import Split
+from .question import QuestionClass
+from .tally import marks_line
+
+EXAM = Stage(name="exam", styles=(Style(),), articles=(3,), linked=0.5, questions=24)
+EASY = Stage(name="easy", styles=(Style(chunk_tokens=0, facts=2),), articles=(2,), linked=0.5, questions=16)
+
+
+@torch.no_grad()
+def examine(
+    network: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, device: torch.device, lessons: int = 32
+) -> dict[str, object]:
+    """Accuracy by class on validation names, for the test's contexts and for short ones of two articles.
+
+    Returns:
+        `full` and `reuse` (each chunk's KV computed alone) of the test's contexts, `easy` and `easy_reuse` of the short ones.
+    """
+    network.eval()
+    result: dict[str, object] = {}
+    for stage, names in ((EXAM, ("full", "reuse")), (EASY, ("easy", "easy_reuse"))):
+        for name, chunks_apart in zip(names, (False, True), strict=True):
+            total: dict[QuestionClass, Marks] = {}
+            for part in range(-(-lessons // 8)):
+                batch = draw_batch(tokenizer, stage, seed=f"exam/{part}", contexts=8, split=Split.VALIDATION).to(device)
+                with torch.autocast(device.type, torch.bfloat16):
+                    _, _, right_N = losses(network, batch, chunks_apart=chunks_apart)
+                add_marks(total, mark(batch, right_N))
+            result[name] = marks_line(total)
+    network.train()
+    return result
