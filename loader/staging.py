@@ -57,7 +57,7 @@ class Staging:
             whole.place(start, k_HTD, v_HTD)
             return
         with torch.cuda.stream(self._stream):
-            pinned = k_HTD.pin_memory(), v_HTD.pin_memory()
+            pinned = [x_HTD if x_HTD.is_cuda else x_HTD.pin_memory() for x_HTD in (k_HTD, v_HTD)]
             self._pinned += pinned
             whole.place(start, *pinned, non_blocking=True)
 

@@ -257,9 +257,9 @@ class _FirstTokenClock(BaseStreamer):
 
 
 def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
-    if not math.isfinite(temperature) or temperature < 0:
+    if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
         raise ConfigError("temperature", temperature, "0 (greedy) or above")
-    if not 0 < top_p <= 1:
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise ConfigError("top_p", top_p, "above 0, at most 1")
     if temperature == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.loader import LoaderConfig, LoadEstimator, LoadingController, LoadingPlan, RecomputeEstimator
@@ -24,6 +24,7 @@ def plan(
 
 
 @given(loaded=layer_bytes, reusable=tokens, fresh=tokens, per_1000_s=prefill_s, r=st.floats(0, 1), cap=st.floats(0, 1))
+@settings(deadline=None)
 def test_ratio_stays_within_its_bounds(
     loaded: dict[str, int], reusable: int, fresh: int, per_1000_s: float, r: float, cap: float
 ) -> None:
@@ -39,6 +40,7 @@ def bytes_of(share: float, count: int, per_1000_s: float) -> dict[str, int]:
 
 
 @given(share=st.floats(0, 2), reusable=tokens, fresh=tokens, per_1000_s=prefill_s)
+@settings(deadline=None)
 def test_recompute_hides_behind_loading(share: float, reusable: int, fresh: int, per_1000_s: float) -> None:
     """Where loading takes longer than recompute at r*, the ratio makes both equal, up to 1; elsewhere it is r*."""
     made = plan(bytes_of(share, reusable + fresh, per_1000_s), reusable, fresh, per_1000_s=per_1000_s)
@@ -59,6 +61,7 @@ def test_recompute_hides_behind_loading(share: float, reusable: int, fresh: int,
     per_1000_s=prefill_s,
     cap=st.floats(0.15, 1),
 )
+@settings(deadline=None)
 def test_full_recompute_where_it_is_faster(
     share: float, reusable: int, fresh: int, layers: int, per_1000_s: float, cap: float
 ) -> None:
@@ -72,6 +75,7 @@ def test_full_recompute_where_it_is_faster(
 
 
 @given(fresh=tokens, layers=st.integers(1, 80), per_1000_s=prefill_s)
+@settings(deadline=None)
 def test_nothing_to_reuse(fresh: int, layers: int, per_1000_s: float) -> None:
     """Without stored KV a request costs a prefill and is not called slower than one, so that its holes are noted."""
     made = plan({}, 0, fresh, layers, per_1000_s)
@@ -80,6 +84,7 @@ def test_nothing_to_reuse(fresh: int, layers: int, per_1000_s: float) -> None:
 
 
 @given(reusable=tokens, fresh=tokens, layers=st.integers(1, 80))
+@settings(deadline=None)
 def test_nothing_to_load(reusable: int, fresh: int, layers: int) -> None:
     """KV that takes no time to load is recomputed at r*, and never in full."""
     made = plan({"ram": 0}, reusable, fresh, layers)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.blend import Fusor
@@ -21,6 +21,7 @@ def test_load_adds_up_the_tiers() -> None:
     lengths=st.lists(st.integers(1, 10**5), min_size=2, max_size=2, unique=True),
     other=st.integers(1, 10**5),
 )
+@settings(deadline=None)
 def test_recompute_fits_a_quadratic(linear: float, quadratic: float, lengths: list[int], other: int) -> None:
     """Two lengths of a quadratic, in any order, give the whole quadratic back."""
 
@@ -37,6 +38,7 @@ def test_recompute_fits_a_quadratic(linear: float, quadratic: float, lengths: li
     measured=st.lists(st.tuples(st.integers(1, 10**5), seconds), min_size=1, max_size=4, unique_by=lambda pair: pair[0]),
     tokens=st.integers(0, 10**5),
 )
+@settings(deadline=None)
 def test_recompute_of_noisy_lengths(measured: list[tuple[int, float]], tokens: int) -> None:
     """Whatever was measured, the longest length is given back, and more tokens never take less time."""
     estimator = RecomputeEstimator(measured)
@@ -52,6 +54,7 @@ def test_recompute_of_one_length() -> None:
 
 
 @given(ratio=st.floats(0, 1), reusable=st.integers(0, 5000), fresh=st.integers(1, 5000))
+@settings(deadline=None)
 def test_recompute_follows_the_share_of_rows(ratio: float, reusable: int, fresh: int) -> None:
     """A layer's recompute is the prefill's seconds times the share of tokens that run: all of them at ratio 1."""
     estimator = RecomputeEstimator([(256, 0.002), (1024, 0.012)])

@@ -19,12 +19,10 @@ from cacheblend.service import Engine, EngineConfig
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # where digests of weights are remembered
-        make_model(directory)
-        yield directory
+    make_model(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
