@@ -35,7 +35,7 @@ class FusionConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1:
                 raise ConfigError(name, value, "a number from 0 to 1")
-        if isinstance(self.selector, str) and self.selector not in SELECTORS:
+        if self.selector not in SELECTORS if isinstance(self.selector, str) else not hasattr(self.selector, "select"):
             raise ConfigError("selector", self.selector, f"one of {', '.join(sorted(SELECTORS))}, or a Selector")
 
     def resolve_selector(self) -> Selector:

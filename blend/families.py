@@ -32,7 +32,7 @@ VERIFIED = (
     "seed_oss",
     "starcoder2",
 )
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _PARTS = ("layers", "norm", "rotary_emb")
 
 
@@ -60,6 +60,9 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
     if config.is_encoder_decoder:
         yield "it is an encoder-decoder, and only decoders are supported"
         return
+    if config is not model.config:
+        yield "it is a multimodal wrapper; load its text model alone"
+        return
     base = model.get_decoder()
     absent = [part for part in _PARTS if not hasattr(base, part)]
     if absent:
@@ -72,6 +75,8 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
         yield "its attention has neither k_proj and v_proj nor qkv_proj"
     for rope in sorted(_rope_types(config) - set(ROPE_TYPES)):
         yield f"rope type {rope!r} changes with the prompt's length (supported: {', '.join(ROPE_TYPES)})"
+    if getattr(config, "clip_qkv", None) is not None:
+        yield "its attention clips queries, keys and values (clip_qkv)"
     if getattr(config, "num_kv_shared_layers", 0):
         yield "some layers share another layer's KV"
     if getattr(config, "use_bidirectional_attention", False):

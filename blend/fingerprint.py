@@ -16,14 +16,13 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def fingerprint_directory(directory: Path, dtype: torch.dtype, extra: str = "") -> str:
-    """Fingerprint of a model directory: its config file, its weight shards, `dtype`, and what else changes the computation.
+def fingerprint_directory(directory: Path, model: nn.Module, dtype: torch.dtype) -> str:
+    """Fingerprint of a model loaded from a directory: its config as it was loaded, its weight shards, and `dtype`.
 
     A shard's digest is remembered by real path, size and modification time in the user's cache folder, so that a large model
     is hashed once.
     """
-    digest = hashlib.sha256(f"{dtype}\n{extra}\n".encode())
-    digest.update(hashlib.sha256((directory / "config.json").read_bytes()).digest())
+    digest = _config_digest(model, dtype)
     shards = sorted(path for pattern in _WEIGHTS for path in directory.glob(pattern))
     known = _read_known()
     for shard in shards:
@@ -39,15 +38,18 @@ def fingerprint_directory(directory: Path, dtype: torch.dtype, extra: str = "") 
 
 def fingerprint_module(model: nn.Module, dtype: torch.dtype) -> str:
     """Fingerprint of a model in memory, over its config, the bytes of its parameters and buffers, and `dtype`."""
-    config: Any = model.config
-    volatile = {"_name_or_path", "transformers_version", "dtype"}
-    digest = hashlib.sha256(f"{dtype}\n".encode())
-    kept = {name: value for name, value in config.to_dict().items() if name not in volatile}
-    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    digest = _config_digest(model, dtype)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _config_digest(model: nn.Module, dtype: torch.dtype) -> hashlib._Hash:
+    config: Any = model.config
+    volatile = {"_name_or_path", "transformers_version", "dtype"}
+    kept = {name: value for name, value in config.to_dict().items() if name not in volatile}
+    return hashlib.sha256(f"{dtype}\n{json.dumps(kept, sort_keys=True, default=str)}\n".encode())
 
 
 def _known_file() -> Path:

@@ -33,7 +33,7 @@ class Fusor:
     """Precomputes chunks, blends them, and generates behind the blend. Safe to use from several threads.
 
     Args:
-        model: a Hugging Face causal LM of a verified family, in evaluation mode. It is not modified.
+        model: a Hugging Face causal LM of a verified family, put into evaluation mode, and otherwise left as it is.
         tokenizer: its tokenizer, for those who want text; the fusor itself works on token ids.
         fingerprint: what names the model in the store's keys; computed from the weights where not given.
         allow_unverified: take a model of another family if ratio 1.0 gives the model's own logits on it.
@@ -47,6 +47,7 @@ class Fusor:
         self, model: PreTrainedModel, tokenizer: Any = None, *, fingerprint: str | None = None, allow_unverified: bool = False
     ) -> None:
         check_model(model, allow_unverified=allow_unverified)
+        model.eval()
         self.model, self.tokenizer = model, tokenizer
         self.decoder = Decoder(model)
         self.fingerprint = fingerprint or fingerprint_module(model, model.dtype)
@@ -72,7 +73,7 @@ class Fusor:
 
         """
         model, fingerprint = load_model(path_or_hub_id, device, dtype, **kwargs)
-        return cls(model, load_tokenizer(path_or_hub_id), fingerprint=fingerprint, allow_unverified=allow_unverified)
+        return cls(model, load_tokenizer(path_or_hub_id, **kwargs), fingerprint=fingerprint, allow_unverified=allow_unverified)
 
     @torch.no_grad()
     def precompute(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> ChunkKV:
@@ -153,9 +154,16 @@ class Fusor:
         Args:
             fused: a fused or prefilled prompt.
             max_new_tokens: at most so many tokens, at least 1.
-            kwargs: anything else that `generate` takes: `do_sample`, `temperature`, `streamer`, ...
+            kwargs: what else `generate` takes for one sequence: `do_sample`, `temperature`, `streamer`, ...
 
+        Raises:
+            InputError: several beams or sequences, no token, or a cache or mask of the caller's own.
         """
+        several = [name for name in ("num_beams", "num_return_sequences") if (kwargs.get(name) or 1) != 1]
+        own = [name for name in ("attention_mask", "past_key_values", "cache_implementation") if name in kwargs]
+        if several or own or max_new_tokens < 1:
+            named = ", ".join([*several, *own]) or f"max_new_tokens={max_new_tokens}"
+            raise InputError(f"{named}: a fused prompt continues as one sequence of at least one token, in its own cache")
         return continue_from(self.model, fused, max_new_tokens, **kwargs)
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
@@ -188,9 +196,21 @@ class Fusor:
         except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
             raise UnsupportedModelError(f"{family} models do not run layer by layer: {error}") from error
         off = max(float((fused.logits - reference).abs().max()) for fused in got)
-        allowed = (1e-4 if self.decoder.dtype == torch.float32 else 5e-2) * max(1.0, float(reference.abs().max()))
+        off = max(off, self._stored_keys_off(first, second))
+        allowed = (1e-4 if self.decoder.dtype == torch.float32 else 2e-2) * max(1.0, float(reference.abs().max()))
         if not off <= allowed:
             raise UnsupportedModelError(
                 f"{family} is not a verified family, and where blending must be exact its logits are off by {off:.3g} "
                 f"(allowed: {allowed:.3g}); it needs support of its own"
             )
+
+    def _stored_keys_off(self, prefix: list[int], chunk: list[int]) -> float:
+        """How far a chunk's stored keys, put behind their own prefix, are from full prefill's, relative; 0 but for rounding."""
+        stored = Segment(chunk, self.precompute(chunk, prefix))
+        reused: Any = self.fuse([Segment(prefix), stored, Segment(prefix[:1])], FusionConfig(recompute_ratio=0)).cache
+        whole: Any = self.prefill([*prefix, *chunk, *prefix[:1]]).cache
+        off = 0.0
+        for mine, own in zip(reused.layers, whole.layers, strict=True):
+            keys = [layer.keys[:, :, -len(chunk) - 1 : -1] for layer in (mine, own)]
+            off = max(off, float((keys[0] - keys[1]).abs().max() / keys[1].abs().max()))
+        return off

@@ -13,6 +13,10 @@ import torch
 
 from cacheblend.store.errors import ConfigError
 
+# Layers between two filterings. Scoring a layer's candidates costs about 7 % of that layer; on every layer it took back what
+# the filtering of twelve layers saved.
+FILTER_EVERY = 2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectionStep:
@@ -108,17 +112,18 @@ SELECTORS: dict[str, Callable[[float, float], Selector]] = {
 
 
 def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> list[int]:
-    """How many of R reusable tokens the layers 1..L-1 recompute: falling, and `ratio` of R in the mean.
+    """How many of R reusable tokens the layers 1..L-1 recompute: falling every second layer, and `ratio` of R in the mean.
 
     The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
-    are rounded down, and what is missing to the exact sum goes to the first layers
-    that are not full, so they never rise.
+    are rounded down, and what is missing to the exact sum goes to the first layers that are not full, so they never rise.
     """
-    checked = layers - 1
-    if checked < 1:
+    later = layers - 1
+    if later < 1:
         return []
-    slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and checked > 1 else 0.0
-    exact = [ratio * (1 + slope * (1 - 2 * step / max(checked - 1, 1))) * reusable for step in range(checked)]
+    slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and later > 1 else 0.0
+    falling = [1 + slope * (1 - 2 * step / max(later - 1, 1)) for step in range(later)]
+    shared = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
+    exact = [ratio * reusable * sum(part) / len(part) for part in shared for _ in part]
     counts = [min(int(count + 1e-6), reusable) for count in exact]
     full = counts.count(reusable)  # these stand first and cannot take more
     missing = round(sum(exact)) - sum(counts)

@@ -156,6 +156,7 @@ class IngestReport:
         chunks: chunks of all of them.
         computed: chunks whose KV was computed now.
         already_stored: chunks whose KV was stored before.
+        evicted: chunks whose KV is not stored all the same, since the budget has no room for all.
         tokens: tokens of the chunks computed now.
         seconds: wall clock of it all.
     """
@@ -167,6 +168,7 @@ class IngestReport:
     chunks: int
     computed: int
     already_stored: int
+    evicted: int
     tokens: int
     seconds: float
 

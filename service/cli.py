@@ -51,6 +51,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
+    except Exception as error:
+        if debug:
+            raise
+        print(f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -25,7 +26,9 @@ from .hole_filler import HoleFiller
 from .prefiller import Prefilled, Prefiller
 from .prompt import PromptBuilder, PromptPieces
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
+FLUSH_EVERY = 64  # chunks; the writer keeps up meanwhile
 
 
 class Engine:
@@ -84,8 +87,10 @@ class Engine:
 
         Raises:
             InputError: a document cannot be used, or its chunks are longer than the model's positions; none is ingested then.
-            StoreFullError: the KV budget or the disk has no room.
+            StoreFullError: the disk is full, or a chunk's KV is larger than the whole budget. A budget below the corpus is no
+                error: the report counts what was evicted, and a warning is logged.
         """
+        self._check_open()
         started = time.perf_counter()
         given = [Document.of(document) for document in documents]
         if not given:
@@ -102,8 +107,18 @@ class Engine:
         for done, key in enumerate(missing, start=1):
             kv = self.fusor.precompute(chunks[key], self._prompts.chunk_prefix_ids)
             self.store.put(key, kv, flush=False)
+            if done % FLUSH_EVERY == 0:
+                self.store.flush()  # a full disk ends the run here, not hours later
             report("precompute", done, len(missing))
         self.store.flush()
+        evicted = sum(key not in self.store for key in chunks)
+        if evicted:
+            logger.warning(
+                "the KV of %d of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all",
+                evicted,
+                len(chunks),
+                self.config.nvme_budget_bytes,
+            )
         return IngestReport(
             documents=len(given),
             added=added.added,
@@ -112,6 +127,7 @@ class Engine:
             chunks=len(chunks),
             computed=len(missing),
             already_stored=len(chunks) - len(missing),
+            evicted=evicted,
             tokens=sum(len(chunks[key]) for key in missing),
             seconds=time.perf_counter() - started,
         )
@@ -145,6 +161,7 @@ class Engine:
             PromptTooLongError: prompt and answer are longer than the model's positions.
             ConfigError: an unknown method, or a number outside its range.
         """
+        self._check_open()
         started = time.perf_counter()
         self._prefiller.check_method(method)
         max_tokens = self.config.max_tokens if max_tokens is None else max_tokens
@@ -213,6 +230,10 @@ class Engine:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         split = self.retriever.splitter.split
         return [ScoredChunk(chunk, math.nan) for document in documents for chunk in split(Document.of(document))]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError(f"the engine on {self.config.store_dir} is closed; open a new one")
 
     def _check_chunks(self, documents: Iterable[Document]) -> None:
         """Refuse documents that the model cannot read chunk by chunk, before any of them is indexed."""

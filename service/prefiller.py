@@ -80,7 +80,7 @@ class Prefiller:
         Raises:
             ConfigError: so.
         """
-        if method not in self._methods:
+        if not isinstance(method, str) or method not in self._methods:
             raise ConfigError("method", method, f"one of {', '.join(self._methods)}")
 
     def run(self, pieces: PromptPieces, method: str, recompute_ratio: float | None) -> Prefilled:
