@@ -11,9 +11,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from transformers.generation.streamers import BaseStreamer
-
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadEstimator, LoadingController, RecomputeEstimator, measure_prefill
 from cacheblend.retriever import Document, Embedder, Retriever, ScoredChunk
@@ -22,6 +19,7 @@ from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError
 
 from .answer import Answer, AnswerPlan, IngestReport, Timings
 from .config import DTYPES, EngineConfig, check_max_tokens
+from .first_token import FirstTokenClock
 from .hole_filler import HoleFiller
 from .prefiller import Prefilled, Prefiller
 from .prompt import PromptBuilder, PromptPieces
@@ -177,7 +175,7 @@ class Engine:
             self._check_length(pieces, max_tokens)
             prefilled = self._prefiller.run(pieces, method, recompute_ratio)
             prefill_done = time.perf_counter()
-            clock = _FirstTokenClock()
+            clock = FirstTokenClock()
             token_ids = self.fusor.generate(
                 prefilled.fused, max_tokens, streamer=clock, pad_token_id=self._pad_token_id(), **sampling
             )
@@ -259,22 +257,6 @@ class Engine:
     def _pad_token_id(self) -> int:
         tokenizer = self.fusor.tokenizer
         return int(next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0))
-
-
-class _FirstTokenClock(BaseStreamer):
-    """Notes when the first generated token is on the host; `generate` puts the prompt before it."""
-
-    def __init__(self) -> None:
-        self._puts = 0
-        self.first_token = 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        self._puts += 1
-        if self._puts == 2:
-            self.first_token = time.perf_counter()
-
-    def end(self) -> None:
-        pass
 
 
 def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
