@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# Measured with 497 scattered rows of 3,104: 16 to 128 rows a block take the same time on two cores, 512 take 1.5 x as long;
-# on a GPU larger blocks mean fewer launches.
+# A block's rows all pay for the keys up to its last one: scattered rows are taken few at a time (with 497 of 3,104, 16 to 128 a
+# block take the same time on two cores, 512 take 1.5 x as long), neighbours many. On a GPU larger blocks mean fewer launches.
 BLOCK_ROWS = {"cpu": 64}
 BLOCK_ROWS_ACCELERATOR = 256
+BLOCK_ROWS_CONTIGUOUS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,12 @@ class Rows:
             return
         for positions_S, on_device_S in zip(self.positions_S.split(size), self.on_device_S.split(size), strict=True):
             yield Rows(positions_S, on_device_S)
+
+    def blocks(self) -> Iterator[Rows]:
+        """The pieces that attention takes them in."""
+        size = BLOCK_ROWS.get(self.on_device_S.device.type, BLOCK_ROWS_ACCELERATOR)
+        contiguous = len(self) > 0 and int(self.positions_S[-1] - self.positions_S[0]) == len(self) - 1
+        return self.split(max(size, BLOCK_ROWS_CONTIGUOUS) if contiguous else size)
 
 
 def attend(
@@ -83,9 +90,10 @@ def attend(
         return out_1QSD.transpose(1, 2).contiguous()
     kv_heads = k_1HND.shape[1]
     q_HGSD = q_1QSD[0].unflatten(0, (kv_heads, -1))
-    out_HGSD = q_HGSD.new_empty(*q_HGSD.shape[:3], v_1HND.shape[-1])
+    out_1SQD = q_HGSD.new_empty(1, len(rows), q_1QSD.shape[1], v_1HND.shape[-1])
+    out_HGSD = out_1SQD[0].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     done = 0
-    for block in rows.split(BLOCK_ROWS.get(q_1QSD.device.type, BLOCK_ROWS_ACCELERATOR)):
+    for block in rows.blocks():
         stop = int(block.positions_S[-1]) + 1
         start = max(0, int(block.positions_S[0]) - window + 1) if windowed and window is not None else 0
         bias_BK = _mask(block, start, stop, window if windowed else None, q_1QSD.dtype)
@@ -94,7 +102,6 @@ def attend(
             q_HGSD[:, :, taken], k_1HND[0, :, start:stop], v_1HND[0, :, start:stop], bias_BK, scaling, softcap
         )
         done += len(block)
-    out_1SQD: torch.Tensor = out_HGSD.flatten(0, 1).transpose(0, 1)[None].contiguous()
     return out_1SQD
 
 

@@ -18,6 +18,9 @@ from .layer_source import LayerKV, LayerSource
 from .segment import Prompt
 from .selection import SelectionStep, Selector
 
+# Rows of a check that are projected together: what they need stays near the caches.
+PROJECTED_AT_ONCE = 512
+
 
 class Fusion:
     """Runs a prompt through the decoder, each layer on fewer of the reusable tokens.
@@ -95,7 +98,7 @@ class Fusion:
         keep_S = self._choose(layer, before.positions_S, deviation_C)
         if not keep_S.all():
             self._rows = Rows.of(before.positions_S[keep_S], self._decoder.device)
-            self._hidden_1SM = self._hidden_1SM[:, keep_S.to(self._decoder.device)]
+            self._hidden_1SM = self._hidden_1SM.index_select(1, keep_S.nonzero()[:, 0].to(self._decoder.device))
         return before.positions_S if projected else None
 
     def _choose(self, layer: int, positions_S: torch.Tensor, deviation_C: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -111,13 +114,18 @@ class Fusion:
 
     def _project(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
         """Put fresh K and V of all rows into the layer; give the candidates' deviation (C,) from what stood there."""
-        rows = self._rows
-        cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
-        k_1HSD, v_1HSD = self._decoder.project_kv(layer, self._hidden_1SM)
-        k_1HSD = self._decoder.rotate(k_1HSD, cos_sin_S)
-        deviation_S = kv_deviation(k_1HSD, v_1HSD, whole.k_1HND[:, :, rows.on_device_S], whole.v_1HND[:, :, rows.on_device_S])
-        whole.k_1HND[:, :, rows.on_device_S] = k_1HSD
-        whole.v_1HND[:, :, rows.on_device_S] = v_1HSD
+        rows, done = self._rows, 0
+        deviations: list[torch.Tensor] = []
+        for piece in rows.split(PROJECTED_AT_ONCE):
+            at_S = piece.on_device_S
+            k_1HSD, v_1HSD = self._decoder.project_kv(layer, self._hidden_1SM[:, done : done + len(piece)])
+            k_1HSD = self._decoder.rotate(k_1HSD, (cos_sin_N[0][:, at_S], cos_sin_N[1][:, at_S]))
+            stored_k_1HSD, stored_v_1HSD = (x_1HND.index_select(2, at_S) for x_1HND in (whole.k_1HND, whole.v_1HND))
+            deviations.append(kv_deviation(k_1HSD, v_1HSD, stored_k_1HSD, stored_v_1HSD))
+            whole.k_1HND.index_copy_(2, at_S, k_1HSD)
+            whole.v_1HND.index_copy_(2, at_S, v_1HSD)
+            done += len(piece)
+        deviation_S = torch.cat(deviations)
         reusable_S = self._prompt.reusable_N[rows.positions_S]
         deviation_C = deviation_S[reusable_S.to(deviation_S.device)]
         if not self._measured:
