@@ -181,8 +181,7 @@ class Decoder:
         attention, normed = block.self_attn, block.input_layernorm(hidden_1SM)
         if hasattr(attention, "qkv_proj"):
             size = self.kv_heads * self.head_dim
-            weight, bias = attention.qkv_proj.weight[-2 * size :], attention.qkv_proj.bias
-            k_1SX, v_1SX = nn.functional.linear(normed, weight, None if bias is None else bias[-2 * size :]).split(size, dim=-1)
+            k_1SX, v_1SX = _last_outputs(attention.qkv_proj, normed, 2 * size).split(size, dim=-1)
         else:
             k_1SX, v_1SX = attention.k_proj(normed), attention.v_proj(normed)
         k_1SHD, v_1SHD = (x.view(*x.shape[:2], self.kv_heads, self.head_dim) for x in (k_1SX, v_1SX))
@@ -254,6 +253,14 @@ def fill_cache(cache: DynamicCache, layer: int, whole: LayerKV) -> None:
         target.cumulative_length = whole.k_1HND.shape[2]
         kept = target.sliding_window - 1
         target.keys, target.values = (x[:, :, max(0, x.shape[2] - kept) :].clone() for x in (whole.k_1HND, whole.v_1HND))
+
+
+def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` outputs of a linear layer; the others are computed as well where its weight is packed (quantised)."""
+    if type(linear) is not nn.Linear:
+        whole: torch.Tensor = linear(inputs)
+        return whole[..., -count:]
+    return nn.functional.linear(inputs, linear.weight[-count:], None if linear.bias is None else linear.bias[-count:])
 
 
 def _with_modules(module: Any, **replaced: nn.Module) -> Any:

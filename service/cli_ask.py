@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from cacheblend.store.errors import InputError
+
 from . import cli_options as options
 from .cli_options import DEFAULTS
 
@@ -39,6 +41,8 @@ def ask(
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
+    if not store_dir.is_dir():
+        raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     options.hush_libraries()
     from .config import EngineConfig
     from .engine import Engine

@@ -75,7 +75,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="few words", recall=Recall(pairs=(4,), words=100), rows=4, pass_mark=0.85),
     Stage(name="all words", recall=Recall(pairs=(4, 6)), rows=4, pass_mark=0.85),
     Stage(name="more pairs", recall=Recall(pairs=(4, 8), longest=2), rows=2, pass_mark=0.85),
-    Stage(name="idle words", recall=Recall(pairs=(4, 6), longest=2, idle=4), rows=2, pass_mark=0.85),
+    Stage(name="an idle word", recall=Recall(pairs=(4, 6), idle=1), rows=4, pass_mark=0.85),
+    Stage(name="idle words", recall=Recall(pairs=(4, 6), idle=4), rows=2, pass_mark=0.85),
     Stage(
         name="one fact",
         styles=(Style(chunks=1, chunk_tokens=0, facts=1, named_early=1.0, plain=1.0),),

@@ -35,7 +35,7 @@ class TrainConfig:
         warmup_steps: steps of linear warm-up.
         cooldown: share of the steps, at the end, over which the rates fall to zero.
         context_weight: weight of the language-model loss on the context beside that on the answers.
-        rehearsal: share of steps, from the sixth stage on, after the recall, that go back to an earlier stage.
+        rehearsal: share of steps, from the seventh stage on, after the recall, that go back to an earlier stage.
         recent_steps: the horizon of the accuracies that a stage is passed by.
     """
 
@@ -43,7 +43,7 @@ class TrainConfig:
     steps: int = 20_000
     contexts: int = 16
     first_layers: int = 4
-    grow_at: int = 7
+    grow_at: int = 8
     matrix_rate: float = 0.005
     vector_rate: float = 1e-2
     warmup_steps: int = 50
@@ -106,8 +106,8 @@ class Trainer:
     def stage_of_step(self, step: int) -> Stage:
         """The stage that a coming step's lessons are of: the current one, or now and then an earlier one."""
         rng = random.Random(f"rehearsal/{self.config.seed}/{step}")
-        if self.stage >= 5 and rng.random() < self.config.rehearsal:
-            return self.stages[rng.randrange(4, self.stage)]
+        if self.stage >= 6 and rng.random() < self.config.rehearsal:
+            return self.stages[rng.randrange(5, self.stage)]
         return self.stages[self.stage]
 
     def train(self, batch: Batch, stage: Stage) -> StepReport:

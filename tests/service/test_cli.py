@@ -196,3 +196,10 @@ def test_text_files_and_folders(run: CommandLine, tmp_path: Path) -> None:
     outcome = run.on_store("ingest", str(folder))
     assert outcome.code == 2
     assert "latin.txt" in outcome.err
+
+
+def test_ask_makes_no_store(run: CommandLine) -> None:
+    outcome = run.on_store("ask", "Who?")
+    assert outcome.code == 2
+    assert "no store at" in outcome.err
+    assert not run.store.exists()
