@@ -10,43 +10,41 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch
+import xxhash
 
+from .direct_read import make_direct, read_blocks
 from .disk import sync_folder, write_error
 from .entry import EncodedEntry
 from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader, byte_view, checksum
 from .errors import DamagedEntryError, StoreError
 
+_MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
+
 
 def write_file(header: bytes, entry: EncodedEntry, temporary: Path, final: Path) -> None:
-    """Write an entry under a temporary name, sync it, rename it, sync its folder; leaves nothing behind when it fails.
+    """Write an entry under a temporary name, sync it, rename it, sync its folder.
 
     Raises:
-        StoreFullError: the disk is full.
+        StoreFullError: the disk is full. What was written stays, under either name.
         StoreDirectoryError: the files cannot be written.
 
     """
     try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            try:
-                _write(fd, memoryview(header))
-                for encoded in entry.encoded:
-                    _write(fd, byte_view(encoded))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(temporary, final)
-            sync_folder(final.parent)
-        except BaseException:
-            for path in (temporary, final):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            raise
+            _write(fd, memoryview(header))
+            for encoded in entry.encoded:
+                _write(fd, byte_view(encoded))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, final)
+        sync_folder(final.parent)
     except OSError as error:
         raise write_error(final, error) from error
 
@@ -57,16 +55,18 @@ class EntryFile:
     A file that other processes unlink stays readable until it is closed.
     """
 
-    def __init__(self, fd: int, path: Path, header: EntryHeader, data_start: int) -> None:
-        self.info, self._fd, self._path, self._checksums = header.info, fd, path, header.checksums
+    def __init__(self, fd: int, path: Path, header: EntryHeader, data_start: int, *, direct: bool) -> None:
+        self.info, self._fd, self._path, self._checksums, self._direct = header.info, fd, path, header.checksums, direct
         sizes = (self.info.layer_bytes(layer) for layer in range(self.info.layers))
         self._offsets = list(itertools.accumulate(sizes, initial=data_start))
         self._lock = threading.Lock()
         self._readers, self._closed = 0, False
 
     @classmethod
-    def open(cls, path: Path, digest: str) -> EntryFile:
+    def open(cls, path: Path, digest: str, *, direct: bool = False) -> EntryFile:
         """Open the file of the entry `digest`, and check its header and length.
+
+        With `direct` its layers are read past the page cache.
 
         Raises:
             DamagedEntryError: the file is missing, or is not what was written.
@@ -86,9 +86,11 @@ class EntryFile:
                 header = EntryHeader.parse(_read(fd, header_bytes, LENGTH_BYTES, path), digest)
             except ValueError as error:
                 raise DamagedEntryError(f"{path} has a damaged header: {error}") from error
-            file = cls(fd, path, header, LENGTH_BYTES + header_bytes)
+            file = cls(fd, path, header, LENGTH_BYTES + header_bytes, direct=direct)
             if file.file_bytes != found_bytes:
                 raise DamagedEntryError(f"{path} has {found_bytes} bytes instead of {file.file_bytes}")
+            if direct:
+                make_direct(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -108,12 +110,51 @@ class EntryFile:
 
         """
         shape = self.info.encoded_shape(layer)
+        if self._direct:
+            return self._read_direct(layer, reuse=False).view(shape.dtype).view(shape.shape)
         encoded = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
-        with self._reading():
-            _fill(self._fd, byte_view(encoded), self._offsets[layer], self._path)
-        if checksum(encoded) != self._checksums[layer]:
-            raise DamagedEntryError(f"layer {layer} of {self._path} does not match its checksum")
+        self._read_into(layer, [byte_view(encoded)])
         return encoded
+
+    def read_layer_into(self, layer: int, parts: Sequence[memoryview]) -> None:
+        """Read one layer's encoded bytes, in one read, into the parts in turn, and check them; raises as `read_layer` does.
+
+        The parts are filled before the check, so they are worth nothing where it fails. With direct reads the bytes are copied
+        from aligned memory of this thread's own.
+
+        Raises:
+            DamagedEntryError: the bytes are not the ones that were written.
+            StoreError: the file is closed.
+
+        """
+        if not self._direct:
+            self._read_into(layer, parts)
+            return
+        rest = self._read_direct(layer, reuse=True).numpy().data
+        for part in parts:
+            part[:] = rest[: len(part)]
+            rest = rest[len(part) :]
+
+    def _read_into(self, layer: int, parts: Sequence[memoryview]) -> None:
+        with self._reading():
+            _fill(self._fd, parts, self._offsets[layer], self._path)
+        found = xxhash.xxh3_64()
+        for part in parts:
+            found.update(part)
+        self._check(layer, found.hexdigest())
+
+    def _read_direct(self, layer: int, *, reuse: bool) -> torch.Tensor:
+        def fill(buffer: memoryview, offset: int, needed: int) -> None:
+            _fill(self._fd, [buffer], offset, self._path, needed)
+
+        with self._reading():
+            encoded = read_blocks(fill, self._offsets[layer], self.info.layer_bytes(layer), reuse=reuse)
+        self._check(layer, checksum(encoded))
+        return encoded
+
+    def _check(self, layer: int, found: str) -> None:
+        if found != self._checksums[layer]:
+            raise DamagedEntryError(f"layer {layer} of {self._path} does not match its checksum")
 
     def load(self) -> EncodedEntry:
         """Read and check the whole entry; raises as `read_layer` does."""
@@ -155,17 +196,26 @@ def _write(fd: int, rest: memoryview) -> None:
 
 def _read(fd: int, count: int, offset: int, path: Path) -> bytearray:
     buffer = bytearray(count)
-    _fill(fd, memoryview(buffer), offset, path)
+    _fill(fd, [memoryview(buffer)], offset, path)
     return buffer
 
 
-def _fill(fd: int, rest: memoryview, offset: int, path: Path) -> None:
-    """Fill a buffer from the file. To a reader a short file and a failing disk are the same: damage."""
-    while rest:
+def _fill(fd: int, parts: Sequence[memoryview], offset: int, path: Path, needed: int | None = None) -> None:
+    """Fill buffers from the file, one after the other, with `needed` bytes at least: all of them where it is not given.
+
+    To a reader a short file and a failing disk are the same: damage.
+    """
+    rest = [part for part in parts if part]
+    missing = sum(map(len, rest)) if needed is None else needed
+    while missing > 0:
         try:
-            count = os.preadv(fd, [rest], offset)
+            count = os.preadv(fd, rest[:_MAX_PARTS], offset)
         except OSError as error:
             raise DamagedEntryError(f"{path} cannot be read at byte {offset}: {error}") from error
         if not count:
-            raise DamagedEntryError(f"{path} ends before byte {offset + len(rest)}")
-        rest, offset = rest[count:], offset + count
+            raise DamagedEntryError(f"{path} ends before byte {offset + missing}")
+        missing, offset = missing - count, offset + count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if count:
+            rest[0] = rest[0][count:]

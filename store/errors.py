@@ -7,6 +7,7 @@
     │   └── IncompatibleKVError   a chunk's KV is of another model, prefix, dtype or text
     ├── UnsupportedModelError     the model's architecture is not one that blending is right on
     ├── RetrieverError            the index or the embedder cannot be used
+    ├── ProfileError              a device profile is damaged, or of another model, device or version
     ├── StoreError                the store cannot be used
     │   ├── StoreDirectoryError   not a store, not writable, or of another format
     │   ├── StoreFullError        the disk or the byte budget has no room
@@ -48,6 +49,10 @@ class UnsupportedModelError(CacheBlendError):
 
 class RetrieverError(CacheBlendError):
     """The retrieval index or the embedder cannot be used."""
+
+
+class ProfileError(CacheBlendError):
+    """A device profile is damaged, or of another model, device or version."""
 
 
 class StoreError(CacheBlendError):

@@ -5,15 +5,19 @@ Shapes: H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
+import numpy as np
 import torch
 
 from .chunk import LayerPair
+from .codec import RawCodec
 from .entry import EncodedEntry
 from .entry_file import EntryFile
-from .errors import DamagedEntryError, StoreError
+from .entry_header import byte_view
+from .errors import DamagedEntryError, InputError, StoreError
 from .key import ChunkKey
 
 Tier = Literal["ram", "nvme"]
@@ -77,15 +81,48 @@ class Placement:
             StoreError: the pin was released.
 
         """
+        with self._reporting(layer):
+            return self._info.decode(layer, self._held().read_layer(layer))
+
+    def read_layer_into(self, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
+        """Read one layer to where it is needed: raw bytes of a file go straight there, others are decoded and copied.
+
+        Args:
+            layer: its index.
+            k_HTD: CPU memory for the keys, of the entry's dtype; each head's (T, D) is contiguous.
+            v_HTD: for the values.
+
+        Raises:
+            InputError: the memory has another shape or dtype than the layer.
+            DamagedEntryError, StoreError: see `read_layer`.
+
+        """
+        entry, wanted = self._held(), self._info.layer_shape(layer)
+        for x_HTD in (k_HTD, v_HTD):
+            if x_HTD.shape != wanted[:3] or x_HTD.dtype != wanted.dtype:
+                raise InputError(f"layer {layer} of {self.key} is {wanted}, and the memory for it {x_HTD.dtype} {x_HTD.shape}")
+        if isinstance(entry, EntryFile) and self.key.codec == RawCodec.name:
+            with self._reporting(layer):
+                entry.read_layer_into(layer, [byte_view(x_TD) for x_HTD in (k_HTD, v_HTD) for x_TD in x_HTD])
+            return
+        for to_HTD, x_HTD in zip((k_HTD, v_HTD), self.read_layer(layer), strict=True):
+            # Not `copy_`: that starts threads of its own, which take the cores from those that compute.
+            np.copyto(to_HTD.view(torch.uint8).numpy(), x_HTD.contiguous().view(torch.uint8).numpy())
+
+    def _held(self) -> EncodedEntry | EntryFile:
         entry = self._entry
         if entry is None:
             raise StoreError(f"the placement of {self.key} was read after its pin was released; read inside `with store.pin`")
+        return entry
+
+    @contextmanager
+    def _reporting(self, layer: int) -> Iterator[None]:
+        """Tell the store of damage, which makes the entry a miss."""
         try:
-            encoded = entry.read_layer(layer)
+            yield
         except DamagedEntryError:
             self._on_damage(self.key.digest, layer)
             raise
-        return self._info.decode(layer, encoded)
 
     def release(self) -> None:
         """Let go of memory or file; a read that is under way ends well."""

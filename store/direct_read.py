@@ -1,0 +1,55 @@
+"""Reads past the page cache (O_DIRECT), for stores larger than RAM.
+
+Address, offset and length of such a read are whole blocks, so it goes through aligned memory of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+BLOCK_BYTES = 4096
+_mine = threading.local()
+
+
+def make_direct(fd: int) -> None:
+    """Have reads from a descriptor pass the page cache by.
+
+    Raises:
+        OSError: the file system has no such reads.
+
+    """
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count: int, *, reuse: bool) -> torch.Tensor:
+    """`count` bytes from `offset` on, as a uint8 tensor inside aligned memory.
+
+    Args:
+        fill: reads at least so many bytes (its third argument) from an offset (its second) into a buffer (its first), which
+            may have room for more, up to the end of a block.
+        offset: the first byte.
+        count: bytes.
+        reuse: the memory is this thread's and is overwritten by its next read; otherwise it is the caller's own.
+    """
+    start = offset // BLOCK_BYTES * BLOCK_BYTES
+    needed = offset + count - start
+    blocks = _aligned(-(-needed // BLOCK_BYTES) * BLOCK_BYTES, reuse=reuse)
+    fill(blocks.numpy().data, start, needed)
+    return blocks[offset - start : needed]
+
+
+def _aligned(count: int, *, reuse: bool) -> torch.Tensor:
+    """Memory of `count` bytes that begins on a block."""
+    held: torch.Tensor | None = getattr(_mine, "blocks", None)
+    if reuse and held is not None and len(held) >= count:
+        return held[:count]
+    raw = torch.empty(count + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    blocks = raw[-raw.data_ptr() % BLOCK_BYTES :][:count]
+    if reuse:
+        _mine.blocks = blocks
+    return blocks
