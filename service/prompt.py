@@ -37,22 +37,31 @@ class PromptBuilder:
         tokenizer: the model's fast tokenizer.
         instruction: text in front of the chunks.
         chunk_prefix: text that chunks are precomputed behind, after BOS.
+        before_question: text in front of the question.
+        after_question: text behind the question, where there is no chat template to end it.
 
     Raises:
         InputError: the chat template cannot be rendered, or drops the user's text.
     """
 
-    def __init__(self, tokenizer: Any, instruction: str, chunk_prefix: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        instruction: str,
+        chunk_prefix: str = "",
+        before_question: str = "Question: ",
+        after_question: str = "\nAnswer:",
+    ) -> None:
         self._plain = PlainTokenizer(tokenizer)
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         self.chunk_prefix_ids = (*bos, *self._plain.ids(chunk_prefix))
         if tokenizer.chat_template is None:
             self.head = (*bos, *self._plain.ids(instruction))
-            self._tail_start: tuple[int, ...] = tuple(self._plain.ids("Question: "))
-            self._tail_end: tuple[int, ...] = tuple(self._plain.ids("\nAnswer:"))
+            self._tail_start: tuple[int, ...] = tuple(self._plain.ids(before_question))
+            self._tail_end: tuple[int, ...] = tuple(self._plain.ids(after_question))
             return
         mark_instruction, mark_chunks, mark_question = (secrets.token_hex(16) for _ in range(3))
-        content = f"{mark_instruction}{mark_chunks}Question: {mark_question}"
+        content = f"{mark_instruction}{mark_chunks}{before_question}{mark_question}"
         try:
             rendered = tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
