@@ -2,7 +2,7 @@
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := blend eval eval/world loader retriever service store
+PACKAGES := blend eval eval/data eval/figures eval/methods eval/metrics eval/run eval/world loader retriever service store
 MODEL ?= .demo/model
 
 .PHONY: demo check lint types imports test format bench clean
@@ -43,7 +43,7 @@ $(BIN)/python:
 
 $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
 	scripts/install_torch.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev,offline]" --config-settings editable_mode=strict
+	$(BIN)/python -m pip install --quiet --editable ".[dev,eval,offline]" --config-settings editable_mode=strict
 	touch $@
 
 # The strict editable install links file by file, so that nothing called `store` or `eval` lands in site-packages; a folder's

@@ -103,6 +103,7 @@ def make_random_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        random_weights=True,  # evaluations read it, and report no quality
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,0 +1,18 @@
+"""The whole command line: the service's commands and `cacheblend eval`, which stands on a floor above them."""
+
+from __future__ import annotations
+
+from cacheblend.service import cli as service_cli
+
+from . import cli_eval
+
+service_cli.app.add_typer(cli_eval.app, name="eval")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; see `cacheblend.service.cli.main`."""
+    service_cli.main(arguments)
+
+
+if __name__ == "__main__":
+    main()

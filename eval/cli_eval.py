@@ -1,0 +1,189 @@
+"""`cacheblend eval`: quality and TTFT of the methods on a data set, reports and figures."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cacheblend.service import cli_options as options
+from cacheblend.store.errors import ConfigError
+
+from .data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
+from .methods import DEFAULT_RATIO, METHODS
+
+if TYPE_CHECKING:
+    from .run import EvalConfig
+
+DEFAULT_METHODS = ",".join(METHODS[:4])
+
+
+class _DataSetGroup(TyperGroup):
+    """Names the known data sets where an unknown one is asked for."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a data set."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None:
+            raise ConfigError("data set", cmd_name, f"one of world, {', '.join(DATA_SETS)}; or report, or figures")
+        return command
+
+
+app = typer.Typer(
+    cls=_DataSetGroup,
+    help="Measure quality and TTFT of the methods side by side on a data set; report and draw what was measured.",
+    no_args_is_help=True,
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help="Model directory or hub id; left out, the packaged reader."),
+]
+Methods = Annotated[str, typer.Option("--methods", help=f"Comma-separated, of {', '.join(METHODS)}.")]
+Ratios = Annotated[str, typer.Option("--ratios", help="Comma-separated recompute ratios, 0..1, of the methods that take one.")]
+Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out behind its last whole case.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", help="Most tokens of an answer; left out, what suits the data set.")
+]
+
+
+@app.command("world")
+def world(
+    model: Model = None,
+    methods: Methods = DEFAULT_METHODS,
+    ratios: Ratios = str(DEFAULT_RATIO),
+    seed: Seed = WorldSource().seed,
+    cases: Annotated[int, typer.Option(help="Cases, of the four classes in turn.")] = WorldSource().cases,
+    articles: Annotated[int, typer.Option(help="Articles of a context, of two chunks each.")] = WorldSource().articles,
+    chunk_tokens: Annotated[int, typer.Option(help="Least tokens of a chunk.")] = WorldSource().chunk_tokens,
+    max_tokens: MaxTokens = None,
+    out: Out = None,
+    resume: Resume = False,
+    device: options.Device = options.DEFAULTS["device"],
+    dtype: options.Dtype = options.DEFAULTS["dtype"],
+    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    as_json: options.Json = False,
+) -> None:
+    """The fictional world: questions inside one chunk, across chunks, over two articles, and comparisons.
+
+    Examples:
+        cacheblend eval world --seed 7 --cases 200 --methods full_recompute,full_reuse,blend --json
+
+        cacheblend eval world --model ./model --methods full_recompute,blend --ratios 0.05,0.15,0.3
+    """
+    source = WorldSource(seed=seed, cases=cases, articles=articles, chunk_tokens=chunk_tokens)
+    config = _config(source, model, methods, ratios, max_tokens, device, dtype, allow_unverified)
+    _run(config, out, resume, as_json)
+
+
+def data_set(
+    context: typer.Context,
+    model: Model = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", envvar=DATA_VARIABLE, help="The set's .jsonl or .jsonl.gz, a folder that holds it, or a hub data set."
+        ),
+    ] = None,
+    preset: Annotated[str, typer.Option(help=f"Set-up: {' or '.join(PRESETS)}.")] = "paper",
+    methods: Methods = DEFAULT_METHODS,
+    ratios: Ratios = str(DEFAULT_RATIO),
+    seed: Seed = 0,
+    cases: Annotated[int | None, typer.Option(help="Cases from the file's start; left out, as many as the paper's.")] = None,
+    max_tokens: MaxTokens = None,
+    out: Out = None,
+    resume: Resume = False,
+    device: options.Device = options.DEFAULTS["device"],
+    dtype: options.Dtype = options.DEFAULTS["dtype"],
+    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    as_json: options.Json = False,
+) -> None:
+    """Measure the methods on this data set.
+
+    Examples:
+        cacheblend eval musique --data ./data --model ./model --json
+
+        cacheblend eval 2wikimqa_shared --data ./data --model ./model --preset extended --methods full_recompute,blend
+    """
+    if preset not in PRESETS:
+        raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
+    source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=PRESETS[preset])
+    config = _config(source, model, methods, ratios, max_tokens, device, dtype, allow_unverified)
+    _run(config, out, resume, as_json)
+
+
+for _name, _set in DATA_SETS.items():
+    app.command(_name, short_help=f"{_set.file}, from {_set.source}.")(data_set)
+
+
+@app.command("report")
+def report(runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")]) -> None:
+    """Print runs as Markdown tables, and several side by side.
+
+    Example: cacheblend eval report runs/world-* > results.md
+    """
+    from .run import report as make_report
+
+    typer.echo(make_report(runs), nl=False)
+
+
+def _config(
+    source: RequestSource,
+    model: str | None,
+    methods: str,
+    ratios: str,
+    max_tokens: int | None,
+    device: str,
+    dtype: str,
+    allow_unverified: bool,
+) -> EvalConfig:
+    """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
+    options.hush_libraries()
+    from cacheblend.service import EngineConfig
+    from cacheblend.service.default_model import default_model
+
+    from .run import EvalConfig
+
+    model = default_model() if model is None else model
+    return EvalConfig(
+        source=source,
+        model=model,
+        methods=tuple(_listed(methods)),
+        ratios=tuple(_numbers(ratios)),
+        max_new_tokens=max_tokens,
+        device=str(EngineConfig(model=model, store_dir=".", device=device, dtype=dtype).resolve_device()),
+        dtype=dtype,
+        allow_unverified=allow_unverified,
+    )
+
+
+def _run(config: EvalConfig, out: Path | None, resume: bool, as_json: bool) -> None:
+    from .run import evaluate, report
+
+    if resume and out is None:
+        raise ConfigError("resume", resume, "only with --out, the folder of the run to go on with")
+    folder = out or Path("runs") / f"{config.source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with options.progress_bars() as progress:
+        summary = evaluate(config, folder, resume=resume, on_progress=lambda done, total: progress("cases", done, total))
+    if as_json:
+        options.print_json(summary)
+    else:
+        typer.echo(report([folder]), nl=False)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in _listed(text)]
+    except ValueError as error:
+        raise ConfigError("ratios", text, "numbers from 0 to 1, separated by commas") from error

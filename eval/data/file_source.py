@@ -1,0 +1,137 @@
+"""A data set's file as requests: split, searched, cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend.retriever import (
+    Document,
+    Embedder,
+    PlainTokenizer,
+    Retriever,
+    RetrieverConfig,
+    SentenceTransformerEmbedder,
+    Splitter,
+)
+from cacheblend.store.errors import ConfigError, InputError
+
+from .case_file import read_examples
+from .data_set import DataSet, data_set, find_file
+from .example import Example
+from .preset import Preset
+from .request import Request, make_request
+from .source import prompt_builder
+from .wording import Wording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSource:
+    """Cases of a data set's file.
+
+    Args:
+        name: of the data set.
+        data: see `find_file`.
+        cases: how many, from the file's start; None for as many as the paper took.
+        seed: of the order, where the preset shuffles.
+        preset: chunks, retrieval and caching.
+
+    Raises:
+        ConfigError: an unknown data set, or fewer than one case.
+    """
+
+    name: str
+    data: str | None = None
+    cases: int | None = None
+    seed: int = 0
+    preset: Preset = field(default_factory=Preset)
+
+    def __post_init__(self) -> None:
+        if self.cases is not None and self.cases < 1:
+            raise ConfigError("cases", self.cases, "at least 1")
+        if self.preset.shared_corpus and not self._set.searched:
+            raise ConfigError("preset", "extended", f"{self.name} is not searched, so its cases share no corpus; use paper")
+
+    @property
+    def _set(self) -> DataSet:
+        return data_set(self.name)
+
+    @property
+    def wording(self) -> Wording:
+        """The words around passages and questions."""
+        return self._set.wording
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self._set.new_tokens
+
+    @property
+    def count(self) -> int:
+        """At most so many requests; the file may hold fewer."""
+        return self.cases or self._set.cases
+
+    @property
+    def caches_all(self) -> bool:
+        """Whether each chunk of a request is cached before it comes."""
+        return not self.preset.shared_corpus
+
+    def requests(self, tokenizer: Any, limit: int | None, embedder: Embedder | None = None) -> Iterator[Request]:
+        """See `RequestSource.requests`; the file is read when the first request is asked for.
+
+        Raises:
+            InputError: the file is not there, or a line of it is no example.
+        """
+        limits = [tokens for tokens in (limit, self._set.prompt_tokens) if tokens is not None]
+        limit = min(limits, default=None)
+        path = find_file(self.name, self.data)
+        examples = itertools.islice(read_examples(path), self.count)
+        embedder = embedder or SentenceTransformerEmbedder()
+        if not self.preset.shared_corpus:
+            for example in examples:
+                yield self._request(example, self._chunks(example, tokenizer, embedder), tokenizer, limit)
+            return
+        shuffled = list(examples)
+        random.Random(self.seed).shuffle(shuffled)
+        if not shuffled:
+            raise InputError(f"{path} holds no case")
+        warm_up = int(self.preset.warm_up * len(shuffled))
+        with Retriever(RetrieverConfig(chunk_tokens=self.preset.chunk_tokens), tokenizer, embedder) as retriever:
+            retriever.add(_documents(shuffled))
+            for index, example in enumerate(shuffled):
+                chunks = self._search(retriever, example)
+                yield self._request(example, chunks, tokenizer, limit, is_warm_up=index < warm_up)
+
+    def _request(
+        self, example: Example, chunks: Sequence[Sequence[int]], tokenizer: Any, limit: int | None, *, is_warm_up: bool = False
+    ) -> Request:
+        builder = prompt_builder(tokenizer, self.wording)
+        question = self.wording.question.format(question=example.question)
+        tail = builder.build([], question).tail
+        return make_request(example, builder.head, chunks, tail, limit, is_warm_up=is_warm_up)
+
+    def _chunks(self, example: Example, tokenizer: Any, embedder: Embedder) -> Sequence[Sequence[int]]:
+        """Token ids of a case's chunks from its own passages."""
+        config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
+        if self._set.searched:
+            with Retriever(config, tokenizer, embedder) as retriever:
+                retriever.add(_documents([example]))
+                return self._search(retriever, example)
+        if not self._set.split:
+            plain = PlainTokenizer(tokenizer)
+            return [plain.ids(document.content + config.separator) for document in _documents([example])]
+        splitter = Splitter(tokenizer, config)
+        return [chunk.token_ids for document in _documents([example]) for chunk in splitter.split(document)]
+
+    def _search(self, retriever: Retriever, example: Example) -> list[Sequence[int]]:
+        top_k = min(self.preset.top_k, len(retriever.chunks()))
+        return [scored.chunk.token_ids for scored in retriever.search(example.question, top_k)]
+
+
+def _documents(examples: Iterable[Example]) -> Iterator[Document]:
+    for example in examples:
+        for passage in example.passages:
+            yield Document.of({"title": passage.title, "text": passage.text})

@@ -1,0 +1,55 @@
+"""Where the requests of a run come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from cacheblend.retriever import Embedder
+from cacheblend.service.prompt import PromptBuilder
+
+from .request import Request
+from .wording import Wording
+
+
+class RequestSource(Protocol):
+    """A data set in one set-up; frozen, since it is part of a run's configuration."""
+
+    @property
+    def name(self) -> str:
+        """Name of the data set."""
+
+    @property
+    def wording(self) -> Wording:
+        """The words around passages and questions."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+
+    @property
+    def count(self) -> int:
+        """At most so many requests."""
+
+    @property
+    def caches_all(self) -> bool:
+        """Whether each chunk of a request is cached before it comes, or only what earlier requests had."""
+
+    def requests(self, tokenizer: Any, limit: int | None, embedder: Embedder | None = None) -> Iterator[Request]:
+        """The requests, in an order that the source alone fixes.
+
+        Args:
+            tokenizer: the model's.
+            limit: longest prompt in tokens; None for no limit.
+            embedder: in place of the retriever's own.
+        """
+
+
+def prompt_builder(tokenizer: Any, wording: Wording) -> PromptBuilder:
+    """Lays out the prompts of a wording for a model."""
+    return PromptBuilder(
+        tokenizer,
+        wording.instruction,
+        before_question=wording.before_question,
+        after_question=wording.after_question,
+    )

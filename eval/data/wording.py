@@ -1,0 +1,49 @@
+"""What stands around passages and question in a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheblend.eval.world.question import ANSWER_CUE
+from cacheblend.service.config import INSTRUCTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """The words of a data set's prompts.
+
+    Args:
+        instruction: in front of the passages.
+        question: what is asked; `{question}` stands for the example's own.
+        before_question: in front of it.
+        after_question: behind it, where the model has no chat template.
+        first_line: the answer ends at the first line break; models without a chat template go on with other questions.
+    """
+
+    instruction: str = INSTRUCTION
+    question: str = "{question}"
+    before_question: str = "Question: "
+    after_question: str = "\nAnswer:"
+    first_line: bool = True
+
+    def answer_in(self, text: str) -> str:
+        """The answer in a generated text."""
+        text = text.strip()
+        return text.split("\n", 1)[0].strip() if self.first_line else text
+
+
+WORLD = Wording(instruction="", before_question="", after_question=ANSWER_CUE)
+# The paper's words (§7.1): they keep answers as short as the data sets' own.
+SHORT_ANSWER = Wording(question="{question} Answer within 5 words.")
+DIALOGUE = Wording(
+    instruction="Summarize the last dialogue in a few short sentences, as in the examples.\n\n",
+    before_question="",
+    after_question="\nSummary:",
+)
+NEWS = Wording(
+    instruction="Read the news passages below.\n\n",
+    question="Write a one-page summary of all the news.",
+    before_question="",
+    after_question="\nSummary:",
+    first_line=False,
+)

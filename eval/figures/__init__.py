@@ -1,0 +1,1 @@
+"""The figures of the paper, from runs and from measurements of their own."""

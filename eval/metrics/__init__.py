@@ -1,0 +1,8 @@
+"""Answer quality, differences between methods, and KV deviation."""
+
+from .answer_text import exact_match, f1, normalize
+from .deviation_left import deviation_left
+from .difference import Difference, paired_difference
+from .rouge_l import rouge_l
+
+__all__ = ["Difference", "deviation_left", "exact_match", "f1", "normalize", "paired_difference", "rouge_l"]

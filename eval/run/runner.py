@@ -1,0 +1,82 @@
+"""A whole evaluation: requests through the methods, into a folder."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cacheblend.blend import Fusor
+from cacheblend.retriever import Embedder
+from cacheblend.service.config import DTYPES
+from cacheblend.store.errors import InputError
+
+from .case_runner import CaseRunner
+from .config import EvalConfig
+from .environment import environment
+from .folder import RunFolder
+from .summary import summarize
+
+Progress = Callable[[int, int], None]
+
+
+def evaluate(
+    config: EvalConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    fusor: Fusor | None = None,
+    embedder: Embedder | None = None,
+    on_progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run an evaluation and give its summary, see `summarize`; rows and summary are in the folder as well.
+
+    Args:
+        config: what to run.
+        folder: a new folder for the run; with `resume` the folder of one that was cut off.
+        resume: go on behind the last whole case; the set-up must be the same.
+        fusor: in place of the model that the config names.
+        embedder: in place of the retriever's own.
+        on_progress: called with the cases done and their number.
+
+    Raises:
+        InputError: the folder exists, or is no run to go on with; no model or data set there; a line of it is no example.
+        UnsupportedModelError: the model cannot be blended.
+    """
+    if folder.exists() and not resume:
+        raise InputError(f"{folder} exists; choose another --out, or go on with that run by --resume")
+    fusor = fusor or load_fusor(config)
+    limit = None if fusor.max_positions is None else fusor.max_positions - config.new_tokens
+    requests = config.source.requests(fusor.tokenizer, limit, embedder)
+    first = next(requests, None)  # what is wrong with the data shows before a folder is made
+    if first is None:
+        raise InputError(f"the data set {config.source.name} holds no case")
+    setup = {"config": config.as_dict(), **environment(fusor)}
+    run = RunFolder.resume(folder, setup) if resume else RunFolder.create(folder, setup)
+    done = {row["case"] for row in run.rows()}
+    cases = CaseRunner(config, fusor)
+    cases.warm_up(first)
+    for index, request in enumerate(itertools.chain([first], requests)):
+        if request.is_warm_up or index in done:
+            cases.skip(request)
+        else:
+            run.append(cases.run(request, index))
+        if on_progress is not None:
+            on_progress(index + 1, max(index + 1, config.source.count))
+    summary = summarize(run)
+    run.write_summary(summary)
+    return summary
+
+
+def load_fusor(config: EvalConfig) -> Fusor:
+    """The model that a configuration names.
+
+    Raises:
+        InputError: no model there, or one without a tokenizer.
+        UnsupportedModelError: it cannot be blended.
+    """
+    fusor = Fusor.from_pretrained(config.model, config.device, DTYPES[config.dtype], allow_unverified=config.allow_unverified)
+    if fusor.tokenizer is None:
+        raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
+    return fusor
