@@ -33,7 +33,7 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
         "config": asdict(trainer.config),
         "network": asdict(trainer.network_config),
         "step": trainer.step,
-        "stage": trainer.stage,
+        "stage": trainer.stages[trainer.stage].name,
         "grown_at": trainer.grown_at,
         "recent": {str(each): accuracy for each, accuracy in trainer.recent.items()},
     }
@@ -67,8 +67,11 @@ def load_checkpoint(folder: Path, device: torch.device, stages: tuple[Stage, ...
             f"{folder} is not a training checkpoint ({error}); give a folder that train_reader.py wrote"
         ) from error
     trainer = Trainer(TrainConfig(**{**state["config"], **changes}), NetworkConfig(**state["network"]), device, stages)
-    trainer.step, trainer.stage, trainer.grown_at = state["step"], state["stage"], state["grown_at"]
-    if trainer.stage >= trainer.config.grow_at:
+    names = [stage.name for stage in stages]
+    if state["stage"] not in names:
+        raise InputError(f"the run in {folder} stands at stage {state['stage']!r}, which this curriculum has not: {names}")
+    trainer.step, trainer.stage, trainer.grown_at = state["step"], names.index(state["stage"]), state["grown_at"]
+    if trainer.is_grown:
         trainer.use(make_network(trainer.network_config, trainer.tokenizer, trainer.config.seed))
     trainer.recent = {QuestionClass(each): accuracy for each, accuracy in state["recent"].items()}
     with torch.no_grad():

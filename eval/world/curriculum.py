@@ -69,6 +69,10 @@ def _short(**changes: float) -> Style:
     return Style(chunks=2, chunk_tokens=0, facts=2, **settings)
 
 
+def _brief(facts: int, named: float) -> Style:
+    return Style(chunks=1, chunk_tokens=0, facts=facts, named_early=named, restated=0.2, plain=1.0)
+
+
 _LATER = frozenset({QuestionClass.COMPARE, QuestionClass.TWO_HOP})
 
 STAGES: tuple[Stage, ...] = (
@@ -77,23 +81,25 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="more pairs", recall=Recall(pairs=(4, 8), longest=2), rows=2, pass_mark=0.85),
     Stage(name="an idle word", recall=Recall(pairs=(4, 6), idle=1), rows=4, pass_mark=0.85),
     Stage(name="idle words", recall=Recall(pairs=(4, 6), idle=4), rows=2, pass_mark=0.85),
-    Stage(
-        name="one fact",
-        styles=(Style(chunks=1, chunk_tokens=0, facts=1, named_early=1.0, plain=1.0),),
-        articles=(4, 5),
-        without=_LATER,
-        plain_questions=1.0,
-        pass_mark=0.8,
-    ),
+    Stage(name="one fact", styles=(_brief(1, 1.0),), articles=(4, 5), without=_LATER, plain_questions=1.0, pass_mark=0.8),
+    Stage(name="two facts", styles=(_brief(2, 1.0),), articles=(3, 4), without=_LATER, plain_questions=1.0, pass_mark=0.8),
     Stage(
         name="names",
         styles=(_short(named_early=1.0, named_late=1.0, plain=1.0),),
-        articles=(2,),
+        articles=(2, 3),
         without=_LATER,
         plain_questions=1.0,
         pass_mark=0.8,
     ),
-    Stage(name="pronouns", styles=(_short(),), articles=(2,), without=_LATER, plain_questions=1.0, pass_mark=0.9),
+    Stage(
+        name="she",
+        styles=(_brief(1, 0.2), _brief(2, 0.5)),
+        articles=(3, 4),
+        without=_LATER,
+        plain_questions=1.0,
+        pass_mark=0.85,
+    ),
+    Stage(name="pronouns", styles=(_short(),), articles=(2, 3), without=_LATER, plain_questions=1.0, pass_mark=0.85),
     Stage(
         name="links",
         styles=(_short(named_late=0.1, restated=0.2), Style(chunks=2, chunk_tokens=0, facts=3, plain=0.6)),

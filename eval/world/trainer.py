@@ -29,13 +29,13 @@ class TrainConfig:
         contexts: lessons a step.
         first_layers: decoder layers of the stages before `grow_at`; the network grows to its full depth there, keeping what it
             computes. The first circuits form in as many steps at half the depth, and a step takes half the time.
-        grow_at: the stage, counted from 0, that the network is grown for.
+        grow_at: name of the stage that the network is grown for.
         matrix_rate: peak learning rate of Muon, for the layers' matrices.
         vector_rate: peak learning rate of AdamW, for embeddings and norms.
         warmup_steps: steps of linear warm-up.
         cooldown: share of the steps, at the end, over which the rates fall to zero.
         context_weight: weight of the language-model loss on the context beside that on the answers.
-        rehearsal: share of steps, from the seventh stage on, after the recall, that go back to an earlier stage.
+        rehearsal: share of steps that go back to an earlier stage, once two stages about articles are passed.
         recent_steps: the horizon of the accuracies that a stage is passed by.
     """
 
@@ -43,7 +43,7 @@ class TrainConfig:
     steps: int = 20_000
     contexts: int = 16
     first_layers: int = 4
-    grow_at: int = 8
+    grow_at: str = "links"
     matrix_rate: float = 0.005
     vector_rate: float = 1e-2
     warmup_steps: int = 50
@@ -92,6 +92,12 @@ class Trainer:
         self.grown_at = 0
         self.recent: dict[QuestionClass, float] = {}
 
+    @property
+    def is_grown(self) -> bool:
+        """Whether the network has its full depth."""
+        names = [stage.name for stage in self.stages]
+        return self.config.grow_at in names and self.stage >= names.index(self.config.grow_at)
+
     def use(self, network: LlamaForCausalLM) -> None:
         """Trains `network` from here on, with fresh optimizers."""
         torch.nn.Module.to(network, self.device)  # transformers wraps .to in a way that mypy cannot follow
@@ -106,8 +112,9 @@ class Trainer:
     def stage_of_step(self, step: int) -> Stage:
         """The stage that a coming step's lessons are of: the current one, or now and then an earlier one."""
         rng = random.Random(f"rehearsal/{self.config.seed}/{step}")
-        if self.stage >= 6 and rng.random() < self.config.rehearsal:
-            return self.stages[rng.randrange(5, self.stage)]
+        lessons = [stage for stage in self.stages[: self.stage] if stage.recall is None]
+        if len(lessons) > 1 and rng.random() < self.config.rehearsal:
+            return rng.choice(lessons)
         return self.stages[self.stage]
 
     def train(self, batch: Batch, stage: Stage) -> StepReport:
@@ -138,7 +145,7 @@ class Trainer:
         if min(self.recent.values()) >= self.stages[self.stage].pass_mark and self.stage + 1 < len(self.stages):
             self.stage += 1
             self.recent = {}
-            if self.stage == self.config.grow_at:
+            if self.stages[self.stage].name == self.config.grow_at:
                 self.use(grow(self.network, self.network_config, self.tokenizer, self.config.seed + 1))
                 self.grown_at = self.step
 

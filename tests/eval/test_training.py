@@ -27,7 +27,7 @@ QUICK = tuple(replace(stage, pass_mark=0.0 if index < 5 else 2.0) for index, sta
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    return draw_batch(TOKENIZER, replace(STAGES[5], questions=4), seed="t", contexts=3)
+    return draw_batch(TOKENIZER, replace(STAGES[8], questions=4), seed="t", contexts=3)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def _step(trainer: Trainer) -> tuple[float, float]:
 
 
 def test_a_run_resumed_from_a_checkpoint_is_the_same_run_bit_for_bit(tmp_path):
-    config = TrainConfig(steps=6, contexts=2, warmup_steps=2, first_layers=2, grow_at=2)
+    config = TrainConfig(steps=6, contexts=2, warmup_steps=2, first_layers=2, grow_at="more pairs")
     trainer = Trainer(config, TINY, CPU, QUICK)
     _step(trainer)
     save_checkpoint(trainer, tmp_path / "early")
