@@ -23,12 +23,12 @@ from .world import RELATIONS, make_world
 
 _WEIGHTS = {
     QuestionClass.INSIDE: 1.0,
-    QuestionClass.NEAR: 1.0,
+    QuestionClass.NEAR: 1.5,
     QuestionClass.ACROSS: 2.0,
-    QuestionClass.REVERSE: 2.0,
+    QuestionClass.REVERSE: 1.0,
     QuestionClass.TWO_HOP: 3.0,
     QuestionClass.COMPARE: 1.5,
-    QuestionClass.CLOZE: 1.0,
+    QuestionClass.CLOZE: 0.7,
 }
 
 
@@ -47,7 +47,7 @@ class Stage:
         plain_questions: share of questions without an opener; shorter questions, quicker steps.
         recall: what its recall lessons are like; None for lessons about articles.
         rows: the stage's lessons are so short that a step takes this many times as many.
-        pass_mark: the stage ends when the recent accuracy of every class asked in it is at least this.
+        pass_mark: the stage ends when the recent accuracy of every class that counts (`trainer`) is at least this.
     """
 
     name: str
@@ -101,7 +101,16 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(name="pronouns", styles=(_short(),), articles=(2, 3), without=_LATER, plain_questions=1.0, pass_mark=0.85),
     Stage(
-        name="links",
+        name="numbers",
+        styles=(_short(), _brief(2, 0.5)),
+        articles=(2, 3),
+        without=frozenset({QuestionClass.TWO_HOP}),
+        plain_questions=1.0,
+        pass_mark=0.85,
+    ),
+    Stage(name="links", styles=(_brief(2, 0.6),), articles=(2,), linked=1.0, plain_questions=1.0, pass_mark=0.8),
+    Stage(
+        name="gaps",
         styles=(_short(named_late=0.1, restated=0.2), Style(chunks=2, chunk_tokens=0, facts=3, plain=0.6)),
         articles=(2, 3),
         linked=0.5,
