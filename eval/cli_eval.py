@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .run import EvalConfig
 
 DEFAULT_METHODS = ",".join(METHODS[:4])
+_WORLD = WorldSource()
 
 
 class _DataSetGroup(TyperGroup):
@@ -59,10 +60,10 @@ def world(
     model: Model = None,
     methods: Methods = DEFAULT_METHODS,
     ratios: Ratios = str(DEFAULT_RATIO),
-    seed: Seed = WorldSource().seed,
-    cases: Annotated[int, typer.Option(help="Cases, of the four classes in turn.")] = WorldSource().cases,
-    articles: Annotated[int, typer.Option(help="Articles of a context, of two chunks each.")] = WorldSource().articles,
-    chunk_tokens: Annotated[int, typer.Option(help="Least tokens of a chunk.")] = WorldSource().chunk_tokens,
+    seed: Seed = _WORLD.seed,
+    cases: Annotated[int, typer.Option(help="Cases, of the four classes in turn.")] = _WORLD.cases,
+    articles: Annotated[int, typer.Option(help="Articles of a context, of two chunks each.")] = _WORLD.articles,
+    chunk_tokens: Annotated[int, typer.Option(help="Least tokens of a chunk.")] = _WORLD.chunk_tokens,
     max_tokens: MaxTokens = None,
     out: Out = None,
     resume: Resume = False,

@@ -17,7 +17,7 @@ from cacheblend.retriever import (
     SentenceTransformerEmbedder,
     Splitter,
 )
-from cacheblend.store.errors import ConfigError, InputError
+from cacheblend.store.errors import ConfigError
 
 from .case_file import read_examples
 from .data_set import DataSet, data_set, find_file
@@ -80,7 +80,7 @@ class FileSource:
         return not self.preset.shared_corpus
 
     def requests(self, tokenizer: Any, limit: int | None, embedder: Embedder | None = None) -> Iterator[Request]:
-        """See `RequestSource.requests`; the file is read when the first request is asked for.
+        """See `RequestSource.requests`; the whole file is read before the first request.
 
         Raises:
             InputError: the file is not there, or a line of it is no example.
@@ -88,20 +88,19 @@ class FileSource:
         limits = [tokens for tokens in (limit, self._set.prompt_tokens) if tokens is not None]
         limit = min(limits, default=None)
         path = find_file(self.name, self.data)
-        examples = itertools.islice(read_examples(path), self.count)
+        examples = list(itertools.islice(read_examples(path), self.count))  # a broken line ends the run here, not hours later
         embedder = embedder or SentenceTransformerEmbedder()
+        if not examples:
+            return
         if not self.preset.shared_corpus:
             for example in examples:
                 yield self._request(example, self._chunks(example, tokenizer, embedder), tokenizer, limit)
             return
-        shuffled = list(examples)
-        random.Random(self.seed).shuffle(shuffled)
-        if not shuffled:
-            raise InputError(f"{path} holds no case")
-        warm_up = int(self.preset.warm_up * len(shuffled))
+        random.Random(self.seed).shuffle(examples)
+        warm_up = int(self.preset.warm_up * len(examples))
         with Retriever(RetrieverConfig(chunk_tokens=self.preset.chunk_tokens), tokenizer, embedder) as retriever:
-            retriever.add(_documents(shuffled))
-            for index, example in enumerate(shuffled):
+            retriever.add(_documents(examples))
+            for index, example in enumerate(examples):
                 chunks = self._search(retriever, example)
                 yield self._request(example, chunks, tokenizer, limit, is_warm_up=index < warm_up)
 

@@ -52,8 +52,8 @@ def make_request(
     room = before if limit is None else limit - len(head) - len(tail)
     if room < 1:
         raise PromptTooLongError(
-            f"case {example.id}: its instruction and question are {len(head) + len(tail)} tokens, and only {limit} fit into the "
-            "model with the answer; use a model with more positions"
+            f"case {example.id}: its instruction and question are {len(head) + len(tail)} tokens, and {limit} fit in the model "
+            "beside the answer; use a model with more positions"
         )
     while len(kept) > 1 and sum(map(len, kept)) > room:
         del kept[len(kept) // 2]

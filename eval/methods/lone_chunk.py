@@ -36,10 +36,7 @@ def read_chunk(fusor: Fusor, resident: ResidentRequest, index: int, tail: tuple[
     prefix, kv = (*resident.pieces.head, *resident.pieces.chunks[index]), resident.lone_kv[index]
     if fusor.max_positions is not None and len(prefix) + len(tail) + max_new_tokens > fusor.max_positions:
         prefix, kv = prefix[: fusor.max_positions - len(tail) - max_new_tokens], None
-    if kv is None:
-        fused = fusor.prefill((*prefix, *tail))
-    else:
-        fused = fusor.fuse([Segment(prefix, kv, exact=True), Segment(tail)])
+    fused = fusor.prefill((*prefix, *tail)) if kv is None else fusor.fuse([Segment(prefix, kv, exact=True), Segment(tail)])
     confidence = _Confidence()
     processors: Any = LogitsProcessorList([confidence])
     token_ids, _ = generate(fusor, fused, max_new_tokens, logits_processor=processors)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import bootstrap
 
 CONFIDENCE = 0.95
-RESAMPLES = 9_999
+RESAMPLES = 10_000
+_RESAMPLES_AT_ONCE = 500  # bounds memory at 1,000 cases to 4 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +22,19 @@ class Difference:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Difference:
-    """`ours` minus `theirs`, case by case, by a percentile bootstrap over cases; the same arguments give the same interval."""
+    """`ours` minus `theirs`, case by case, by a percentile bootstrap over cases; the same arguments give the same interval.
+
+    Done with numpy: scipy's `bootstrap` is the same for a mean, and its import takes longer than a small run's report.
+    """
     differences_N = np.subtract(ours, theirs)
     mean = float(differences_N.mean())
     if len(differences_N) < 2:
         return Difference(mean, None, None)
     rng = np.random.default_rng(seed)
-    found = bootstrap(
-        (differences_N,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        batch=500,
-        rng=rng,
-    )
-    return Difference(mean, float(found.confidence_interval.low), float(found.confidence_interval.high))
+    means = [
+        rng.choice(differences_N, size=(_RESAMPLES_AT_ONCE, len(differences_N))).mean(axis=1)
+        for _ in range(RESAMPLES // _RESAMPLES_AT_ONCE)
+    ]
+    outside = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(np.concatenate(means), [outside, 100 - outside])
+    return Difference(mean, float(low), float(high))

@@ -10,7 +10,6 @@ from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.eval.data import Example, Request, Task
 from cacheblend.eval.methods import CacheHistory, EverythingCached, MethodAnswer, ResidentRequest, SeenBefore, make_methods
 from cacheblend.eval.metrics import deviation_left, exact_match, f1, rouge_l
-from cacheblend.service.prompt import PromptPieces
 
 from .config import EvalConfig
 from .environment import has_random_weights

@@ -15,7 +15,10 @@ Row = dict[str, Any]
 
 
 class RunFolder:
-    """`setup.json` (resolved configuration, model, machine, commit), `rows.jsonl` (a line a case, every method in it), `summary.json`.
+    """A folder of three files.
+
+    `setup.json` holds the resolved configuration, model, machine and commit; `rows.jsonl` a line a case with every method in
+    it; `summary.json` what `summarize` gives, once the run is whole.
 
     Args:
         path: the folder, as `create` or `resume` left it.

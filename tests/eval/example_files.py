@@ -1,0 +1,33 @@
+"""Data set files with a few made-up cases."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from cacheblend.eval.data import DATA_SETS
+
+
+def case(index: int, **changes: object) -> dict[str, object]:
+    """A line of a data set whose passages tell of its own number, and of one that all cases share."""
+    own = {"title": f"Title {index}", "text": f"Person {index} lives in town {index}. " * 20}
+    shared = {"title": "Shared", "text": "Every town has a mayor and a river. " * 20}
+    return {
+        "id": f"case-{index}",
+        "question": f"Where does person {index} live?",
+        "answers": [f"town {index}"],
+        "passages": [own, shared],
+        "task": "qa",
+        **changes,
+    }
+
+
+def write(folder: Path, name: str, cases: list[dict[str, object]]) -> Path:
+    path = folder / DATA_SETS[name].file
+    lines = "".join(json.dumps(each) + "\n" for each in cases)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines)
+    return path

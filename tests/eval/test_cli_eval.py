@@ -1,0 +1,105 @@
+"""`cacheblend eval` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from example_files import case, write
+
+from cacheblend.eval import cli
+
+
+class CommandLine:
+    """Runs `cacheblend eval` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["eval", *map(str, arguments)])
+        captured = self._capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedder: object) -> CommandLine:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CACHEBLEND_MODEL", raising=False)
+    monkeypatch.delenv("CACHEBLEND_DATA", raising=False)
+    monkeypatch.setattr("cacheblend.eval.data.file_source.SentenceTransformerEmbedder", lambda: embedder)
+    return CommandLine(capsys)
+
+
+def test_world_prints_one_object(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+    """`eval world --json` prints F1, cases and TTFT by method and class, leaves the run below runs/, and overwrites nothing."""
+    methods = "full_recompute,full_reuse,blend"
+    code, out, _ = run(
+        "world", "--model", model_dir, "--seed", 3, "--cases", 4, "--methods", methods, "--max-tokens", 2, "--json"
+    )
+    assert code == 0
+    found = json.loads(out)
+    assert set(found["methods"]) == set(methods.split(","))
+    for of_class in found["methods"].values():
+        for name in ("inside", "across", "two_hop", "compare", "all"):
+            assert set(of_class[name]) >= {"f1", "cases", "ttft_s_median"}
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert found["run"] == str(folder.relative_to(tmp_path))
+    code, out, _ = run("report", folder)
+    assert code == 0
+    assert "| blend |" in out
+    code, _, err = run("world", "--model", model_dir, "--out", folder)
+    assert code == 2
+    assert "--resume" in err
+
+
+def test_a_data_set_runs_every_method(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+    """A set from its file, by every method and several ratios, in both presets."""
+    every = "full_recompute,prefix_cache,full_reuse,blend,blend_single_shot,epic,random_tokens,map_reduce,map_rerank"
+    write(tmp_path, "musique", [case(index) for index in range(2)])
+    common = ("--data", tmp_path, "--model", model_dir, "--max-tokens", 2, "--json")
+    code, out, err = run("musique", *common, "--methods", every, "--ratios", "0.1,0.3", "--out", tmp_path / "one")
+    assert code == 0, err
+    assert len(json.loads(out)["methods"]) == 5 + 4 * 2
+    write(tmp_path, "2wikimqa_shared", [case(index) for index in range(6)])
+    code, out, err = run("2wikimqa_shared", *common, "--methods", every, "--preset", "extended", "--out", tmp_path / "two")
+    assert code == 0, err
+    assert json.loads(out)["cases"] == 5  # the sixth filled the cache
+    write(tmp_path, "multinews", [case(0, question="", task="summarization")])
+    code, out, err = run("multinews", *common, "--out", tmp_path / "three")
+    assert code == 0, err
+    assert 0 <= json.loads(out)["methods"]["blend"]["all"]["rouge_l"] <= 1
+
+
+def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+    """What is wrong is said in one line with the remedy, and no folder is made."""
+    (tmp_path / "broken.jsonl").write_text(json.dumps(case(0)) + "\n{\n")
+    for arguments, says in (
+        (("trivia",), "one of world, musique"),
+        (("world",), "--model"),
+        (("world", "--model", "./no/model"), "config.json"),
+        (("world", "--model", model_dir, "--methods", "magic"), "map_rerank"),
+        (("world", "--model", model_dir, "--ratios", "0.1,lots"), "separated by commas"),
+        (("world", "--model", model_dir, "--cases", "0"), "cases"),
+        (("world", "--model", model_dir, "--device", "abacus"), "abacus"),
+        (("world", "--model", model_dir, "--resume"), "--out"),
+        (("musique", "--model", model_dir), "CACHEBLEND_DATA"),
+        (("musique", "--model", model_dir, "--preset", "best"), "extended"),
+        (("musique", "--model", model_dir, "--data", tmp_path / "broken.jsonl", "--cases", "9", "--out", "bad"), "line 2"),
+        (("report", tmp_path), "not the folder of a run"),
+    ):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, ""), (arguments, err)
+        assert says in err, (arguments, err)
+        assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["world", "musique", "multinews", "report"])
+def test_help_has_an_example(run: CommandLine, command: str) -> None:
+    """Every command explains itself with an example."""
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "cacheblend eval" in out
