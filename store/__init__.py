@@ -3,6 +3,8 @@
 from .catalogue import CatalogueEntry
 from .chunk import ChunkKV, LayerPair
 from .config import StoreConfig
+from .document_table import StoredDocument
+from .documents import StoreDocuments
 from .errors import (
     CacheBlendError,
     ConfigError,
@@ -12,6 +14,7 @@ from .errors import (
     StoreError,
     StoreFullError,
 )
+from .eviction import NamespaceShare
 from .key import ChunkKey
 from .kv_store import KVStore
 from .placement import Placement
@@ -28,12 +31,15 @@ __all__ = [
     "InputError",
     "KVStore",
     "LayerPair",
+    "NamespaceShare",
     "Placement",
     "StoreConfig",
     "StoreDirectoryError",
+    "StoreDocuments",
     "StoreError",
     "StoreFullError",
     "StoreStats",
+    "StoredDocument",
     "TierStats",
     "VerifyReport",
 ]

@@ -1,4 +1,4 @@
-"""Which entries are on NVMe, how large they are and when they were used last, in one SQLite file."""
+"""Which entries are on NVMe, how large they are and when they were used last."""
 
 from __future__ import annotations
 
@@ -6,48 +6,22 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .errors import StoreDirectoryError, StoreError, StoreFullError
+from .database import Database
+from .errors import StoreDirectoryError, StoreError
+from .eviction import Evictable
 from .key import ChunkKey
+from .schema import IS_PINNED, SCHEMA, SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-BUSY_TIMEOUT_S = 30.0
 _MAX_TOUCHED = 1024
 _PAGE = 64
-
-# Totals are kept by triggers: summing 100,000 rows at every put would take longer than the put.
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE entries (
-    digest TEXT PRIMARY KEY,
-    model TEXT NOT NULL,
-    codec TEXT NOT NULL,
-    namespace TEXT NOT NULL,
-    tokens INTEGER NOT NULL,
-    layers INTEGER NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_ns INTEGER NOT NULL,
-    used_ns INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX entries_by_use ON entries (used_ns);
-CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL);
-INSERT INTO totals VALUES (0, 0);
-CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
-    UPDATE totals SET entries = entries + 1, bytes = bytes + new.bytes;
-END;
-CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN
-    UPDATE totals SET entries = entries - 1, bytes = bytes - old.bytes;
-END;
-PRAGMA user_version = {SCHEMA_VERSION};
-COMMIT;
-"""
+_COLUMNS = "digest, model, codec, namespace, tokens, layers, bytes, created_ns, used_ns"
+_TOTALS = "SELECT namespace, count(*), sum(bytes) FROM entries GROUP BY namespace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +37,47 @@ class CatalogueEntry:
 
 
 class Catalogue:
-    """The table of entries; thread-safe. Several processes may share the file.
+    """The table of entries; thread-safe. Several processes may share the file; the first opening must be under their lock.
 
     Uses are noted in memory and written with the next change, so that a hit costs no transaction; a crash forgets the last
     1,024 at most. Times of use only ever grow, even where the clock goes back.
+
+    Args:
+        path: the file, made when missing.
+        found: gives the entries of a store whose catalogue is gone.
 
     Raises:
         StoreDirectoryError: the file cannot be used, or is of another schema.
 
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # Two connections: a lookup does not wait for a change that is being synced to the disk.
-        self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
-        self._writer, self._reader = self._connect(), self._connect()
+    def __init__(self, path: Path, found: Callable[[], Iterable[CatalogueEntry]]) -> None:
+        self.database = Database(path)
         self._touch_lock = threading.Lock()
         self._touched: dict[str, int] = {}
         self._last_ns = 0
         try:
-            with self._errors():
-                self._prepare()
-            ((self._last_ns,),) = self._rows("SELECT coalesce(max(used_ns), 0) FROM entries")
+            self._prepare(path, found)
+            ((self._last_ns,),) = self.database.rows("SELECT coalesce(max(used_ns), 0) FROM entries")
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Close the file; a second call does nothing. Uses that were not written yet are lost: see `save_uses`."""
-        with self._write_lock, self._read_lock:
-            self._writer.close()
-            self._reader.close()
+        self.database.close()
 
     def __contains__(self, digest: str) -> bool:
-        return bool(self._rows("SELECT 1 FROM entries WHERE digest = ?", digest))
+        return bool(self.database.rows("SELECT 1 FROM entries WHERE digest = ?", digest))
 
     def totals(self) -> tuple[int, int]:
         """Number of entries, and bytes of their files."""
-        ((entries, total_bytes),) = self._rows("SELECT entries, bytes FROM totals")
+        ((entries, total_bytes),) = self.database.rows("SELECT coalesce(sum(entries), 0), coalesce(sum(bytes), 0) FROM totals")
         return entries, total_bytes
+
+    def bytes_by_namespace(self) -> dict[str, int]:
+        """Bytes of each namespace's files."""
+        return dict(self.database.rows("SELECT namespace, bytes FROM totals"))
 
     def touch(self, digest: str) -> None:
         """Note that an entry is used now."""
@@ -129,90 +105,106 @@ class Catalogue:
             StoreDirectoryError: the file cannot be written.
 
         """
-        with self._write_lock, self._errors():
-            with self._touch_lock:
-                touched, self._touched = self._touched, {}
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
+        with self._touch_lock:
+            touched, self._touched = self._touched, {}
+        try:
+            with self.database.transaction() as transaction:
                 uses = ((used_ns, digest) for digest, used_ns in touched.items())
-                self._writer.executemany("UPDATE entries SET used_ns = max(used_ns, ?) WHERE digest = ?", uses)
-                self._writer.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in remove))
+                transaction.executemany("UPDATE entries SET used_ns = max(used_ns, ?) WHERE digest = ?", uses)
+                transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in remove))
                 if add is not None:
-                    key = add.key
-                    self._writer.execute("DELETE FROM entries WHERE digest = ?", (key.digest,))
-                    self._writer.execute(
-                        "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                        (
-                            *(key.digest, key.model, key.codec, key.namespace),
-                            *(add.tokens, add.layers, add.bytes, add.created_ns, add.used_ns),
-                        ),
-                    )
-                self._writer.execute("COMMIT")
-            except BaseException:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                with self._touch_lock:
-                    self._touched = touched | self._touched
-                raise
+                    transaction.execute("DELETE FROM entries WHERE digest = ?", (add.key.digest,))
+                    _insert(transaction, [add])
+        except BaseException:
+            with self._touch_lock:
+                self._touched = touched | self._touched
+            raise
 
     def save_uses(self) -> None:
         """Write the uses that were noted; raises as `change` does."""
         if self._touched:
             self.change()
 
-    def by_use(self) -> Iterator[tuple[str, int]]:
-        """Digest and bytes of every entry, the least recently used first."""
+    def evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable]:
+        """Entries that no pinned document has, the least recently used first.
+
+        Args:
+            only: the namespace to take them from; None for all.
+            spare: namespaces to take none from.
+
+        """
         self.save_uses()
+        spare = () if only is not None else tuple(spare)
+        where = "namespace = ?" if only is not None else f"namespace NOT IN ({', '.join('?' * len(spare))})"
+        query = (
+            f"SELECT used_ns, digest, namespace, bytes FROM entries WHERE pinned = 0 AND {where} "
+            "AND (used_ns, digest) > (?, ?) ORDER BY used_ns, digest LIMIT ?"
+        )
         last = (-1, "")
         while True:
-            page = self._rows(
-                "SELECT used_ns, digest, bytes FROM entries WHERE (used_ns, digest) > (?, ?) ORDER BY used_ns, digest LIMIT ?",
-                *last,
-                _PAGE,
-            )
-            for used_ns, digest, entry_bytes in page:
+            page = self.database.rows(query, *(spare if only is None else (only,)), *last, _PAGE)
+            for used_ns, digest, namespace, entry_bytes in page:
                 last = (used_ns, digest)
-                yield digest, entry_bytes
+                yield Evictable(digest, namespace, entry_bytes)
             if len(page) < _PAGE:
                 return
 
     def entries(self) -> list[CatalogueEntry]:
         """Every entry, the least recently used first."""
         self.save_uses()
-        return [
-            CatalogueEntry(ChunkKey(*row[:4]), *row[4:]) for row in self._rows("SELECT * FROM entries ORDER BY used_ns, digest")
-        ]
+        rows = self.database.rows(f"SELECT {_COLUMNS} FROM entries ORDER BY used_ns, digest")
+        return [CatalogueEntry(ChunkKey(*row[:4]), *row[4:]) for row in rows]
 
-    def _rows(self, query: str, *values: str | int) -> list[Any]:
-        with self._read_lock, self._errors():
-            return self._reader.execute(query, values).fetchall()
+    def is_miscounted(self) -> bool:
+        """Whether totals or pins are not what they are when counted anew.
 
-    def _connect(self) -> sqlite3.Connection:
-        with self._errors():
-            # isolation_level=None: `change` alone begins and ends transactions.
-            return sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        Raises:
+            StoreDirectoryError: the file's own structure is broken.
 
-    def _prepare(self) -> None:
-        self._writer.execute("PRAGMA journal_mode = WAL")
-        # What `put` returned is not lost in a power cut; NORMAL would sync at checkpoints alone.
-        self._writer.execute("PRAGMA synchronous = FULL")
-        version = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        """
+        self.database.check()
+        counted: Mapping[str, tuple[int, int]] = {row[0]: row[1:] for row in self.database.rows(_TOTALS)}
+        kept = {row[0]: row[1:] for row in self.database.rows("SELECT * FROM totals")}
+        return counted != kept or bool(self.database.rows(f"SELECT 1 FROM entries WHERE pinned != {IS_PINNED} LIMIT 1"))
+
+    def count_anew(self) -> None:
+        """Count totals and pins from the rows that they follow from."""
+        with self.database.transaction() as transaction:
+            transaction.execute("DELETE FROM totals")
+            transaction.execute(f"INSERT INTO totals {_TOTALS}")
+            transaction.execute(f"UPDATE entries SET pinned = {IS_PINNED}")
+
+    def _prepare(self, path: Path, found: Callable[[], Iterable[CatalogueEntry]]) -> None:
+        ((version,),) = self.database.rows("PRAGMA user_version")
         if version == 0:
-            self._writer.executescript(_SCHEMA)
+            # One transaction: a crash leaves no catalogue that lacks half of the files.
+            with self.database.transaction() as transaction:
+                for statement in SCHEMA:
+                    transaction.execute(statement)
+                _insert(transaction, found())
+                transaction.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
+            older = (
+                ""
+                if version > SCHEMA_VERSION
+                else (
+                    f", or, with no process using the store, move {path.name}* away: it is made again from the entries' files"
+                )
+            )
             raise StoreDirectoryError(
-                f"{self._path} has schema {version}, this version of cacheblend reads {SCHEMA_VERSION}; "
-                "use the version that made it, or a new folder (chunks are computed again)"
+                f"{path} has schema {version}, this version of cacheblend reads {SCHEMA_VERSION}; "
+                f"use the version that made it{older}"
             )
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-                raise StoreFullError(f"no room on the disk for {self._path}: {error}; free space") from error
-            raise StoreDirectoryError(
-                f"{self._path} cannot be used: {error}; check that the folder is writable, or move catalogue.sqlite* away "
-                "and run `cacheblend store verify --repair`, which makes it again from the entries' files"
-            ) from error
+
+def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogueEntry]) -> None:
+    transaction.executemany(
+        f"INSERT INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            (
+                *(entry.key.digest, entry.key.model, entry.key.codec, entry.key.namespace),
+                *(entry.tokens, entry.layers, entry.bytes, entry.created_ns, entry.used_ns),
+            )
+            for entry in entries
+        ),
+    )

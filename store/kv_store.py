@@ -15,6 +15,7 @@ from .background import Background
 from .catalogue import CatalogueEntry
 from .chunk import ChunkKV
 from .config import StoreConfig
+from .documents import StoreDocuments
 from .entry import EncodedEntry
 from .errors import StoreError, StoreFullError
 from .key import ChunkKey
@@ -22,7 +23,7 @@ from .nvme_tier import NvmeTier
 from .pins import Pins
 from .placement import Placement
 from .ram_tier import RamTier
-from .stats import StoreStats, TierStats
+from .stats import Events, StoreStats, TierStats
 from .store_folder import StoreFolder
 from .verify import VerifyReport, verify
 
@@ -45,12 +46,12 @@ class KVStore:
         self._closed = True  # until all of it is open
         self.config = config
         self._pins = Pins()
-        self._ram = RamTier(config.ram_budget_bytes, self._pins)
-        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), config.nvme_budget_bytes, self._pins)
+        self._ram = RamTier(config.ram_budget(), self._pins)
+        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), config.nvme_budget(), self._pins)
         self._background = Background(config.queue_bytes)
+        self._events = Events()
         self._lock = threading.Lock()  # of what follows; never held while waiting for the disk
         self._pending: dict[str, EncodedEntry] = {}
-        self._ram_hits, self._nvme_hits, self._misses, self._failed_writes = 0, 0, 0, 0
         self._closed = False
 
     def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True) -> None:
@@ -92,8 +93,7 @@ class KVStore:
             self._keep_in_ram(entry)
             self._background.submit(partial(self._write_pending, entry), entry.nbytes)
         except BaseException:
-            self._forget_pending(entry)
-            self._ram.discard(digest)
+            self._forget([digest])
             raise
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
@@ -102,17 +102,15 @@ class KVStore:
         if (entry := self._in_ram(key.digest)) is not None:
             return entry.chunk(copy=True)
         if (entry := self._nvme.load(key.digest)) is not None:
-            with self._lock:
-                self._nvme_hits += 1
+            self._events.count("nvme_hit")
             return entry.chunk(copy=self._keep_in_ram(entry))
-        with self._lock:
-            self._misses += 1
+        self._events.count("miss")
         return None
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether `get` would find the key, unless its file is damaged; reads no file and is not a use."""
         self._check_open()
-        return key.digest in self._pending or key.digest in self._ram or key.digest in self._nvme
+        return key.digest in self._pending or key.digest in self._nvme
 
     @contextmanager
     def pin(self, keys: Iterable[ChunkKey]) -> Iterator[list[Placement | None]]:
@@ -137,23 +135,31 @@ class KVStore:
             self._background.offer(partial(self._promote, slow))
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove an entry, pinned or not; False where there was none. Another process may still serve its copy in RAM."""
+        """Remove an entry, pinned or not, for every process; False where there was none."""
         self._check_open()
-        with self._nvme.exclusive:
-            with self._lock:
-                pending = self._pending.pop(key.digest, None)
+        with self._nvme.exclusive():
+            pending = self._pending.get(key.digest)
             removed = self._nvme.remove([key.digest])
-            self._ram.discard(key.digest)
+            self._forget([key.digest])
         return bool(removed) or pending is not None
 
     def clear(self) -> None:
-        """Remove every entry, pinned ones and those of other processes too, and the files that were set aside."""
+        """Remove every entry, pinned ones and those of other processes too, and the files that were set aside.
+
+        Documents stay known, so that what is stored of them later is still pinned, and dropped with them.
+        """
         self._check_open()
-        with self._nvme.exclusive:
+        with self._nvme.exclusive():
             with self._lock:
                 self._pending.clear()
             self._nvme.clear()
             self._ram.clear()
+
+    @property
+    def documents(self) -> StoreDocuments:
+        """The documents that the chunks belong to."""
+        self._check_open()
+        return StoreDocuments(self._nvme, self._forget)
 
     def ls(self) -> list[CatalogueEntry]:
         """Every entry on NVMe, the least recently used first."""
@@ -171,8 +177,7 @@ class KVStore:
         self._check_open()
         report = verify(self._nvme, repair=repair, on_progress=on_progress)
         if repair:
-            for digest in self._nvme.shrink():
-                self._ram.discard(digest)
+            self._forget(self._nvme.shrink())
         return report
 
     def stats(self) -> StoreStats:
@@ -182,13 +187,13 @@ class KVStore:
         ram, nvme = self._ram, self._nvme
         with self._lock:
             return StoreStats(
-                ram=TierStats(len(ram), ram.bytes, ram.budget_bytes, self._ram_hits, ram.evictions),
-                nvme=TierStats(entries, total_bytes, nvme.budget_bytes, self._nvme_hits, nvme.evictions),
-                misses=self._misses,
+                ram=TierStats(len(ram), ram.bytes, ram.budget.bytes, self._events["ram_hit"], ram.evictions),
+                nvme=TierStats(entries, total_bytes, nvme.budget.bytes, self._events["nvme_hit"], nvme.evictions),
+                misses=self._events["miss"],
                 damaged=nvme.damaged,
                 pending_writes=len(self._pending),
                 pending_bytes=sum(entry.nbytes for entry in self._pending.values()),
-                failed_writes=self._failed_writes,
+                failed_writes=self._events["failed_write"],
             )
 
     def flush(self) -> None:
@@ -232,25 +237,30 @@ class KVStore:
 
     def _in_ram(self, digest: str) -> EncodedEntry | None:
         """The entry in RAM or on its way to NVMe, counted as a hit and a use."""
-        with self._lock:
-            entry = self._pending.get(digest)
-        entry = self._ram.get(digest) or entry
-        if entry is not None:
-            with self._lock:
-                self._ram_hits += 1
+        pending, entry = self._pending.get(digest), self._ram.get(digest)
+        if pending is None and entry is not None and digest not in self._nvme:  # another process has removed it
+            self._ram.discard(digest)
+            return None
+        if (entry := entry or pending) is not None:
+            self._events.count("ram_hit")
             self._nvme.catalogue.touch(digest)
         return entry
 
     def _place(self, digest: str) -> Placement | None:
         if (entry := self._in_ram(digest)) is not None:
             return Placement(entry, self._set_aside)
-        file = self._nvme.open(digest)
-        with self._lock:
-            if file is None:
-                self._misses += 1
-                return None
-            self._nvme_hits += 1
+        if (file := self._nvme.open(digest)) is None:
+            self._events.count("miss")
+            return None
+        self._events.count("nvme_hit")
         return Placement(file, self._set_aside)
+
+    def _forget(self, digests: Iterable[str]) -> None:
+        """Let go of what waits to be written, and of copies in RAM."""
+        for digest in digests:
+            with self._lock:
+                self._pending.pop(digest, None)
+            self._ram.discard(digest)
 
     def _set_aside(self, digest: str, layer: int) -> None:
         self._nvme.set_aside(digest, [layer])
@@ -276,20 +286,15 @@ class KVStore:
         self._keep_in_ram(entry)
 
     def _write_pending(self, entry: EncodedEntry) -> None:
-        with self._nvme.exclusive:
-            if self._pending.get(entry.info.key.digest) is not entry:
+        digest = entry.info.key.digest
+        with self._nvme.exclusive():
+            if self._pending.get(digest) is not entry:
                 return  # deleted, or given up, while it waited
             try:
                 self._write(entry)
             except BaseException:
-                self._failed_writes += 1
-                self._forget_pending(entry)
-                self._ram.discard(entry.info.key.digest)
+                self._events.count("failed_write")
+                self._forget([digest])
                 raise
-            self._forget_pending(entry)
-
-    def _forget_pending(self, entry: EncodedEntry) -> None:
-        digest = entry.info.key.digest
-        with self._lock:
-            if self._pending.get(digest) is entry:
-                del self._pending[digest]
+            with self._lock:
+                self._pending.pop(digest, None)

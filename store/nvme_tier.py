@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .catalogue import Catalogue, CatalogueEntry
-from .entry import EncodedEntry, EntryInfo
+from .entry import EncodedEntry
 from .entry_file import EntryFile, write_file
 from .entry_header import EntryHeader
 from .errors import DamagedEntryError, StoreError, StoreFullError
+from .eviction import TierBudget
+from .journal import Journal
 from .pins import Pins
 from .store_folder import StoreFolder
 from .write_lock import WriteLock
@@ -23,19 +25,23 @@ logger = logging.getLogger(__name__)
 class NvmeTier:
     """Files and rows of entries, the least recently used evicted first. Thread-safe, and safe among processes.
 
-    A file is synced and renamed before its row is written; a row goes before its file. So a crash leaves a file without a
-    row, which `verify` finds, never a row without a file. Every change is made under `exclusive`, which is re-entrant.
+    A file is synced and renamed before its row is written; a row goes before its file. So an entry is there exactly while its
+    row is, and every row has its whole file. A file without a row goes at the end of the change that left it so or, where the
+    process died in it, before the next change by any process (`Journal`).
     """
 
-    def __init__(self, folder: StoreFolder, budget_bytes: int, pins: Pins) -> None:
-        self.folder, self.budget_bytes, self._pins = folder, budget_bytes, pins
+    def __init__(self, folder: StoreFolder, budget: TierBudget, pins: Pins) -> None:
+        self.folder, self.budget, self._pins = folder, budget, pins
         self.evictions, self.damaged = 0, 0
         with ExitStack() as opened:
-            self.exclusive = WriteLock(folder.lock)
-            opened.callback(self.exclusive.close)
-            with self.exclusive:
-                self.catalogue = Catalogue(folder.catalogue)
+            self._lock = WriteLock(folder.lock)
+            opened.callback(self._lock.close)
+            self._journal = Journal(folder.journal)
+            opened.callback(self._journal.close)
+            with self._lock:
+                self.catalogue = Catalogue(folder.catalogue, self._entries_of_files)
                 opened.callback(self.catalogue.close)
+            with self.exclusive():
                 self.leftovers(remove=True)
                 self.shrink()
             self._opened = opened.pop_all()
@@ -43,6 +49,24 @@ class NvmeTier:
     def close(self) -> None:
         """Close catalogue and lock; uses that were not saved are lost."""
         self._opened.close()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Alone among threads and processes, with what a killed process left half done finished; re-entrant."""
+        with self._lock:
+            if self._lock.depth == 1 and (unfinished := self._journal.unfinished()):
+                logger.warning("a process died while it changed %d entries of %s", len(unfinished), self.folder.root)
+                self._end_change(unfinished)
+            yield
+
+    @contextmanager
+    def changing(self, digests: Sequence[str]) -> Iterator[None]:
+        """A change of rows and files of these entries; the files of those without a row at its end are removed."""
+        self._journal.begin(digests)
+        try:
+            yield
+        finally:
+            self._end_change(digests)
 
     def __contains__(self, digest: str) -> bool:
         return not self._pins.is_leaving(digest) and digest in self.catalogue
@@ -81,31 +105,34 @@ class NvmeTier:
             StoreDirectoryError: the folder cannot be written.
 
         """
-        digest = entry.info.key.digest
-        with self.exclusive:
-            if digest in self.catalogue:
-                self.catalogue.touch(digest)
+        key = entry.info.key
+        with self.exclusive():
+            if key.digest in self.catalogue:
+                self.catalogue.touch(key.digest)
                 return ()
             header = EntryHeader.of(entry).pack()
             file_bytes = len(header) + entry.nbytes
-            with self._making_room(file_bytes) as victims:
-                path = self.folder.new_entry_path(digest)
-                write_file(header, entry, self.folder.writing / digest, path)
-                try:
-                    self._list(entry.info, file_bytes, self.catalogue.now_ns(), remove=victims)
-                except BaseException:
-                    path.unlink(missing_ok=True)
-                    raise
-            self._unlink(victims)
+            with self._making_room(key.namespace, file_bytes) as victims, self.changing([key.digest, *victims]):
+                path = self.folder.new_entry_path(key.digest)
+                write_file(header, entry, self.folder.writing / key.digest, path)
+                now_ns = self.catalogue.now_ns()
+                row = CatalogueEntry(key, len(entry.info.token_ids), entry.info.layers, file_bytes, now_ns, now_ns)
+                self.catalogue.change(add=row, remove=victims)
             return victims
 
     def remove(self, digests: Iterable[str]) -> int:
         """Remove entries, pinned or not (who reads one keeps its file open); gives how many there were."""
-        with self.exclusive:
+        with self.exclusive():
             known = [digest for digest in digests if digest in self.catalogue]
             if known:
-                self.catalogue.change(remove=known)
-                self._unlink(known)
+                with self.changing(known):
+                    try:
+                        self.catalogue.change(remove=known)
+                    except StoreFullError:
+                        # On a full disk the catalogue may have room for the change only after the files are gone.
+                        for digest in known:
+                            self.folder.entry_path(digest).unlink(missing_ok=True)
+                        self.catalogue.change(remove=known)
             return len(known)
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
@@ -113,7 +140,7 @@ class NvmeTier:
 
         They do where another thread or process has set the entry aside, or evicted it, and written it again since.
         """
-        with self.exclusive:
+        with self.exclusive():
             if digest not in self.catalogue:
                 return
             path = self.folder.entry_path(digest)
@@ -126,79 +153,98 @@ class NvmeTier:
                 logger.warning("entry %s is a miss and set aside in %s: %s", digest, self.folder.damaged, damage)
             self.damaged += 1
             try:
-                self.catalogue.change(remove=[digest])
-                with suppress(FileNotFoundError):
-                    os.replace(path, self.folder.damaged / digest)
+                with self.changing([digest]):
+                    self.catalogue.change(remove=[digest])
+                    self.folder.set_aside(path)
             except (StoreError, OSError) as error:
                 logger.error("the damaged entry %s cannot be set aside: %s", digest, error)
 
     def adopt(self, path: Path) -> None:
-        """Enter a file that has no row into the catalogue, as last used when it was written; set it aside if it is damaged."""
-        digest = path.name
-        with self.exclusive:
+        """Enter a whole file into the catalogue, in place of what that says of it; set it aside if it is damaged."""
+        with self.exclusive():
             try:
-                with EntryFile.open(path, digest) as file:
+                with EntryFile.open(path, path.name) as file:
                     file.load()
-                    if path != self.folder.entry_path(digest):
-                        raise DamagedEntryError(f"{path} is not where its entry belongs")
-                    self._list(file.info, file.file_bytes, min(path.stat().st_mtime_ns, self.catalogue.now_ns()))
+                    self.catalogue.change(add=self.row_of(file, path))
             except DamagedEntryError as damage:
                 logger.warning("a file without an entry is set aside in %s: %s", self.folder.damaged, damage)
-                os.replace(path, self.folder.damaged / digest)
+                self.folder.set_aside(path)
 
     def clear(self) -> None:
         """Remove every entry, and the files that were set aside."""
-        with self.exclusive:
+        with self.exclusive():
             self.remove(row.key.digest for row in self.catalogue.entries())
             for path in self.folder.damaged.iterdir():
                 path.unlink()
 
     def shrink(self) -> Sequence[str]:
         """Evict entries until the budget holds, as far as pins allow; gives their digests."""
-        with self.exclusive, self._making_room(0) as victims:
+        with self.exclusive(), self._making_room(None, 0) as victims:
             if victims:
-                self.catalogue.change(remove=victims)
-                self._unlink(victims)
+                with self.changing(victims):
+                    self.catalogue.change(remove=victims)
             return victims
 
     def leftovers(self, *, remove: bool) -> int:
         """How many files there are whose writing was cut off by a crash."""
-        with self.exclusive:
+        with self.exclusive():
             leftovers = list(self.folder.writing.iterdir())
             for path in leftovers if remove else ():
                 path.unlink()
             return len(leftovers)
 
+    def row_of(self, file: EntryFile, path: Path) -> CatalogueEntry:
+        """The row that a file should have, as last used when it was written."""
+        info = file.info
+        if path != self.folder.entry_path(info.key.digest):
+            raise DamagedEntryError(f"{path} is not where its entry belongs")
+        written_ns = min(path.stat().st_mtime_ns, time.time_ns())
+        return CatalogueEntry(info.key, len(info.token_ids), info.layers, file.file_bytes, written_ns, written_ns)
+
     @contextmanager
-    def _making_room(self, file_bytes: int) -> Iterator[list[str]]:
+    def _making_room(self, namespace: str | None, file_bytes: int) -> Iterator[list[str]]:
         """Choose entries to evict until an entry of `file_bytes` fits; inside, they count as misses and cannot be pinned."""
-        excess = self.catalogue.totals()[1] + file_bytes - self.budget_bytes
         victims: list[str] = []
+
+        def take(digest: str) -> bool:
+            free = self._pins.start_leaving(digest)
+            if free:
+                victims.append(digest)
+            return free
+
         try:
-            if excess > 0 and file_bytes <= self.budget_bytes:
-                for digest, victim_bytes in self.catalogue.by_use():
-                    if self._pins.start_leaving(digest):
-                        victims.append(digest)
-                        excess -= victim_bytes
-                        if excess <= 0:
-                            break
-            if excess > 0 and file_bytes:
+            held = self.catalogue.bytes_by_namespace()
+            if not self.budget.choose(namespace, file_bytes, held, self.catalogue.evictable, take) and namespace is not None:
                 raise StoreFullError(
-                    f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget_bytes} beside what is "
-                    "pinned; raise the budget, split the chunk, or release pins"
+                    f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget.bytes} (of which namespace "
+                    f"{namespace!r} may hold {self.budget.most(namespace)}) beside what is pinned or reserved for others; "
+                    "raise the budget, split the chunk, or unpin documents"
                 )
             yield victims
             self.evictions += len(victims)
         finally:
             self._pins.stop_leaving(victims)
 
-    def _list(self, info: EntryInfo, file_bytes: int, used_ns: int, remove: Iterable[str] = ()) -> None:
-        row = CatalogueEntry(info.key, len(info.token_ids), info.layers, file_bytes, used_ns, used_ns)
-        self.catalogue.change(add=row, remove=remove)
+    def _end_change(self, digests: Sequence[str]) -> None:
+        try:
+            for digest in digests:
+                if digest not in self.catalogue:
+                    for path in (self.folder.writing / digest, self.folder.entry_path(digest)):
+                        path.unlink(missing_ok=True)
+            self._journal.end()
+        except (OSError, StoreError) as error:
+            logger.warning("files of entries that are gone stay until the next change: %s", error)
 
-    def _unlink(self, digests: Iterable[str]) -> None:
-        for digest in digests:
+    def _entries_of_files(self) -> Iterator[CatalogueEntry]:
+        """What the headers of all files say: the catalogue is made again from it. A layer is checked when it is read."""
+        count = 0
+        for path in self.folder.entry_files():
             try:
-                self.folder.entry_path(digest).unlink(missing_ok=True)
-            except OSError as error:
-                logger.warning("the file of the removed entry %s stays: %s", digest, error)
+                with EntryFile.open(path, path.name) as file:
+                    yield self.row_of(file, path)
+                count += 1
+            except DamagedEntryError as damage:
+                logger.warning("a file is set aside in %s: %s", self.folder.damaged, damage)
+                self.folder.set_aside(path)
+        if count:
+            logger.warning("%s was gone: made again from %d files; no document is known", self.folder.catalogue, count)

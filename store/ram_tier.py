@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 
 from .entry import EncodedEntry
+from .eviction import Evictable, TierBudget
 from .pins import Pins
 
 
 class RamTier:
     """Entries by digest, up to a byte budget; pinned ones are never dropped to make room. Thread-safe."""
 
-    def __init__(self, budget_bytes: int, pins: Pins) -> None:
-        self.budget_bytes, self._pins = budget_bytes, pins
-        self.bytes, self.evictions = 0, 0
+    def __init__(self, budget: TierBudget, pins: Pins) -> None:
+        self.budget, self._pins = budget, pins
+        self.evictions = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, EncodedEntry] = OrderedDict()
+        self._held: Counter[str] = Counter()  # bytes by namespace
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._entries
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all entries."""
+        return self._held.total()
 
     def get(self, digest: str) -> EncodedEntry | None:
         """The entry, now the most recently used; None where it is not held."""
@@ -38,31 +46,46 @@ class RamTier:
             if digest in self._entries:
                 self._entries.move_to_end(digest)
                 return True
-            excess = self.bytes + entry.nbytes - self.budget_bytes
-            victims = []
-            for candidate, held in self._entries.items():
-                if excess <= 0:
-                    break
-                if not self._pins.is_pinned(candidate):
+            victims: list[str] = []
+
+            def take(candidate: str) -> bool:
+                free = not self._pins.is_pinned(candidate)
+                if free:
                     victims.append(candidate)
-                    excess -= held.nbytes
-            if excess > 0:
+                return free
+
+            namespace = entry.info.key.namespace
+            if not self.budget.choose(namespace, entry.nbytes, self._held, self._evictable, take):
                 return False
             for victim in victims:
-                self.bytes -= self._entries.pop(victim).nbytes
+                self._drop(victim)
             self.evictions += len(victims)
             self._entries[digest] = entry
-            self.bytes += entry.nbytes
+            self._held[namespace] += entry.nbytes
             return True
 
     def discard(self, digest: str) -> None:
         """Let go of an entry, pinned or not: who reads it keeps its memory."""
         with self._lock:
-            if (entry := self._entries.pop(digest, None)) is not None:
-                self.bytes -= entry.nbytes
+            if digest in self._entries:
+                self._drop(digest)
 
     def clear(self) -> None:
         """Let go of every entry."""
         with self._lock:
             self._entries.clear()
-            self.bytes = 0
+            self._held.clear()
+
+    def _drop(self, digest: str) -> None:
+        entry = self._entries.pop(digest)
+        namespace = entry.info.key.namespace
+        self._held[namespace] -= entry.nbytes
+        if not self._held[namespace]:
+            del self._held[namespace]
+
+    def _evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable]:
+        spared = frozenset(spare)
+        for digest, entry in self._entries.items():
+            namespace = entry.info.key.namespace
+            if namespace == only or (only is None and namespace not in spared):
+                yield Evictable(digest, namespace, entry.nbytes)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
+
+Event = Literal["ram_hit", "nvme_hit", "miss", "failed_write"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +48,19 @@ class StoreStats:
     def as_dict(self) -> dict[str, object]:
         """Plain numbers and dicts, for JSON."""
         return dataclasses.asdict(self)
+
+
+class Events:
+    """Counts what happens in a store; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, event: Event) -> None:
+        """One more of them."""
+        with self._lock:
+            self._counts[event] += 1
+
+    def __getitem__(self, event: Event) -> int:
+        return self._counts[event]

@@ -3,9 +3,10 @@
 store.json           marker: what this folder is, and its format version
 catalogue.sqlite     which entries there are
 lock                 held by the process that changes files or catalogue
+journal              the entries that it is changing; empty between changes
 entries/ab/abcd...   one file an entry, in folders by the first two digits of its key
 writing/             files that are being written; left over there after a crash
-damaged/             files whose bytes were not the ones written, set aside
+damaged/             files whose bytes were not the ones written, set aside; the last few, outside the budget
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from .disk import sync_folder, write_error
@@ -22,6 +24,7 @@ from .errors import StoreDirectoryError
 STORE_FORMAT = 1
 _KIND = "cacheblend-store"
 _NEW_MARKER = "store.json.new"
+_KEPT_DAMAGED = 8
 _IGNORED = ("lost+found", _NEW_MARKER)  # the root of a fresh file system is an empty folder too
 
 
@@ -38,7 +41,7 @@ class StoreFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.catalogue, self.lock = root / "catalogue.sqlite", root / "lock"
+        self.catalogue, self.lock, self.journal = (root / name for name in ("catalogue.sqlite", "lock", "journal"))
         self._marker, self._entries, self.writing, self.damaged = (
             root / name for name in ("store.json", "entries", "writing", "damaged")
         )
@@ -72,8 +75,18 @@ class StoreFolder:
         return path
 
     def entry_files(self) -> Iterator[Path]:
-        """Every file of the entries' folders."""
-        return (path for path in sorted(self._entries.glob("*/*")) if path.is_file())
+        """Every file of the entries' folders, in order."""
+        for folder in sorted(self._entries.iterdir()):
+            if folder.is_dir():
+                yield from (path for path in sorted(folder.iterdir()) if path.is_file())
+
+    def set_aside(self, path: Path) -> None:
+        """Move a damaged file away, for whoever wants to see what happened to it; drops the oldest of such files."""
+        with suppress(FileNotFoundError):
+            os.replace(path, self.damaged / path.name)
+            os.utime(self.damaged / path.name)
+        for old in sorted(self.damaged.iterdir(), key=lambda file: file.stat().st_mtime_ns)[:-_KEPT_DAMAGED]:
+            old.unlink(missing_ok=True)
 
     def _make(self) -> None:
         strangers = sorted(path.name for path in self.root.iterdir() if not path.name.startswith(_IGNORED))
@@ -83,7 +96,10 @@ class StoreFolder:
             )
         # Renamed into place: a crash leaves no half-written marker, which would make the folder a stranger.
         new = self.root / f"{_NEW_MARKER}.{os.getpid()}"
-        new.write_text(json.dumps({"kind": _KIND, "format": STORE_FORMAT}) + "\n")
+        with new.open("w") as file:
+            file.write(json.dumps({"kind": _KIND, "format": STORE_FORMAT}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, self._marker)
         sync_folder(self.root)
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .catalogue import CatalogueEntry
 from .entry_file import EntryFile
 from .errors import DamagedEntryError
 from .nvme_tier import NvmeTier
@@ -20,8 +21,10 @@ class VerifyReport:
         bytes: bytes of their files.
         damaged: entries whose file is not what was written; repaired by setting them aside.
         missing: entries without a file; repaired by dropping them.
+        misstated: entries of which the catalogue says something else than their file; repaired by what the file says.
         orphans: files without an entry; repaired by entering whole ones into the catalogue and setting others aside.
         leftovers: files that a crash left half written; removed.
+        miscounted: whether the catalogue's totals and pins do not follow from its entries; repaired by counting anew.
         repaired: whether it was all mended.
 
     """
@@ -30,14 +33,16 @@ class VerifyReport:
     bytes: int
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
+    misstated: tuple[str, ...]
     orphans: tuple[str, ...]
     leftovers: int
+    miscounted: bool
     repaired: bool
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found."""
-        return not (self.damaged or self.missing or self.orphans or self.leftovers)
+        return not (self.damaged or self.missing or self.misstated or self.orphans or self.leftovers or self.miscounted)
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
@@ -54,20 +59,24 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
 
     """
     leftovers = nvme.leftovers(remove=repair)
+    with nvme.exclusive():
+        if (miscounted := nvme.catalogue.is_miscounted()) and repair:
+            nvme.catalogue.count_anew()
     rows = nvme.catalogue.entries()
-    damaged: list[str] = []
-    missing: list[str] = []
+    found: dict[str, list[str]] = {"damaged": [], "missing": [], "misstated": []}
     for done, row in enumerate(rows, start=1):
         digest = row.key.digest
-        if not _is_whole(nvme, digest) and digest in nvme:
-            (damaged if nvme.folder.entry_path(digest).exists() else missing).append(digest)
-            if repair:
+        if (trouble := _trouble(nvme, row)) and digest in nvme:
+            found[trouble].append(digest)
+            if repair and trouble == "misstated":
+                nvme.adopt(nvme.folder.entry_path(digest))
+            elif repair:
                 nvme.set_aside(digest, range(row.layers))
         if on_progress is not None:
             on_progress(done, len(rows))
     orphans = []
     for path in nvme.folder.entry_files():
-        with nvme.exclusive:
+        with nvme.exclusive():
             if path.name not in nvme.catalogue and path.exists():
                 orphans.append(path.name)
                 if repair:
@@ -75,19 +84,24 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
     return VerifyReport(
         entries=len(rows),
         bytes=sum(row.bytes for row in rows),
-        damaged=tuple(damaged),
-        missing=tuple(missing),
+        damaged=tuple(found["damaged"]),
+        missing=tuple(found["missing"]),
+        misstated=tuple(found["misstated"]),
         orphans=tuple(orphans),
         leftovers=leftovers,
+        miscounted=miscounted,
         repaired=repair,
     )
 
 
-def _is_whole(nvme: NvmeTier, digest: str) -> bool:
+def _trouble(nvme: NvmeTier, row: CatalogueEntry) -> str | None:
+    path = nvme.folder.entry_path(row.key.digest)
     try:
-        with EntryFile.open(nvme.folder.entry_path(digest), digest) as file:
+        with EntryFile.open(path, row.key.digest) as file:
             for layer in range(file.info.layers):
                 file.read_layer(layer)
+            told = nvme.row_of(file, path)
     except DamagedEntryError:
-        return False
-    return True
+        return "damaged" if path.exists() else "missing"
+    same = (told.key, told.tokens, told.layers, told.bytes) == (row.key, row.tokens, row.layers, row.bytes)
+    return None if same else "misstated"

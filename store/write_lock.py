@@ -12,10 +12,10 @@ from .disk import write_error
 
 
 class WriteLock:
-    """A re-entrant lock on a file; a context manager.
+    """A re-entrant lock on a file; a context manager. The system frees it when its process dies.
 
-    Files and catalogue change only under it, so that neither is ever seen between the two, and what is found in the folder
-    of files being written, while it is held, was left by a crash.
+    Files and catalogue change only under it, so that neither is ever seen between the two, and what a journal or the folder
+    of files being written holds when it is taken was left by a crash.
 
     Raises:
         StoreDirectoryError: the file cannot be opened for writing.
@@ -28,22 +28,22 @@ class WriteLock:
         except OSError as error:
             raise write_error(path, error) from error
         self._threads = threading.RLock()
-        self._depth = 0
+        self.depth = 0
 
     def __enter__(self) -> None:
         self._threads.acquire()
         try:
-            if not self._depth:
+            if not self.depth:
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
-            self._depth += 1
+            self.depth += 1
         except BaseException:
             self._threads.release()
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._depth -= 1
+        self.depth -= 1
         try:
-            if not self._depth:
+            if not self.depth:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
             self._threads.release()

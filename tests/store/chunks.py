@@ -61,3 +61,10 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.002)
+
+
+def flip_last_byte(path: Path) -> None:
+    """Alter one bit of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)

@@ -17,7 +17,7 @@ PAIRS = [make_chunk(seed) for seed in range(8)]
 def test_readable_at_once_and_durable_after_flush(open_store) -> None:
     """An entry that waits is got, found and counted; after `flush` it is on NVMe."""
     store = open_store(ram_budget_bytes=1)
-    with store._nvme.exclusive:  # holds the background's writer up
+    with store._nvme.exclusive():  # holds the background's writer up
         for pair in PAIRS:
             store.put(*pair, flush=False)
         assert all(same(store.get(key), kv) for key, kv in PAIRS)
@@ -43,7 +43,7 @@ def test_close_writes_what_waits(open_store) -> None:
 def test_the_queue_is_bounded(open_store) -> None:
     """A put blocks while more bytes wait than the queue may hold."""
     store = open_store(queue_bytes=2 * RAM_BYTES)
-    with store._nvme.exclusive:
+    with store._nvme.exclusive():
         for pair in PAIRS[:2]:
             store.put(*pair, flush=False)
         third = threading.Thread(target=lambda: store.put(*PAIRS[2], flush=False))
@@ -58,7 +58,7 @@ def test_the_queue_is_bounded(open_store) -> None:
 def test_a_synchronous_put_of_what_waits(open_store) -> None:
     """Putting a waiting entry with `flush` returns when it is durable."""
     store = open_store()
-    with store._nvme.exclusive:
+    with store._nvme.exclusive():
         store.put(*PAIRS[0], flush=False)
         store.put(*PAIRS[0])
         assert store.stats().nvme.entries == 1
@@ -69,7 +69,7 @@ def test_a_synchronous_put_of_what_waits(open_store) -> None:
 def test_deleted_before_it_is_written(open_store) -> None:
     """An entry that is deleted while it waits is never written."""
     store = open_store()
-    with store._nvme.exclusive:
+    with store._nvme.exclusive():
         for pair in PAIRS[:3]:
             store.put(*pair, flush=False)
         assert store.delete(PAIRS[1][0])

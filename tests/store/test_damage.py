@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunks import FILE_BYTES, file_of, files_under, make_chunk, same
+from chunks import FILE_BYTES, file_of, files_under, flip_last_byte, make_chunk, same
 
 from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
 
 PAIRS = [make_chunk(seed) for seed in range(3)]
 KEY, KV = PAIRS[0]
-
-
-def flip_last_byte(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

@@ -105,12 +105,11 @@ def test_catalogue_that_is_not_one(tmp_path: Path) -> None:
         store.put(KEY, KV)
     for path in tmp_path.glob("catalogue.sqlite*"):
         path.write_bytes(b"garbage" * 1000)
-    refuse(tmp_path, "verify --repair")
+    refuse(tmp_path, r"move catalogue.sqlite\* away")
     for path in tmp_path.glob("catalogue.sqlite*"):
         path.unlink()
     with KVStore(StoreConfig(directory=tmp_path)) as store:
-        assert KEY not in store
-        assert store.verify(repair=True).orphans == (str(KEY),)
+        assert store.verify().ok
         assert same(store.get(KEY), KV)
 
 
