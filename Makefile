@@ -1,11 +1,12 @@
 # make demo    set up .venv and run the main job: a question over real passages, the four methods side by side
+# make figures the paper's figures, with the packaged reader or READER=path/to/model
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := blend eval eval/data eval/figures eval/methods eval/metrics eval/run eval/world loader retriever service store
 MODEL ?= .demo/model
 
-.PHONY: demo check lint types imports test format bench clean
+.PHONY: demo check lint types imports test format bench figures clean
 
 demo: $(BIN)/.linked $(MODEL)/config.json
 	$(BIN)/cacheblend demo $(MODEL) $(if $(PASSAGES),--passages $(PASSAGES)) $(DEMO_ARGS)
@@ -31,6 +32,9 @@ format: $(BIN)/.linked
 
 bench: $(BIN)/.linked
 	$(BIN)/python scripts/bench_fusor.py
+
+figures: $(BIN)/.linked
+	$(BIN)/cacheblend eval figures --out figures $(if $(READER),--model $(READER)) $(FIGURES_ARGS)
 
 clean:
 	rm -rf .venv .demo build dist *.egg-info

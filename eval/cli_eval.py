@@ -43,6 +43,12 @@ Model = Annotated[
     str | None,
     typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help="Model directory or hub id; left out, the packaged reader."),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data", envvar=DATA_VARIABLE, help="The set's .jsonl or .jsonl.gz, a folder that has it, or a hub data set."
+    ),
+]
 Methods = Annotated[str, typer.Option("--methods", help=f"Comma-separated, of {', '.join(METHODS)}.")]
 Ratios = Annotated[str, typer.Option("--ratios", help="Comma-separated recompute ratios, 0..1, of the methods that take one.")]
 Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")]
@@ -87,12 +93,7 @@ def world(
 def data_set(
     context: typer.Context,
     model: Model = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data", envvar=DATA_VARIABLE, help="The set's .jsonl or .jsonl.gz, a folder that holds it, or a hub data set."
-        ),
-    ] = None,
+    data: Data = None,
     preset: Annotated[str, typer.Option(help=f"Set-up: {' or '.join(PRESETS)}.")] = "paper",
     methods: Methods = DEFAULT_METHODS,
     ratios: Ratios = str(DEFAULT_RATIO),
@@ -133,6 +134,41 @@ def report(runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")])
     from .run import report as make_report
 
     typer.echo(make_report(runs), nl=False)
+
+
+@app.command("figures")
+def figures(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the figures and their runs; one begun is gone on with.")],
+    model: Model = None,
+    name: Annotated[str, typer.Option("--data-set", help=f"world, or one of {', '.join(DATA_SETS)}.")] = "world",
+    data: Data = None,
+    seed: Seed = _WORLD.seed,
+    cases: Annotated[int, typer.Option(help="Cases of each run; there are nine.")] = 40,
+    max_tokens: MaxTokens = None,
+    device: options.Device = options.DEFAULTS["device"],
+    dtype: options.Dtype = options.DEFAULTS["dtype"],
+    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    as_json: options.Json = False,
+) -> None:
+    """Draw the paper's figures, PNG and CSV, from runs on a data set and measurements of the model.
+
+    Examples:
+        cacheblend eval figures --out figures
+
+        cacheblend eval figures --model ./model --data-set musique --data ./data --out figures
+    """
+    source: RequestSource = WorldSource(seed=seed, cases=cases)
+    if name != "world":
+        source = FileSource(name=name, data=data, cases=cases, seed=seed)
+    config = _config(source, model, DEFAULT_METHODS, str(DEFAULT_RATIO), max_tokens, device, dtype, allow_unverified)
+    from .figures import draw_figures
+
+    with options.progress_bars() as progress:
+        made = draw_figures(config, out, on_progress=progress)
+    if as_json:
+        options.print_json(made)
+    else:
+        typer.echo("\n".join(f"{figure}: {what}" for figure, what in made.items()))
 
 
 def _config(

@@ -69,14 +69,16 @@ def evaluate(
     return summary
 
 
-def load_fusor(config: EvalConfig) -> Fusor:
-    """The model that a configuration names.
+def load_fusor(config: EvalConfig, **kwargs: Any) -> Fusor:
+    """The model that a configuration names; `kwargs` go to transformers.
 
     Raises:
         InputError: no model there, or one without a tokenizer.
         UnsupportedModelError: it cannot be blended.
     """
-    fusor = Fusor.from_pretrained(config.model, config.device, DTYPES[config.dtype], allow_unverified=config.allow_unverified)
+    fusor = Fusor.from_pretrained(
+        config.model, config.device, DTYPES[config.dtype], allow_unverified=config.allow_unverified, **kwargs
+    )
     if fusor.tokenizer is None:
         raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
     return fusor

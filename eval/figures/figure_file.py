@@ -1,0 +1,45 @@
+"""A figure on disk: the PNG and the CSV that it was drawn from."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend.store.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Table = Sequence[Sequence[object]]
+
+
+def new_figure(panels: int = 1) -> tuple[Figure, list[Any]]:
+    """An empty figure with its panels side by side. No window and no global state: pyplot is not used.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("figures", "png", 'the package matplotlib: pip install "cacheblend[eval]"') from error
+    figure = Figure(figsize=(5.5 * panels, 4.0), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes)
+
+
+def save_figure(folder: Path, name: str, figure: Figure, header: Sequence[str], rows: Table) -> Path:
+    """Write `name.png` and `name.csv`; gives the PNG's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+    png = folder / f"{name}.png"
+    figure.savefig(png, dpi=150)
+    return png
