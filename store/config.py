@@ -23,11 +23,12 @@ class StoreConfig:
         nvme_budget_bytes: files on NVMe, headers included. Where processes share a store, each applies its own as it writes.
         ram_shares: what single namespaces may hold of the RAM budget, or have reserved in it.
         nvme_shares: the same of the NVMe budget.
+        direct_reads: read layers past the page cache, for a store larger than RAM.
         queue_bytes: keys and values that may wait to be written in the background before `put(flush=False)` blocks.
 
     Raises:
         ConfigError: an empty directory name, a number of bytes that is not a positive integer, or shares that reserve more than
-            the budget.
+            the budget; by the store, direct reads on a file system without them.
 
     """
 
@@ -36,6 +37,7 @@ class StoreConfig:
     nvme_budget_bytes: int = 50 * GIB
     ram_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
     nvme_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
+    direct_reads: bool = False
     queue_bytes: int = 512 * MIB
 
     def __post_init__(self) -> None:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+from .errors import ConfigError
 
 BLOCK_BYTES = 4096
 _mine = threading.local()
@@ -24,6 +28,21 @@ def make_direct(fd: int) -> None:
 
     """
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def check_direct_reads(folder: Path) -> None:
+    """Refuse a folder whose file system has no direct reads.
+
+    Raises:
+        ConfigError: so.
+
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            make_direct(file.fileno())
+        except OSError as error:
+            allowed = f"the file system of {folder} has no direct reads ({error.strerror}); leave it out"
+            raise ConfigError("direct_reads", True, allowed) from error
 
 
 def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count: int, *, reuse: bool) -> torch.Tensor:

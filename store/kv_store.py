@@ -47,7 +47,8 @@ class KVStore:
         self.config = config
         self._pins = Pins()
         self._ram = RamTier(config.ram_budget(), self._pins)
-        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), config.nvme_budget(), self._pins)
+        folder = StoreFolder(Path(config.directory))
+        self._nvme = NvmeTier(folder, config.nvme_budget(), self._pins, direct_reads=config.direct_reads)
         self._background = Background(config.queue_bytes)
         self._events = Events()
         self._lock = threading.Lock()  # of what follows; never held while waiting for the disk

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .catalogue import Catalogue, CatalogueEntry
+from .direct_read import check_direct_reads
 from .entry import EncodedEntry
 from .entry_file import EntryFile, write_file
 from .entry_header import EntryHeader
@@ -30,8 +31,10 @@ class NvmeTier:
     process died in it, before the next change by any process (`Journal`).
     """
 
-    def __init__(self, folder: StoreFolder, budget: TierBudget, pins: Pins) -> None:
-        self.folder, self.budget, self._pins = folder, budget, pins
+    def __init__(self, folder: StoreFolder, budget: TierBudget, pins: Pins, *, direct_reads: bool = False) -> None:
+        self.folder, self.budget, self._pins, self._direct_reads = folder, budget, pins, direct_reads
+        if direct_reads:
+            check_direct_reads(folder.root)
         self.evictions, self.damaged = 0, 0
         with ExitStack() as opened:
             self._lock = WriteLock(folder.lock)
@@ -76,7 +79,7 @@ class NvmeTier:
         if digest not in self:
             return None
         try:
-            file = EntryFile.open(self.folder.entry_path(digest), digest)
+            file = EntryFile.open(self.folder.entry_path(digest), digest, direct=self._direct_reads)
         except DamagedEntryError:
             self.set_aside(digest)
             return None

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from .chunk import LayerPair
-from .codec import RawCodec
 from .entry import EncodedEntry
 from .entry_file import EntryFile
 from .entry_header import byte_view
@@ -55,6 +54,11 @@ class Placement:
         return self._info.model
 
     @property
+    def raw(self) -> bool:
+        """Whether what is stored is the keys and values themselves, in the model's dtype."""
+        return self._info.key.codec == "raw"
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the keys and values that `read_layer` gives."""
         return self._info.dtype
@@ -69,6 +73,10 @@ class Placement:
         """Number of layers."""
         return self._info.layers
 
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads and head size of one layer."""
+        return self._info.heads[layer]
+
     def layer_bytes(self, layer: int) -> int:
         """Stored bytes of one layer: what `read_layer` loads."""
         return self._info.layer_bytes(layer)
@@ -81,8 +89,16 @@ class Placement:
             StoreError: the pin was released.
 
         """
+        return self.decode(layer, self.read_encoded(layer))
+
+    def read_encoded(self, layer: int) -> torch.Tensor:
+        """The stored tensor of one layer on the CPU, which is not to be written to; raises as `read_layer` does."""
         with self._reporting(layer):
-            return self._info.decode(layer, self._held().read_layer(layer))
+            return self._held().read_layer(layer)
+
+    def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
+        """`k_HTD` and `v_HTD` of one layer's stored tensor, on the device that it was brought to."""
+        return self._info.decode(layer, encoded)
 
     def read_layer_into(self, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
         """Read one layer to where it is needed: raw bytes of a file go straight there, others are decoded and copied.
@@ -101,7 +117,7 @@ class Placement:
         for x_HTD in (k_HTD, v_HTD):
             if x_HTD.shape != wanted[:3] or x_HTD.dtype != wanted.dtype:
                 raise InputError(f"layer {layer} of {self.key} is {wanted}, and the memory for it {x_HTD.dtype} {x_HTD.shape}")
-        if isinstance(entry, EntryFile) and self.key.codec == RawCodec.name:
+        if isinstance(entry, EntryFile) and self.raw:
             with self._reporting(layer):
                 entry.read_layer_into(layer, [byte_view(x_TD) for x_HTD in (k_HTD, v_HTD) for x_TD in x_HTD])
             return
