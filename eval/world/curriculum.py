@@ -25,10 +25,10 @@ _WEIGHTS = {
     QuestionClass.INSIDE: 1.0,
     QuestionClass.NEAR: 1.5,
     QuestionClass.ACROSS: 2.0,
-    QuestionClass.REVERSE: 1.0,
-    QuestionClass.TWO_HOP: 3.0,
-    QuestionClass.COMPARE: 1.5,
-    QuestionClass.CLOZE: 0.7,
+    QuestionClass.REVERSE: 0.5,
+    QuestionClass.TWO_HOP: 6.0,
+    QuestionClass.COMPARE: 5.0,
+    QuestionClass.CLOZE: 0.3,
 }
 
 
@@ -108,7 +108,15 @@ STAGES: tuple[Stage, ...] = (
         plain_questions=1.0,
         pass_mark=0.85,
     ),
-    Stage(name="links", styles=(_brief(2, 0.6),), articles=(2,), linked=1.0, plain_questions=1.0, pass_mark=0.8),
+    Stage(
+        name="links",
+        styles=(_brief(2, 0.6),),
+        articles=(2,),
+        linked=1.0,
+        questions=10,
+        plain_questions=1.0,
+        pass_mark=0.8,
+    ),
     Stage(
         name="gaps",
         styles=(_short(named_late=0.1, restated=0.2), Style(chunks=2, chunk_tokens=0, facts=3, plain=0.6)),
