@@ -1,7 +1,7 @@
 """How the keys and values of one layer become the one tensor that is stored, and back.
 
-A codec is one small class with this interface, entered in `CODECS`. What it needs beside the values (scales, say) it packs
-into the same tensor, so that a layer stays one contiguous read.
+A codec is one small class with this interface, in a file of its own and entered in `codecs.py`. What it needs beside the values
+(scales, say) it packs into the same tensor, so that a layer stays one contiguous read.
 
 Shapes: H KV heads, T tokens, D head size.
 """
@@ -9,13 +9,15 @@ Shapes: H KV heads, T tokens, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from .chunk import LayerPair
+from .errors import InputError
+
+_ALIGNMENT = 16  # bytes; packed tensors that stand one behind the other in a buffer can still be viewed as floats
 
 
 class LayerShape(NamedTuple):
@@ -28,7 +30,7 @@ class LayerShape(NamedTuple):
 
 
 class EncodedShape(NamedTuple):
-    """What the one stored tensor of a layer looks like."""
+    """What a stored tensor looks like."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,31 +52,53 @@ class Codec(Protocol):
         """What `encode` gives for such a layer: a file that says otherwise is damaged."""
 
     def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
-        """One contiguous tensor on the CPU that shares no memory with its arguments."""
+        """One contiguous tensor on the CPU that shares no memory with its arguments; computed where they are.
+
+        Raises:
+            InputError: values that the codec cannot hold.
+
+        """
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        """`k_HTD` and `v_HTD`; may be views of `encoded`."""
+        """`k_HTD` and `v_HTD` of the layer's dtype, where `encoded` is; may be views of it."""
 
 
-class RawCodec:
-    """The model's own dtype, as `(2, H, T, D)`: keys, then values."""
-
-    name = "raw"
-
-    def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        """See `Codec`."""
-        return EncodedShape(layer.dtype, (2, layer.kv_heads, layer.tokens, layer.head_dim))
-
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
-        """See `Codec`."""
-        encoded_2HTD = torch.empty((2, *k_HTD.shape), dtype=k_HTD.dtype, device="cpu")
-        encoded_2HTD[0].copy_(k_HTD.detach())
-        encoded_2HTD[1].copy_(v_HTD.detach())
-        return encoded_2HTD
-
-    def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        """See `Codec`."""
-        return encoded[0], encoded[1]
+def packed_shape(parts: Sequence[EncodedShape]) -> EncodedShape:
+    """The shape of what `pack` gives for such parts."""
+    size = sum(part.nbytes for part in parts)
+    return EncodedShape(torch.uint8, (-(-size // _ALIGNMENT) * _ALIGNMENT,))
 
 
-CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in (RawCodec(),)})
+def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of several tensors as one tensor on the CPU; those of the widest dtype come first, so that all are aligned."""
+    size = packed_shape([EncodedShape(part.dtype, tuple(part.shape)) for part in parts]).nbytes
+    encoded = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    at = 0
+    for part in parts:
+        encoded[at : at + part.nbytes] = part.contiguous().view(-1).view(torch.uint8)
+        at += part.nbytes
+    return encoded
+
+
+def unpack(encoded: torch.Tensor, parts: Sequence[EncodedShape]) -> list[torch.Tensor]:
+    """The tensors that were packed, as views, on any device."""
+    views, at = [], 0
+    for part in parts:
+        views.append(encoded[at : at + part.nbytes].view(part.dtype).view(part.shape))
+        at += part.nbytes
+    return views
+
+
+def as_float32(codec: str, k_HTD: torch.Tensor, v_HTD: torch.Tensor, largest: float = math.inf) -> LayerPair:
+    """Keys and values in float32, for a codec that cannot hold all of them.
+
+    Raises:
+        InputError: a value is not finite, or larger than `largest`.
+
+    """
+    pair = k_HTD.detach().float(), v_HTD.detach().float()
+    for name, x_HTD in zip(("keys", "values"), pair, strict=True):
+        peak = float(x_HTD.abs().max())
+        if not peak <= min(largest, torch.finfo(torch.float32).max):  # NaN compares false
+            raise InputError(f"codec {codec!r} cannot hold {name} of size {peak}; use codec 'raw'")
+    return pair

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from .chunk import ChunkKV, LayerPair
-from .codec import CODECS, EncodedShape, LayerShape
+from .codec import EncodedShape, LayerShape
+from .codecs import CODECS
 from .errors import InputError
 from .key import ChunkKey
 

@@ -23,6 +23,7 @@ LENGTH_BYTES = 8
 _BLOCK_BYTES = 4096
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_STORED_NAMES = {**_NAMES, torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,6 @@ def _table(info: EntryInfo) -> dict[str, dict[str, object]]:
     for layer in range(info.layers):
         shape = info.encoded_shape(layer)
         offsets = [offset, offset + shape.nbytes]
-        table[f"layer_{layer:05d}"] = {"dtype": _NAMES[shape.dtype], "shape": list(shape.shape), "data_offsets": offsets}
+        table[f"layer_{layer:05d}"] = {"dtype": _STORED_NAMES[shape.dtype], "shape": list(shape.shape), "data_offsets": offsets}
         offset += shape.nbytes
     return table

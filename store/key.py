@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .codec import CODECS
+from .codecs import CODECS
 from .errors import ConfigError, InputError
 
 KEY_FORMAT = 1
