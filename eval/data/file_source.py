@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from cacheblend.retriever import (
     Retriever,
     RetrieverConfig,
     SentenceTransformerEmbedder,
-    Splitter,
 )
 from cacheblend.store.errors import ConfigError
 
@@ -86,51 +85,41 @@ class FileSource:
             InputError: the file is not there, or a line of it is no example.
         """
         limits = [tokens for tokens in (limit, self._set.prompt_tokens) if tokens is not None]
-        limit = min(limits, default=None)
         path = find_file(self.name, self.data)
         examples = list(itertools.islice(read_examples(path), self.count))  # a broken line ends the run here, not hours later
-        embedder = embedder or SentenceTransformerEmbedder()
-        if not examples:
-            return
-        if not self.preset.shared_corpus:
-            for example in examples:
-                yield self._request(example, self._chunks(example, tokenizer, embedder), tokenizer, limit)
-            return
-        random.Random(self.seed).shuffle(examples)
         warm_up = int(self.preset.warm_up * len(examples))
-        with Retriever(RetrieverConfig(chunk_tokens=self.preset.chunk_tokens), tokenizer, embedder) as retriever:
-            retriever.add(_documents(examples))
-            for index, example in enumerate(examples):
-                chunks = self._search(retriever, example)
-                yield self._request(example, chunks, tokenizer, limit, is_warm_up=index < warm_up)
-
-    def _request(
-        self, example: Example, chunks: Sequence[Sequence[int]], tokenizer: Any, limit: int | None, *, is_warm_up: bool = False
-    ) -> Request:
-        builder = prompt_builder(tokenizer, self.wording)
-        question = self.wording.question.format(question=example.question)
-        tail = builder.build([], question).tail
-        return make_request(example, builder.head, chunks, tail, limit, is_warm_up=is_warm_up)
-
-    def _chunks(self, example: Example, tokenizer: Any, embedder: Embedder) -> Sequence[Sequence[int]]:
-        """Token ids of a case's chunks from its own passages."""
+        builder, plain = prompt_builder(tokenizer, self.wording), PlainTokenizer(tokenizer)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
-        if self._set.searched:
-            with Retriever(config, tokenizer, embedder) as retriever:
-                retriever.add(_documents([example]))
-                return self._search(retriever, example)
+        with Retriever(config, tokenizer, embedder or SentenceTransformerEmbedder()) as retriever:
+            if self.preset.shared_corpus:
+                random.Random(self.seed).shuffle(examples)
+                retriever.add(document for example in examples for document in _documents(example))
+            for index, example in enumerate(examples):
+                question = self.wording.question.format(question=example.question)
+                yield make_request(
+                    example,
+                    builder.head,
+                    self._chunks(example, retriever, plain),
+                    builder.build([], question).tail,
+                    min(limits, default=None),
+                    is_warm_up=index < warm_up,
+                )
+
+    def _chunks(self, example: Example, retriever: Retriever, plain: PlainTokenizer) -> list[Sequence[int]]:
+        """Token ids of a case's chunks, in the prompt's order."""
+        documents = _documents(example)
         if not self._set.split:
-            plain = PlainTokenizer(tokenizer)
-            return [plain.ids(document.content + config.separator) for document in _documents([example])]
-        splitter = Splitter(tokenizer, config)
-        return [chunk.token_ids for document in _documents([example]) for chunk in splitter.split(document)]
+            return [plain.ids(document.content + retriever.config.separator) for document in documents]
+        if not self._set.searched:
+            return [chunk.token_ids for document in documents for chunk in retriever.splitter.split(document)]
+        if not self.preset.shared_corpus:
+            retriever.add(documents)
+        found = retriever.search(example.question, min(self.preset.top_k, len(retriever.chunks())))
+        if not self.preset.shared_corpus:
+            for document in retriever.documents():
+                retriever.delete(document.id)
+        return [scored.chunk.token_ids for scored in found]
 
-    def _search(self, retriever: Retriever, example: Example) -> list[Sequence[int]]:
-        top_k = min(self.preset.top_k, len(retriever.chunks()))
-        return [scored.chunk.token_ids for scored in retriever.search(example.question, top_k)]
 
-
-def _documents(examples: Iterable[Example]) -> Iterator[Document]:
-    for example in examples:
-        for passage in example.passages:
-            yield Document.of({"title": passage.title, "text": passage.text})
+def _documents(example: Example) -> list[Document]:
+    return [Document.of({"title": passage.title, "text": passage.text}) for passage in example.passages]

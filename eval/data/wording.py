@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend.eval.world.question import ANSWER_CUE
 from cacheblend.service.config import INSTRUCTION
+from cacheblend.service.prompt import AFTER_QUESTION, BEFORE_QUESTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class Wording:
 
     instruction: str = INSTRUCTION
     question: str = "{question}"
-    before_question: str = "Question: "
-    after_question: str = "\nAnswer:"
+    before_question: str = BEFORE_QUESTION
+    after_question: str = AFTER_QUESTION
     first_line: bool = True
 
     def answer_in(self, text: str) -> str:
@@ -32,7 +32,7 @@ class Wording:
         return text.split("\n", 1)[0].strip() if self.first_line else text
 
 
-WORLD = Wording(instruction="", before_question="", after_question=ANSWER_CUE)
+WORLD = Wording()
 # The paper's words (§7.1): they keep answers as short as the data sets' own.
 SHORT_ANSWER = Wording(question="{question} Answer within 5 words.")
 DIALOGUE = Wording(

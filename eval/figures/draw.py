@@ -10,6 +10,7 @@ from typing import Any
 
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import RequestSource
+from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.methods import METHODS, EverythingCached, ResidentRequest
 from cacheblend.eval.run import EvalConfig, evaluate, load_fusor
 from cacheblend.eval.run.environment import has_random_weights
@@ -115,8 +116,7 @@ def _residents(config: EvalConfig, fusor: Fusor, embedder: Embedder | None) -> l
     """The first requests with all their chunks cached."""
     limit = None if fusor.max_positions is None else fusor.max_positions - config.new_tokens
     requests = config.source.requests(fusor.tokenizer, limit, embedder)
-    bos = fusor.tokenizer.bos_token_id
-    prefix_ids = () if bos is None else (int(bos),)
+    prefix_ids = prompt_builder(fusor.tokenizer, config.source.wording).chunk_prefix_ids
     return [
         ResidentRequest(fusor, request, prefix_ids, *EverythingCached().cached(request.pieces.chunks))
         for request in itertools.islice(requests, MEASURED_REQUESTS)

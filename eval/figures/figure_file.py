@@ -24,7 +24,7 @@ def new_figure(panels: int = 1) -> tuple[Figure, list[Any]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("figures", "png", 'the package matplotlib: pip install "cacheblend[eval]"') from error
+        raise ConfigError("figures", "png", 'only with the package matplotlib: pip install "cacheblend[eval]"') from error
     figure = Figure(figsize=(5.5 * panels, 4.0), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for axis in axes:

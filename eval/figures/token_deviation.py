@@ -76,5 +76,5 @@ def _spearman(one_R: torch.Tensor, other_R: torch.Tensor) -> float:
     try:
         from scipy.stats import spearmanr
     except ImportError as error:
-        raise ConfigError("figures", "png", 'the package scipy: pip install "cacheblend[eval]"') from error
+        raise ConfigError("figures", "png", 'only with the package scipy: pip install "cacheblend[eval]"') from error
     return float(spearmanr(one_R.numpy(), other_R.numpy()).statistic)

@@ -24,5 +24,5 @@ def _scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise ConfigError("metric", "rouge_l", 'the package rouge-score: pip install "cacheblend[eval]"') from error
+        raise ConfigError("metric", "rouge_l", 'only with the package rouge-score: pip install "cacheblend[eval]"') from error
     return RougeScorer(["rougeL"], use_stemmer=True)

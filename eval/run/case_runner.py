@@ -8,6 +8,7 @@ import torch
 
 from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.eval.data import Example, Request, Task
+from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.methods import CacheHistory, EverythingCached, MethodAnswer, ResidentRequest, SeenBefore, make_methods
 from cacheblend.eval.metrics import deviation_left, exact_match, f1, rouge_l
 
@@ -30,15 +31,15 @@ class CaseRunner:
         self._methods = make_methods(config.planned(), fusor, self._wording)
         self._history: CacheHistory = EverythingCached() if config.source.caches_all else SeenBefore()
         self._is_random = has_random_weights(fusor)
-        bos = fusor.tokenizer.bos_token_id
-        self._chunk_prefix_ids = () if bos is None else (int(bos),)
+        self._chunk_prefix_ids = prompt_builder(fusor.tokenizer, self._wording).chunk_prefix_ids
 
     def warm_up(self, request: Request) -> None:
-        """Run every method once, so that the first case's times are not those of first calls."""
+        """Run and mark every method once: what is missing shows at once, and no case has the times of first calls."""
         resident = self._resident(request)
         for method in self._methods.values():
             method.prepare(resident)
-            method.answer(resident, 1)
+            answer = method.answer(resident, 1)
+            quality(request.example, self._text(answer))
 
     def skip(self, request: Request) -> None:
         """Let a request fill the cache without running it."""
@@ -47,15 +48,15 @@ class CaseRunner:
     def run(self, request: Request, index: int) -> Row:
         """The case's row. Methods take turns at going first, so that none has the caches warmed by the same neighbour."""
         resident = self._resident(request)
+        for method in self._methods.values():
+            method.prepare(resident)
         full = self._fusor.prefill(request.pieces.token_ids)  # for the deviation, and untimed
         labels = list(self._methods)
         start = index % len(labels)
         results: dict[str, Any] = {}
         for label in labels[start:] + labels[:start]:
-            method = self._methods[label]
-            method.prepare(resident)
             self._settle()
-            answer = method.answer(resident, self._config.new_tokens)
+            answer = self._methods[label].answer(resident, self._config.new_tokens)
             results[label] = self._result(request.example, answer, full)
         self._history.remember(request.pieces.chunks)
         return {
@@ -74,8 +75,7 @@ class CaseRunner:
         return ResidentRequest(self._fusor, request, self._chunk_prefix_ids, cached, prefix)
 
     def _result(self, example: Example, answer: MethodAnswer, full: FusedPrompt) -> dict[str, Any]:
-        text = self._fusor.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        prediction = self._wording.answer_in(text)
+        prediction = self._text(answer)
         found = quality(example, prediction)
         return {
             "prediction": prediction,
@@ -86,6 +86,9 @@ class CaseRunner:
             "loaded_bytes": answer.loaded_bytes,
             "deviation_left": None if answer.fused is None else deviation_left(answer.fused.cache, full.cache),
         }
+
+    def _text(self, answer: MethodAnswer) -> str:
+        return self._wording.answer_in(self._fusor.tokenizer.decode(answer.token_ids, skip_special_tokens=True))
 
     def _settle(self) -> None:
         """A GPU may still be at the method before."""

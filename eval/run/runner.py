@@ -48,15 +48,16 @@ def evaluate(
         raise InputError(f"{folder} exists; choose another --out, or go on with that run by --resume")
     fusor = fusor or load_fusor(config)
     limit = None if fusor.max_positions is None else fusor.max_positions - config.new_tokens
+    # What is wrong with data, model or packages shows before a folder is made.
     requests = config.source.requests(fusor.tokenizer, limit, embedder)
-    first = next(requests, None)  # what is wrong with the data shows before a folder is made
+    first = next(requests, None)
     if first is None:
         raise InputError(f"the data set {config.source.name} holds no case")
+    cases = CaseRunner(config, fusor)
+    cases.warm_up(first)
     setup = {"config": config.as_dict(), **environment(fusor)}
     run = RunFolder.resume(folder, setup) if resume else RunFolder.create(folder, setup)
     done = {row["case"] for row in run.rows()}
-    cases = CaseRunner(config, fusor)
-    cases.warm_up(first)
     for index, request in enumerate(itertools.chain([first], requests)):
         if request.is_warm_up or index in done:
             cases.skip(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import string
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import DynamicCache
 
 from cacheblend.eval.metrics import deviation_left, exact_match, f1, paired_difference, rouge_l
+from cacheblend.eval.metrics.rouge_l import _scorer
+from cacheblend.store.errors import ConfigError
 
 WORDS = [
     "the",
@@ -82,6 +85,14 @@ def test_rouge_l_is_rouge_scores() -> None:
         wanted = max(scorer.score(answer, prediction)["rougeL"].fmeasure for answer in answers)
         assert rouge_l(prediction, answers) == pytest.approx(wanted, abs=1e-9)
     assert rouge_l("he works", ["he working"]) == pytest.approx(1.0)
+
+
+def test_rouge_l_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rouge-score, which a plain install does not bring, the error says what to install."""
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    _scorer.cache_clear()
+    with pytest.raises(ConfigError, match=r"cacheblend\[eval\]"):
+        rouge_l("a", ["a"])
 
 
 def test_differences_are_paired() -> None:
