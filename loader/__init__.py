@@ -1,16 +1,30 @@
-"""The thread that brings layer i+1 while layer i is computed, and the controller that picks the ratio."""
+"""The threads that bring layer i+1 while layer i is computed, and the controller that picks the ratio."""
 
 from .config import LoaderConfig
 from .controller import LoadingController, LoadingPlan
-from .estimators import LoadEstimator, RecomputeEstimator, measure_prefill
 from .layer_loader import LayerLoader
+from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
+from .profile_file import load_profile, read_profile, write_profile
+from .profiler import measure_profile
+from .storage_device import StorageDevice, read_price_table
+from .storage_plan import DeviceChoice, compare_devices
 
 __all__ = [
+    "DeviceChoice",
     "LayerLoader",
-    "LoadEstimator",
+    "LayerSample",
     "LoaderConfig",
     "LoadingController",
     "LoadingPlan",
-    "RecomputeEstimator",
-    "measure_prefill",
+    "PrefillSample",
+    "Profile",
+    "StorageDevice",
+    "TierSpeed",
+    "compare_devices",
+    "describe_device",
+    "load_profile",
+    "measure_profile",
+    "read_price_table",
+    "read_profile",
+    "write_profile",
 ]

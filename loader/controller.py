@@ -2,65 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .config import LoaderConfig
-from .estimators import LoadEstimator, RecomputeEstimator
+from .correction import Correction
+from .estimators import LoadEstimator, Read, RecomputeEstimator
+from .pipeline import Pipeline
+from .profile import Profile
+
+logger = logging.getLogger(__name__)
+DELAY_ALLOWED = 0.05  # of the prefill at r*: a higher ratio costs at least its own share of the last layer, which nothing hides
+RATIO_STEP = 1000  # ratios are whole thousandths, so that noise in the last digits does not tell equal requests apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingPlan:
-    """What the controller chose for a request, and what it expects. Seconds are of one layer.
+    """What the controller chose for a request, and what it expects. Seconds are of the whole request, to the first logits.
 
     Args:
         ratio: the recompute ratio.
-        load_layer_s: loading of one layer.
-        recompute_layer_s: recompute of one layer at `ratio`.
-        prefill_layer_s: one layer's full prefill.
-        full_recompute: blending is predicted to take longer than full prefill.
+        load_s: the loading alone.
+        load_s_by_tier: the same by tier.
+        recompute_s: the blend at `ratio` with all KV there already.
+        prefill_s: the way that was chosen, loading beside computing.
+        full_s: full prefill.
+        full_recompute: blending is predicted to take longer than full prefill, so that is what was chosen.
     """
 
     ratio: float
-    load_layer_s: float
-    recompute_layer_s: float
-    prefill_layer_s: float
+    load_s: float
+    load_s_by_tier: dict[str, float]
+    recompute_s: float
+    prefill_s: float
+    full_s: float
     full_recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    load_layer_s: float
+    reusable: int
+    fresh: int
+    exact: int
+    lookahead_layers: int
 
 
 class LoadingController:
     """Ratio = max(r*, the ratio at which recompute just hides behind loading); full recompute where that is faster.
 
+    What requests really took corrects the profile, by one factor for computing and one for each tier; see `Correction`.
+    Thread-safe.
+
     Args:
-        config: r* and the cap.
-        load: estimates a layer's loading.
-        recompute: estimates a layer's recompute.
+        config: r*, the cap and the look-ahead.
+        profile: of the model on this device.
+        spread: of the selector's schedule; see `FusionConfig.gradual_spread`.
     """
 
-    def __init__(self, config: LoaderConfig, load: LoadEstimator, recompute: RecomputeEstimator) -> None:
-        self.config, self.load, self.recompute = config, load, recompute
+    def __init__(self, config: LoaderConfig, profile: Profile, spread: float) -> None:
+        self.config, self.profile = config, profile
+        self._load = LoadEstimator(profile.tiers)
+        self._recompute = RecomputeEstimator(profile, spread)
+        self._lock = threading.Lock()
+        self._compute = Correction()
+        self._tiers: dict[str, Correction] = defaultdict(Correction)
 
-    def plan(self, layer_bytes: Mapping[str, int], reusable: int, fresh: int, layers: int) -> LoadingPlan:
+    def plan(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> LoadingPlan:
         """Choose the ratio of one request.
 
         Args:
-            layer_bytes: bytes of one layer of the stored chunks, by tier.
-            reusable: tokens with stored KV.
+            reads: tier and bytes of each read of one layer.
+            reusable: tokens with stored KV that the ratio counts.
             fresh: tokens without.
-            layers: layers of the model; layer 0 runs whole, and is not loaded.
+            exact: tokens of exact segments.
         """
-        load_s = self.load.layer_s(layer_bytes)
-        prefill_s = self.recompute.prefill_layer_s(reusable + fresh)
-        ratio = self.config.quality_ratio
-        if reusable and prefill_s > 0:
-            hides = (load_s / prefill_s * (reusable + fresh) - fresh) / reusable
-            ratio = min(max(ratio, hides), self.config.max_ratio)
-        recompute_s = self.recompute.layer_s(ratio, reusable, fresh) if reusable else prefill_s
-        # Both ways run layer 0 whole. Each later layer of a blend takes the longer of the two; recompute never exceeds prefill.
+        tokens = reusable + fresh + exact
+        by_tier = {tier: took_s * self._tiers[tier].factor for tier, took_s in self._load.seconds(reads).items()}
+        lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
+        request = _Request(sum(by_tier.values()), reusable, fresh, exact, lookahead)
+        full_s = self._recompute.prefill_s(tokens) * self._compute.factor
+        ratio = self._hiding_ratio(request, full_s)
+        blend_s = self._pipeline(request, ratio).total_s
+        full_recompute = bool(reusable) and full_s < blend_s
+        loaded_layers = self._recompute.layers - (ratio > 0)
         return LoadingPlan(
             ratio=ratio,
-            load_layer_s=load_s,
-            recompute_layer_s=recompute_s,
-            prefill_layer_s=prefill_s,
-            full_recompute=layers > 1 and load_s > prefill_s,
+            load_s=request.load_layer_s * loaded_layers,
+            load_s_by_tier={tier: took_s * loaded_layers for tier, took_s in by_tier.items()},
+            recompute_s=sum(self._compute_s(request, ratio)),
+            prefill_s=full_s if full_recompute else blend_s,
+            full_s=full_s,
+            full_recompute=full_recompute,
         )
+
+    def see(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
+        """Correct the model by what a request took, once its prefill is done.
+
+        A tier is corrected where all reads were from it. A full recompute reads nothing; then what the tiers were corrected
+        by is forgotten request by request, so that a disk that was slow for a while is tried again.
+
+        Args:
+            plan: what was expected.
+            load_s: seconds in which reads were under way.
+            compute_s: seconds of computing, waits for KV apart; None where the clock does not tell them apart.
+        """
+        with self._lock:
+            expected_s = plan.full_s if plan.full_recompute else plan.recompute_s
+            moved = compute_s is not None and self._compute.see(expected_s / self._compute.factor, compute_s)
+            if plan.full_recompute or len(plan.load_s_by_tier) == 1:
+                for tier, tier_s in plan.load_s_by_tier.items():
+                    measured_s = tier_s / self._tiers[tier].factor
+                    moved |= self._tiers[tier].see(measured_s, measured_s if plan.full_recompute else load_s)
+            if moved:
+                factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in self._tiers.items()}}
+                logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
+
+    def _hiding_ratio(self, request: _Request, full_s: float) -> float:
+        """The largest ratio, from r* to the cap, at which loading is still the longer side and TTFT that of r*."""
+        quality = self.config.quality_ratio
+        at_quality = self._pipeline(request, quality)
+        if not request.reusable or not at_quality.waits_for_last:
+            return quality
+        most_s = max(min(at_quality.total_s * (1 + DELAY_ALLOWED), full_s), at_quality.total_s)
+
+        def hides(ratio: float) -> bool:
+            pipeline = self._pipeline(request, ratio)
+            return pipeline.waits_for_last and pipeline.total_s <= most_s
+
+        lowest, highest = math.ceil(quality * RATIO_STEP), math.floor(self.config.max_ratio * RATIO_STEP)
+        while lowest < highest:
+            middle = (lowest + highest + 1) // 2
+            lowest, highest = (middle, highest) if hides(middle / RATIO_STEP) else (lowest, middle - 1)
+        found = lowest / RATIO_STEP
+        return found if quality <= found <= self.config.max_ratio and hides(found) else quality
+
+    def _pipeline(self, request: _Request, ratio: float) -> Pipeline:
+        compute_s = self._compute_s(request, ratio)
+        load_s = [0.0 if layer == 0 and ratio > 0 else request.load_layer_s for layer in range(len(compute_s))]
+        return Pipeline.of(load_s, compute_s, request.lookahead_layers)
+
+    def _compute_s(self, request: _Request, ratio: float) -> list[float]:
+        layers = self._recompute.layer_s(ratio, request.reusable, request.fresh, request.exact)
+        return [layer_s * self._compute.factor for layer_s in layers]

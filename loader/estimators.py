@@ -1,75 +1,111 @@
-"""The paper's two estimators: how long a layer's KV takes to load, and how long its recompute takes (§5.1)."""
+"""The paper's two estimators: how long a request's KV takes to load, and how long its recompute takes (§5.1)."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from cacheblend.blend import LayerKV
-from cacheblend.blend.attention import Rows
-from cacheblend.blend.decoder import Decoder
+from cacheblend.blend.selection import layer_counts
 
-from .config import LoaderConfig
+from .profile import LayerSample, Profile, TierSpeed
+
+Read = tuple[str, int]
 
 
 class LoadEstimator:
-    """T_load(layer) = bytes / throughput of the tier, summed over tiers (paper footnote 6).
+    """T_load(layer) = bytes / throughput of the tier (paper footnote 6) and a constant a read, summed over a layer's reads.
 
-    Throughputs are the configured ones: did they follow each request's luck, equal requests would get different ratios.
+    Args:
+        tiers: measured speed by tier.
     """
 
-    def __init__(self, config: LoaderConfig) -> None:
-        self._bytes_per_s = {"ram": config.ram_bytes_per_s, "nvme": config.nvme_bytes_per_s}
+    def __init__(self, tiers: Mapping[str, TierSpeed]) -> None:
+        self._tiers = dict(tiers)
 
-    def layer_s(self, layer_bytes: Mapping[str, int]) -> float:
-        """Seconds to load one layer, given its bytes by tier."""
-        return sum(count / self._bytes_per_s[tier] for tier, count in layer_bytes.items())
+    def seconds(self, reads: Iterable[Read]) -> dict[str, float]:
+        """Seconds by tier, given tier and bytes of each read."""
+        seconds: dict[str, float] = {}
+        for tier, count in reads:
+            speed = self._tiers[tier]
+            seconds[tier] = seconds.get(tier, 0.0) + speed.read_s + count / speed.bytes_per_s
+        return seconds
 
 
 class RecomputeEstimator:
-    """T_recompute(r, layer) = share of the rows that run x the layer's prefill (paper footnote 5).
+    """T_recompute(r) of each layer, and of a full prefill, from a profile.
+
+    The paper takes r x Prefill (footnote 5). That is off by the layer's own constant, by the rotation of every stored key, by
+    the checks, which project rows that they then drop, and by layer 0, which runs whole. So seconds of a later layer are
+    a + b tokens + c rows + d rows x tokens + e projected, those of layer 0 and of a full prefill
+    a + b tokens + c tokens^2, with coefficients of at least 0 that fit the samples best, relative to their size.
 
     Args:
-        prefill_layer_s: measured (tokens, seconds) of one layer's full prefill, of at least one length. Between and beyond the
-            measured lengths the seconds follow a * tokens + b * tokens^2, linear work and attention, through the shortest
-            and the longest; a and b are not negative, for which the shortest gives way.
+        profile: the samples.
+        spread: of the schedule that the selector follows; see `FusionConfig.gradual_spread`.
     """
 
-    def __init__(self, prefill_layer_s: Sequence[tuple[int, float]]) -> None:
-        (short, short_s), (long, long_s) = min(prefill_layer_s), max(prefill_layer_s)
-        quadratic = 0.0 if short == long else (long_s / long - short_s / short) / (long - short)
-        self._quadratic = min(max(0.0, quadratic), long_s / long**2)
-        self._linear = max(0.0, long_s / long - self._quadratic * long)
+    def __init__(self, profile: Profile, spread: float) -> None:
+        self.layers, self._spread, self._logits_s = profile.layers, spread, profile.logits_s
+        whole = [sample for sample in profile.blend if sample.layer == 0]
+        later = [sample for sample in profile.blend if sample.layer > 0]
+        self._prefill = fit([_of_length(sample.tokens) for sample in profile.prefill], [s.seconds for s in profile.prefill])
+        self._layer_0 = fit([_of_length(sample.rows) for sample in whole], [sample.seconds for sample in whole])
+        self._later = fit([_of_sample(sample) for sample in later], [sample.seconds for sample in later])
 
-    def prefill_layer_s(self, tokens: int) -> float:
-        """Seconds of one layer's full prefill."""
-        return self._linear * tokens + self._quadratic * tokens * tokens
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds of a full prefill, to the first logits."""
+        return float(self._prefill @ _of_length(tokens))
 
-    def layer_s(self, ratio: float, reusable: int, fresh: int) -> float:
-        """Seconds of one layer with `ratio` of the reusable tokens and all fresh ones recomputed."""
-        tokens = reusable + fresh
-        return (ratio * reusable + fresh) / tokens * self.prefill_layer_s(tokens)
+    def layer_s(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> list[float]:
+        """Seconds of each layer of a blend whose KV is there already; the way to the logits counts to the last.
+
+        Args:
+            ratio: recompute ratio.
+            reusable: tokens with stored KV that the ratio counts.
+            fresh: tokens without.
+            exact: tokens of exact segments, which only their keys are needed of.
+        """
+        tokens = reusable + fresh + exact
+        counts = [reusable if ratio > 0 else 0, *layer_counts(reusable, self.layers, ratio, self._spread)]
+        seconds = [float(self._layer_0 @ _of_length(counts[0] + fresh))]
+        for before, kept in itertools.pairwise(counts):
+            rows, projected = kept + fresh, before + fresh if kept < before else 0
+            seconds.append(float(self._later @ _of_rows(tokens, rows, projected)))
+        seconds[-1] += self._logits_s
+        return seconds
 
 
-def measure_prefill(decoder: Decoder, lengths: Sequence[int] = (256, 1024), repeats: int = 3) -> list[tuple[int, float]]:
-    """Median seconds of one layer's prefill at some lengths, on random hidden states, device synchronised."""
-    layer = min(1, decoder.geometry.layers - 1)
-    measured = []
-    with torch.no_grad():
-        for tokens in lengths:
-            positions = torch.arange(tokens)
-            rows = Rows.of(positions, decoder.device)
-            hidden = decoder.embed(torch.zeros(tokens, dtype=torch.long, device=decoder.device))
-            cos_sin = decoder.rotary(rows.on_device_S, hidden)[decoder.layer_types[layer]]
-            seconds = []
-            for _ in range(repeats + 1):
-                started = time.perf_counter()
-                decoder.run_rows(layer, hidden, rows, cos_sin, LayerKV.empty(decoder.geometry, tokens), scatter=True)
-                if decoder.device.type == "cuda":
-                    torch.cuda.synchronize(decoder.device)
-                seconds.append(time.perf_counter() - started)
-            measured.append((tokens, statistics.median(seconds[1:])))
-    return measured
+def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> NDArray[np.float64]:
+    """Coefficients (F,) of at least 0 with the smallest relative squared error; 0 for every feature where nothing was measured.
+
+    There are few features, so every choice of those that are not 0 is solved and the best is taken.
+    """
+    width = len(features[0]) if features else len(_of_rows(0, 0, 0))
+    best, best_error = np.zeros(width), np.inf
+    if not seconds or max(seconds) <= 0:
+        return best
+    weights = 1 / np.maximum(np.asarray(seconds), 1e-9)
+    a_SF = np.asarray(features, dtype=np.float64) * weights[:, None]
+    for size in range(1, min(width, len(seconds)) + 1):
+        for chosen in itertools.combinations(range(width), size):
+            solved = np.linalg.lstsq(a_SF[:, chosen], np.ones(len(seconds)), rcond=None)[0]
+            error = float(np.square(a_SF[:, chosen] @ solved - 1).sum())
+            if solved.min() >= 0 and error < best_error * (1 - 1e-9):
+                best, best_error = np.zeros(width), error
+                best[list(chosen)] = solved
+    return best
+
+
+def _of_length(tokens: int) -> list[float]:
+    return [1.0, tokens, tokens * tokens]
+
+
+def _of_rows(tokens: int, rows: int, projected: int) -> list[float]:
+    return [1.0, tokens, rows, rows * tokens, projected]
+
+
+def _of_sample(sample: LayerSample) -> list[float]:
+    return _of_rows(sample.tokens, sample.rows, sample.projected)

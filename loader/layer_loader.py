@@ -1,4 +1,4 @@
-"""The thread that brings layer i+1's stored KV while layer i is computed (paper §5, §6).
+"""The threads that bring layer i+1's stored KV while layer i is computed (paper §5, §6).
 
 Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 """
@@ -9,38 +9,52 @@ import threading
 import time
 import warnings
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
-
-import torch
 
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
 from cacheblend.store import ChunkKV, Placement
 from cacheblend.store.errors import FusionCancelledError, IncompatibleKVError
 
+from .config import LoaderConfig
 from .staging import Arrival, Staging
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """One chunk's layer, from `start` to `stop` of the prompt; a layer without chunks is one read of nothing."""
+
+    layer: int
+    start: int = 0
+    stop: int = 0
+    kv: SegmentKV | None = None
+
+
 class LayerLoader:
-    """Loads a prompt's stored KV layer by layer, at most `lookahead_layers` ahead of the fusor.
+    """Loads a prompt's stored KV ahead of the fusor: layer by layer, one read a chunk and layer, several under way at once.
 
     A `LayerSource` for `Fusor.fuse`: segments may bring `Placement`s of either tier, or `ChunkKV`s in memory, mixed. The
     paper's three calls are `fetch_kv` and `synchronize` here, and `Decoder.run_rows` (`prefill_layer`) in the fusor. An error
-    while loading is raised by `synchronize`; closing stops the thread. Use it as a context manager, inside the stores' pin.
+    while loading is raised by `synchronize`; closing stops the threads. Use it as a context manager, inside the stores' pin.
 
     Args:
-        lookahead_layers: see `LoaderConfig`.
+        config: look-ahead and reads in flight.
     """
 
-    def __init__(self, lookahead_layers: int = 2) -> None:
-        self._lookahead = lookahead_layers
+    def __init__(self, config: LoaderConfig | None = None) -> None:
+        self._config = config or LoaderConfig()
         self._changed = threading.Condition()
+        self._reads: list[_Read] = []
+        self._next_read = 0
+        self._missing: Counter[int] = Counter()
+        self._rooms: dict[int, LayerKV] = {}
         self._ready: dict[int, Arrival] = {}
-        self._loaded, self._consumed = 0, 0
+        self._consumed, self._under_way, self._under_way_since = 0, 0, 0.0
         self._stopped = False
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.bytes_by_tier: dict[str, int] = defaultdict(int)
         self.load_s = 0.0
 
@@ -51,7 +65,7 @@ class LayerLoader:
             FusionCancelledError: the loader was closed before.
             IncompatibleKVError: a chunk's KV does not have the model's number of layers.
         """
-        if self._thread is not None:
+        if self._threads:
             raise RuntimeError("a LayerLoader serves one fusion; make one for each")
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
@@ -62,19 +76,41 @@ class LayerLoader:
                     f"the KV at position {start} has {layers} layers and the model {geometry.layers}; precompute it with this "
                     "model"
                 )
-        self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
+        for layer in range(geometry.layers):
+            cached = prompt.cached(exact_only=layer == 0 and not reuse_layer_0)
+            self._reads += [_Read(layer, start, stop, kv) for start, stop, kv in cached] or [_Read(layer)]
+        self._missing.update(read.layer for read in self._reads)
+        self._geometry, self._tokens = geometry, len(prompt)
+        self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
-        thread = threading.Thread(target=_load_all, args=(weakref.ref(self), self._changed), name="layer-loader", daemon=True)
-        thread.start()
-        self._thread = thread
+        most = max(1, len(prompt.cached()))
+        self._threads = [
+            threading.Thread(target=_load_all, args=(weakref.ref(self), self._changed), name="layer-loader", daemon=True)
+            for _ in range(min(self._config.reads_in_flight, most))
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def fetch_kv(self, kv: SegmentKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`k_HTD`, `v_HTD` of one chunk's layer, on the CPU, keys position-free (the paper's `fetch_kv`)."""
-        if isinstance(kv, Placement):
-            return kv.read_layer(layer)
-        if isinstance(kv, ChunkKV):
-            return kv.layers[layer]
-        raise TypeError(f"segments must bring a Placement or a ChunkKV, not {type(kv).__name__}")
+    def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+        """Bring one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
+
+        Args:
+            kv: the chunk's.
+            layer: which.
+            whole: the layer of the whole prompt, on the device.
+            start: the chunk's first position.
+            stop: the one after its last.
+        """
+        if not isinstance(kv, Placement | ChunkKV):
+            raise TypeError(f"segments must bring a Placement or a ChunkKV, not {type(kv).__name__}")
+        kv_heads, head_dim = kv.heads(layer) if isinstance(kv, Placement) else kv.layers[layer][0].shape[::2]
+        needed = (self._geometry.kv_heads, self._geometry.head_dim)
+        if (kv_heads, head_dim) != needed:  # copying would broadcast one head to all
+            raise IncompatibleKVError(
+                f"the KV at position {start} has (heads, head size) {(kv_heads, head_dim)} and the model {needed}; "
+                "precompute it with this model"
+            )
+        self._staging.bring(kv, layer, whole, start, stop)
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
@@ -86,7 +122,7 @@ class LayerLoader:
         if layer != self._consumed:
             raise RuntimeError(f"layers are handed over in order: layer {self._consumed} is next, not {layer}")
         with self._changed:
-            if self._thread is None and not self._stopped:
+            if not self._threads and not self._stopped:
                 raise RuntimeError("start the LayerLoader before the first layer is asked for")
             self._changed.wait_for(lambda: layer in self._ready or self._error is not None or self._stopped)
             if self._error is not None:
@@ -99,13 +135,14 @@ class LayerLoader:
         return arrival.wait()
 
     def close(self) -> None:
-        """Stop loading, wait for the thread, and drop what was loaded. A layer that is being read is read to its end."""
+        """Stop loading, wait for the threads, and drop what was loaded. Reads under way are read to their end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._ready.clear()
+        self._rooms.clear()
         self._error = None  # its traceback holds a layer and this loader
 
     def __enter__(self) -> Self:
@@ -115,66 +152,74 @@ class LayerLoader:
         self.close()
 
     def __del__(self) -> None:
-        if self._thread is not None and not self._stopped:
+        if self._threads and not self._stopped:
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
             warnings.warn("a LayerLoader was not closed; use it as a context manager", ResourceWarning, stacklevel=2)
 
-    def _may_load(self) -> bool:
-        """Whether the thread has something to do: a layer within the look-ahead, or to end."""
-        return self._loaded < self._consumed + self._lookahead or self._stopped
+    def _may_read(self) -> bool:
+        """Whether a thread has something to do: a read within the look-ahead, or to end."""
+        if self._stopped or self._error is not None or self._next_read == len(self._reads):
+            return True
+        return self._reads[self._next_read].layer < self._consumed + self._lookahead
 
-    def _load_next(self) -> bool:
-        """Load a layer, in the thread; False where it was the last one."""
-        if self._stopped:
-            return False
+    def _read_next(self) -> bool:
+        """Take a read and make it, in a thread; False where there is none left."""
+        with self._changed:
+            if self._stopped or self._error is not None or self._next_read == len(self._reads):
+                return False
+            if not self._may_read():
+                return True  # another thread was sooner
+            read = self._reads[self._next_read]
+            self._next_read += 1
         try:
-            arrival = self._load(self._loaded)
+            self._read(read)
         except BaseException as error:  # travels to the fusor, which raises it
             with self._changed:
-                self._error = error
+                self._error = self._error or error
                 self._changed.notify_all()
             return False
-        with self._changed:
-            self._ready[self._loaded] = arrival
-            self._loaded += 1
-            self._changed.notify_all()
-        return self._loaded < self._geometry.layers
+        return True
 
-    def _load(self, layer: int) -> Arrival:
-        geometry = self._geometry
-        whole = self._staging.room(len(self._prompt))
-        for start, stop, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
-            if self._stopped:
-                break
-            started = time.perf_counter()
-            k_HTD, v_HTD = self.fetch_kv(kv, layer)
-            if k_HTD.shape != (geometry.kv_heads, stop - start, geometry.head_dim):  # copying would broadcast one head to all
-                raise IncompatibleKVError(
-                    f"the KV at position {start} is {tuple(k_HTD.shape)} (heads, tokens, head size) and the model needs "
-                    f"{(geometry.kv_heads, stop - start, geometry.head_dim)}; precompute it with this model"
-                )
-            self._staging.place(whole, start, k_HTD, v_HTD)
-            tier, loaded_bytes = "memory", k_HTD.nbytes + v_HTD.nbytes
-            if isinstance(kv, Placement):
-                tier, loaded_bytes = kv.tier, kv.layer_bytes(layer)
-            self.bytes_by_tier[tier] += loaded_bytes
-            self.load_s += time.perf_counter() - started
-        return self._staging.arrive(whole)
+    def _read(self, read: _Read) -> None:
+        with self._changed:
+            if read.layer not in self._rooms:
+                self._rooms[read.layer] = self._staging.room(self._tokens)
+            whole = self._rooms[read.layer]
+            if not self._under_way:
+                self._under_way_since = time.perf_counter()
+            self._under_way += 1
+        try:
+            if read.kv is not None:
+                self.fetch_kv(read.kv, read.layer, whole, read.start, read.stop)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                if not self._under_way:
+                    self.load_s += time.perf_counter() - self._under_way_since
+        with self._changed:
+            if isinstance(read.kv, Placement):
+                self.bytes_by_tier[read.kv.tier] += read.kv.layer_bytes(read.layer)
+            elif read.kv is not None:
+                self.bytes_by_tier["memory"] += self._geometry.layer_bytes(read.stop - read.start)
+            self._missing[read.layer] -= 1
+            if not self._missing[read.layer]:
+                self._ready[read.layer] = self._staging.arrive(self._rooms.pop(read.layer))
+                self._changed.notify_all()
 
 
 def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:
-    """The thread: it holds the loader only while it loads, so that one that was dropped unclosed is collected, and warns."""
+    """A thread: it holds the loader only while it reads, so that one that was dropped unclosed is collected, and warns."""
 
     def may_go_on() -> bool:
         loader = reference()
-        return loader is None or loader._may_load()
+        return loader is None or loader._may_read()
 
     going_on = True
     while going_on:
         with changed:
             changed.wait_for(may_go_on)
         loader = reference()
-        going_on = loader is not None and loader._load_next()
+        going_on = loader is not None and loader._read_next()
         del loader

@@ -1,4 +1,7 @@
-"""How a loaded layer gets from host memory to its place on the model's device."""
+"""How a chunk's stored layer gets to its place in the whole prompt's layer on the model's device.
+
+Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.blend import KVGeometry, LayerKV
+from cacheblend.store import ChunkKV, Placement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +20,6 @@ class Arrival:
 
     whole: LayerKV
     copied: torch.cuda.Event | None
-    pinned: tuple[torch.Tensor, ...] = ()
 
     def wait(self) -> LayerKV:
         """The layer, safe to use on the current stream."""
@@ -29,16 +32,15 @@ class Arrival:
 
 
 class Staging:
-    """Copies chunks to their place: on the CPU directly, on CUDA through pinned memory on a stream of its own.
+    """Brings chunks to their place: on the CPU straight there, on CUDA through pinned memory on a stream of its own.
 
-    The caching host allocator keeps a pinned block from reuse until the copies recorded on it are done, so a layer's staging
-    memory is returned without a device-wide synchronise.
+    Used by several threads at once, each for chunks of its own. The caching host allocator keeps a pinned block from reuse
+    until the copies recorded on it are done, so staging memory is returned without a device-wide synchronise.
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
         self._geometry = geometry
         self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
-        self._pinned: list[torch.Tensor] = []
 
     def room(self, tokens: int) -> LayerKV:
         """Room for a layer, safe to copy to.
@@ -51,22 +53,40 @@ class Staging:
         with torch.cuda.stream(self._stream):
             return LayerKV.empty(self._geometry, tokens)
 
-    def place(self, whole: LayerKV, start: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
-        """Copy a chunk's keys and values to the positions from `start` on."""
+    def bring(self, kv: Placement | ChunkKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+        """Read a chunk's layer to the positions from `start` to `stop`.
+
+        Encoded KV goes to a GPU as it is stored, and is decoded there.
+        """
+        k_HTD, v_HTD = whole.k_1HND[0, :, start:stop], whole.v_1HND[0, :, start:stop]
         if self._stream is None:
-            whole.place(start, k_HTD, v_HTD)
+            _read(kv, layer, k_HTD, v_HTD)
             return
+        if isinstance(kv, Placement) and not kv.raw:
+            pinned = kv.read_encoded(layer).pin_memory()
+            with torch.cuda.stream(self._stream):
+                decoded = kv.decode(layer, pinned.to(k_HTD.device, non_blocking=True))
+                for to_HTD, x_HTD in zip((k_HTD, v_HTD), decoded, strict=True):
+                    to_HTD.copy_(x_HTD)
+            return
+        pinned_2HTD = torch.empty((2, *k_HTD.shape), dtype=k_HTD.dtype, pin_memory=True)
+        _read(kv, layer, pinned_2HTD[0], pinned_2HTD[1])
         with torch.cuda.stream(self._stream):
-            pinned = [x_HTD if x_HTD.is_cuda else x_HTD.pin_memory() for x_HTD in (k_HTD, v_HTD)]
-            self._pinned += pinned
-            whole.place(start, *pinned, non_blocking=True)
+            k_HTD.copy_(pinned_2HTD[0], non_blocking=True)
+            v_HTD.copy_(pinned_2HTD[1], non_blocking=True)
 
     def arrive(self, whole: LayerKV) -> Arrival:
         """Close a layer: all of its copies have been issued."""
-        if self._stream is None:
-            return Arrival(whole, None)
-        pinned, self._pinned = tuple(self._pinned), []
-        return Arrival(whole, self._stream.record_event(), pinned)
+        return Arrival(whole, None if self._stream is None else self._stream.record_event())
+
+
+def _read(kv: Placement | ChunkKV, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
+    """Read a chunk's layer to CPU memory."""
+    if isinstance(kv, Placement):
+        kv.read_layer_into(layer, k_HTD, v_HTD)
+        return
+    for to_HTD, x_HTD in zip((k_HTD, v_HTD), kv.layers[layer], strict=True):
+        to_HTD.copy_(x_HTD)
 
 
 @functools.cache

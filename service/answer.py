@@ -75,6 +75,8 @@ class Timings:
         wait_s: the part of the prefill in which the fusor waited for stored KV: what of `load_s` was not hidden.
         decode_s: the tokens after the first.
         total_s: all, retrieval included.
+        predicted_prefill_s: what the loading controller expected of the prefill, lookup apart; None where it was not asked.
+        predicted_load_s: what it expected of `load_s`.
     """
 
     retrieve_s: float
@@ -85,6 +87,8 @@ class Timings:
     wait_s: float
     decode_s: float
     total_s: float
+    predicted_prefill_s: float | None = None
+    predicted_load_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +161,7 @@ class IngestReport:
         computed: chunks whose KV was computed now.
         already_stored: chunks whose KV was stored before.
         evicted: chunks whose KV is not stored all the same, since the budget has no room for all.
+        dropped: chunks of replaced documents that no document has any more; their KV was removed.
         tokens: tokens of the chunks computed now.
         seconds: wall clock of it all.
     """
@@ -169,6 +174,7 @@ class IngestReport:
     computed: int
     already_stored: int
     evicted: int
+    dropped: int
     tokens: int
     seconds: float
 

@@ -1,4 +1,4 @@
-"""The command line: `cacheblend ingest | ask | demo | store`."""
+"""The command line: `cacheblend ingest | ask | demo | profile | plan | documents | store`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from cacheblend.store.errors import CacheBlendError, ConfigError, InputError
 
-from . import cli_ask, cli_demo, cli_ingest, cli_store
+from . import cli_ask, cli_demo, cli_documents, cli_ingest, cli_plan, cli_profile, cli_store
 from .cli_options import stderr
 
 app = typer.Typer(
@@ -24,6 +24,9 @@ app = typer.Typer(
 app.command("ingest")(cli_ingest.ingest)
 app.command("ask")(cli_ask.ask)
 app.command("demo")(cli_demo.demo)
+app.command("profile")(cli_profile.profile)
+app.command("plan")(cli_plan.plan)
+app.add_typer(cli_documents.app, name="documents")
 app.add_typer(cli_store.app, name="store")
 
 

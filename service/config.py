@@ -12,6 +12,7 @@ from cacheblend.blend import FusionConfig
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import StoreConfig
+from cacheblend.store.codecs import CODECS
 from cacheblend.store.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,7 +26,8 @@ class EngineConfig:
 
     Args:
         model: directory or hub id of the model.
-        store_dir: folder of the chunk KV (`kv/`) and of the retrieval index (`index/`); made when missing.
+        store_dir: folder of the chunk KV (`kv/`), the retrieval index (`index/`) and the profiles (`profiles/`); made when
+            missing.
         device: "auto" takes CUDA where it is, else the CPU; or a torch device name.
         dtype: "float32", "bfloat16" or "float16".
         chunk_tokens: size of a chunk; see `RetrieverConfig`.
@@ -33,8 +35,9 @@ class EngineConfig:
         embedder: see `RetrieverConfig`.
         ram_budget_bytes: see `StoreConfig`.
         nvme_budget_bytes: see `StoreConfig`.
+        codec: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8" or "int4". Another codec's KV is not found again.
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
-            0.15 or more where loading would take longer anyway.
+            0.15, or more where loading would take longer anyway; without a profile, 0.15.
         selector: which tokens; see `FusionConfig`.
         instruction: stands in front of the chunks in every prompt.
         chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
@@ -55,6 +58,7 @@ class EngineConfig:
     embedder: str = RetrieverConfig().embedder
     ram_budget_bytes: int = StoreConfig(directory=".").ram_budget_bytes
     nvme_budget_bytes: int = StoreConfig(directory=".").nvme_budget_bytes
+    codec: str = "raw"
     recompute_ratio: float | None = None
     selector: str = "gradual"
     instruction: str = INSTRUCTION
@@ -79,6 +83,8 @@ class EngineConfig:
         gpus = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= gpus:
             raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
+        if self.codec not in CODECS:
+            raise ConfigError("codec", self.codec, f"one of {', '.join(CODECS)}")
         check_max_tokens(self.max_tokens)
         self.retriever_config()
         self.store_config()
@@ -106,6 +112,11 @@ class EngineConfig:
             ram_budget_bytes=self.ram_budget_bytes,
             nvme_budget_bytes=self.nvme_budget_bytes,
         )
+
+    @property
+    def profile_dir(self) -> Path:
+        """Folder of the measured profiles."""
+        return Path(self.store_dir) / "profiles"
 
     def fusion_config(self, recompute_ratio: float | None) -> FusionConfig:
         """The fusor's part, at a ratio; None for r*."""

@@ -9,20 +9,24 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from cacheblend.blend import Fusor
-from cacheblend.loader import LoadEstimator, LoadingController, RecomputeEstimator, measure_prefill
+from cacheblend.loader import LoadingController, Profile
 from cacheblend.retriever import Document, Embedder, Retriever, ScoredChunk
-from cacheblend.store import KVStore
-from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError
+from cacheblend.store import ChunkKey, KVStore
+from cacheblend.store.errors import InputError, PromptTooLongError
 
-from .answer import Answer, AnswerPlan, IngestReport, Timings
+from .answer import Answer, IngestReport
 from .config import DTYPES, EngineConfig, check_max_tokens
+from .documents import Documents
 from .first_token import FirstTokenClock
 from .hole_filler import HoleFiller
-from .prefiller import Prefilled, Prefiller
-from .prompt import PromptBuilder, PromptPieces
+from .planning import find_controller, make_controller
+from .prefiller import Prefiller, PrefillSteps
+from .prepared import PreparedRequest, StageTimes, assemble_answer
+from .prompt import Layout, PromptBuilder, PromptPieces
+from .sampling import sampling_options
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -57,14 +61,12 @@ class Engine:
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
             self._holes = HoleFiller(self.fusor, self.store)
             opened.callback(self._holes.close)
-            recompute = RecomputeEstimator(measure_prefill(self.fusor.decoder))
-            self.controller = LoadingController(config.loader, LoadEstimator(config.loader), recompute)
             self._prefiller = Prefiller(
                 self.fusor,
                 self.store,
-                self.controller,
                 self._holes,
                 config,
+                find_controller(config, self.fusor),
                 self._prompts.head,
                 self._prompts.chunk_prefix_ids,
             )
@@ -72,9 +74,24 @@ class Engine:
         self._closed = False
 
     @property
+    def documents(self) -> Documents:
+        """The ingested documents: list, show, pin, unpin and delete."""
+        self._check_open()
+        return Documents(self.retriever, self.store)
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """The methods that `answer` knows."""
         return self._prefiller.methods
+
+    @property
+    def controller(self) -> LoadingController | None:
+        """Picks the ratio where a question does not; None, and so r*, until there is a profile of this model and device."""
+        return self._prefiller.controller
+
+    def use_profile(self, profile: Profile) -> None:
+        """Plan with a profile (`measure_and_keep` makes one) from now on; ProfileError if it is of another model or device."""
+        self._prefiller.controller = make_controller(self.config, self.fusor, profile)
 
     def ingest(self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None) -> IngestReport:
         """Split, index and precompute documents; returns when their KV is durable. What is stored already is skipped.
@@ -96,11 +113,13 @@ class Engine:
         self._check_chunks(given)
         report = on_progress or (lambda *_: None)
         added = self.retriever.add(given, lambda done, total: report("index", done, total))
-        chunks = {
-            self._prefiller.key(chunk.token_ids): chunk.token_ids
-            for document_id in dict.fromkeys(document.id for document in given)
-            for chunk in self.retriever.chunks(document_id)
-        }
+        chunks: dict[ChunkKey, Sequence[int]] = {}
+        keys: dict[tuple[str, str], list[ChunkKey]] = {}
+        for document in {document.id: document for document in given}.values():
+            own = {self._prefiller.key(chunk.token_ids): chunk.token_ids for chunk in self.retriever.chunks(document.id)}
+            chunks |= own
+            keys[document.id, document.version] = list(own)
+        dropped = self.store.documents.put((*document, own) for document, own in keys.items())
         missing = [key for key in chunks if key not in self.store]
         for done, key in enumerate(missing, start=1):
             kv = self.fusor.precompute(chunks[key], self._prompts.chunk_prefix_ids)
@@ -126,6 +145,7 @@ class Engine:
             computed=len(missing),
             already_stored=len(chunks) - len(missing),
             evicted=evicted,
+            dropped=dropped,
             tokens=sum(len(chunks[key]) for key in missing),
             seconds=time.perf_counter() - started,
         )
@@ -159,46 +179,78 @@ class Engine:
             PromptTooLongError: prompt and answer are longer than the model's positions.
             ConfigError: an unknown method, or a number outside its range.
         """
+        with self._holes:
+            prepared = self.prepare(
+                question,
+                top_k=top_k,
+                method=method,
+                documents=documents,
+                recompute_ratio=recompute_ratio,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+            )
+            prefilled = self._prefiller.run(prepared.pieces, method, prepared.recompute_ratio)
+            prefill_done = time.perf_counter()
+            clock = FirstTokenClock()
+            token_ids = self.fusor.generate(prefilled.fused, prepared.max_tokens, streamer=clock, **prepared.sampling)
+        times = StageTimes(prefill_done=prefill_done, first_token=clock.first_token, ended=time.perf_counter())
+        text = self.fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return assemble_answer(prepared, prefilled, token_ids, text, times)
+
+    def prepare(
+        self,
+        question: str,
+        *,
+        layout: Layout | None = None,
+        top_k: int = 6,
+        method: str = "blend",
+        documents: Sequence[Mapping[str, object]] | None = None,
+        recompute_ratio: float | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+    ) -> PreparedRequest:
+        """Check a request, retrieve its chunks and lay out its prompt: all that comes before the model. See `answer`.
+
+        Args:
+            layout: what stands around the chunks; None puts the config's instruction before and the question behind them.
+            top_k: 0 retrieves nothing, where a layout is given.
+        """
         self._check_open()
         started = time.perf_counter()
         self._prefiller.check_method(method)
         max_tokens = self.config.max_tokens if max_tokens is None else max_tokens
         check_max_tokens(max_tokens)
-        sampling = _sampling(temperature, top_p)
+        sampling = sampling_options(temperature, top_p)
         if recompute_ratio is None:
             recompute_ratio = self.config.recompute_ratio
         self.config.fusion_config(recompute_ratio)
-        with self._holes:
-            chunks = self._retrieve(question, top_k, documents)
-            retrieved = time.perf_counter()
-            pieces = self._prompts.build([scored.chunk for scored in chunks], question)
-            self._check_length(pieces, max_tokens)
-            prefilled = self._prefiller.run(pieces, method, recompute_ratio)
-            prefill_done = time.perf_counter()
-            clock = FirstTokenClock()
-            token_ids = self.fusor.generate(
-                prefilled.fused, max_tokens, streamer=clock, pad_token_id=self._pad_token_id(), **sampling
-            )
-        ended = time.perf_counter()
-        timings = Timings(
-            retrieve_s=retrieved - started,
-            ttft_s=clock.first_token - retrieved,
-            lookup_s=prefilled.lookup_s,
-            prefill_s=prefill_done - retrieved,
-            load_s=prefilled.load_s,
-            wait_s=prefilled.fused.wait_s,
-            decode_s=ended - clock.first_token,
-            total_s=ended - started,
-        )
-        text = self.fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Answer(
-            text=text,
-            token_ids=token_ids,
+        nothing = layout is not None and documents is None and top_k == 0
+        chunks = [] if nothing else self._retrieve(question, top_k, documents)
+        retrieved = time.perf_counter()
+        found = [scored.chunk for scored in chunks]
+        pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
+        self._check_length(pieces, max_tokens)
+        return PreparedRequest(
+            method=method,
+            recompute_ratio=recompute_ratio,
+            max_tokens=max_tokens,
+            sampling={"pad_token_id": self._pad_token_id(), **sampling},
             chunks=chunks,
-            plan=_plan(method, prefilled),
-            timings=timings,
-            first_logits=prefilled.fused.logits,
+            pieces=pieces,
+            started=started,
+            retrieved=retrieved,
         )
+
+    def prefill_steps(self, prepared: PreparedRequest, namespace: str = "") -> PrefillSteps:
+        """Prefill a prepared request, one layer a step; see `Prefiller.steps`."""
+        return self._prefiller.steps(prepared.pieces, prepared.method, prepared.recompute_ratio, namespace)
+
+    @property
+    def holes(self) -> HoleFiller:
+        """Computes the chunks that requests missed; as a context manager it gives way to a running request."""
+        return self._holes
 
     def drain(self) -> None:
         """Wait until the KV of every chunk that a request missed is computed and stored."""
@@ -257,32 +309,3 @@ class Engine:
     def _pad_token_id(self) -> int:
         tokenizer = self.fusor.tokenizer
         return int(next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0))
-
-
-def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
-    if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
-        raise ConfigError("temperature", temperature, "0 (greedy) or above")
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise ConfigError("top_p", top_p, "above 0, at most 1")
-    if temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-
-
-def _plan(method: str, prefilled: Prefilled) -> AnswerPlan:
-    fused = prefilled.fused
-    looked_up = [segment for segment in prefilled.segments if segment.key is not None]
-    hits = sum(segment.tier is not None for segment in looked_up)
-    return AnswerPlan(
-        method=method,
-        segments=prefilled.segments,
-        hits=hits,
-        misses=len(looked_up) - hits,
-        recompute_ratio=prefilled.recompute_ratio,
-        recomputed=fused.recomputed,
-        prompt_tokens=len(fused.token_ids),
-        reusable_tokens=fused.reusable_tokens,
-        recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
-        loaded_bytes=prefilled.loaded_bytes,
-        loading=prefilled.loading,
-    )

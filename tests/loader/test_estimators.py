@@ -1,73 +1,96 @@
+"""The estimators give the profile's measurements back, and go on sensibly between and beyond them."""
+
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import linear_profile
 
-from cacheblend.blend import Fusor
-from cacheblend.loader import LoaderConfig, LoadEstimator, RecomputeEstimator, measure_prefill
+from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
+from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, fit
 
-seconds = st.floats(1e-7, 10)
+coefficient = st.floats(0, 1e-3)
 
 
-def test_load_adds_up_the_tiers() -> None:
-    """A layer's loading is its bytes over the throughput, summed over tiers."""
-    estimator = LoadEstimator(LoaderConfig(ram_bytes_per_s=4e9, nvme_bytes_per_s=1e9))
-    assert estimator.layer_s({"ram": 4 * 10**9, "nvme": 5 * 10**8}) == pytest.approx(1.5)
-    assert estimator.layer_s({}) == 0
+def test_load_adds_up_reads() -> None:
+    """A layer's loading is a constant a read and its bytes over the throughput, by tier."""
+    slow, fast = TierSpeed(read_s=0.5, bytes_per_s=1e9), TierSpeed(read_s=0, bytes_per_s=4e9)
+    estimator = LoadEstimator({"nvme": slow, "ram": fast})
+    assert estimator.seconds([("nvme", 10**9), ("ram", 10**9), ("nvme", 10**8)]) == pytest.approx({"nvme": 2.1, "ram": 0.25})
+    assert estimator.seconds([]) == {}
+
+
+@given(coefficients=st.tuples(coefficient, coefficient, coefficient), tokens=st.integers(1, 20_000))
+@settings(deadline=None)
+def test_a_quadratic_is_found_again(coefficients: tuple[float, float, float], tokens: int) -> None:
+    """Seconds that follow the model's form are given back at every length, measured or not."""
+
+    def seconds(count: int) -> float:
+        constant, linear, quadratic = coefficients
+        return 1e-6 + constant + linear * count + quadratic * count * count
+
+    lengths = (64, 512, 2048, 4096)
+    profile = linear_profile()
+    profile = Profile(
+        **{
+            **{name: getattr(profile, name) for name in ("model", "device", "torch_version", "layers", "layer_token_bytes")},
+            "prefill": tuple(PrefillSample(tokens=count, seconds=seconds(count)) for count in lengths),
+            "blend": profile.blend,
+            "logits_s": 0.0,
+            "tiers": profile.tiers,
+        }
+    )
+    assert RecomputeEstimator(profile, 0.3).prefill_s(tokens) == pytest.approx(seconds(tokens), rel=1e-4)
 
 
 @given(
-    linear=st.floats(0, 1e-3),
-    quadratic=st.floats(0, 1e-6),
-    lengths=st.lists(st.integers(1, 10**5), min_size=2, max_size=2, unique=True),
-    other=st.integers(1, 10**5),
+    measured=st.lists(st.tuples(st.integers(1, 10**4), st.floats(1e-7, 10)), min_size=1, max_size=5, unique_by=lambda m: m[0]),
+    tokens=st.integers(0, 10**4),
 )
 @settings(deadline=None)
-def test_recompute_fits_a_quadratic(linear: float, quadratic: float, lengths: list[int], other: int) -> None:
-    """Two lengths of a quadratic, in any order, give the whole quadratic back."""
+def test_noise_never_makes_more_tokens_cheaper(measured: list[tuple[int, float]], tokens: int) -> None:
+    """Whatever was measured, seconds are not negative and do not fall with the length."""
+    found = fit([[1, count, count * count] for count, _ in measured], [took_s for _, took_s in measured])
 
-    def layer_s(tokens: int) -> float:
-        return linear * tokens + quadratic * tokens**2
+    def seconds(count: int) -> float:
+        return float(found @ [1, count, count * count])
 
-    estimator = RecomputeEstimator([(tokens, layer_s(tokens)) for tokens in lengths])
-    scale = max(layer_s(max(lengths)), layer_s(other)) * max(1.0, other / max(lengths)) ** 2
-    for tokens in (*lengths, other):
-        assert estimator.prefill_layer_s(tokens) == pytest.approx(layer_s(tokens), rel=1e-6, abs=1e-6 * scale + 1e-300)
+    assert 0 <= seconds(tokens) <= seconds(tokens + 1) * (1 + 1e-9)
 
 
-@given(
-    measured=st.lists(st.tuples(st.integers(1, 10**5), seconds), min_size=1, max_size=4, unique_by=lambda pair: pair[0]),
-    tokens=st.integers(0, 10**5),
-)
+def test_nothing_measured_or_nothing_taken() -> None:
+    """Without samples, or with samples of no seconds, every coefficient is 0."""
+    assert not fit([], []).any()
+    assert not fit([[1.0, 2.0, 4.0]], [0.0]).any()
+
+
+@given(ratio=st.floats(0.01, 1), reusable=st.integers(100, 5000), fresh=st.integers(1, 500))
 @settings(deadline=None)
-def test_recompute_of_noisy_lengths(measured: list[tuple[int, float]], tokens: int) -> None:
-    """Whatever was measured, the longest length is given back, and more tokens never take less time."""
-    estimator = RecomputeEstimator(measured)
-    longest, longest_s = max(measured)
-    assert estimator.prefill_layer_s(longest) == pytest.approx(longest_s, rel=1e-6)
-    assert 0 <= estimator.prefill_layer_s(tokens) <= estimator.prefill_layer_s(tokens + 1)
+def test_layers_follow_the_schedule(ratio: float, reusable: int, fresh: int) -> None:
+    """Layer 0 runs every row; the later ones the ratio of the reusable rows in the mean, falling, and every fresh one."""
+    first, *later = RecomputeEstimator(linear_profile(row_s=1.0), 0.3).layer_s(ratio, reusable, fresh)
+    assert first == pytest.approx(reusable + fresh)
+    assert sum(later) / len(later) == pytest.approx(round(ratio * reusable, 1) + fresh, abs=1)
+    assert all(one >= two - 1e-6 for one, two in itertools.pairwise(later))
 
 
-def test_recompute_of_one_length() -> None:
-    """One measured length is taken as linear."""
-    estimator = RecomputeEstimator([(200, 4.0)])
-    assert [estimator.prefill_layer_s(tokens) for tokens in (0, 50, 200, 400)] == pytest.approx([0, 1, 4, 8])
+def test_full_reuse_runs_fresh_rows_alone() -> None:
+    """At ratio 0 layer 0 runs the fresh rows alone, and exact tokens never run."""
+    assert RecomputeEstimator(linear_profile(row_s=1.0), 0.3).layer_s(0.0, 900, 100, exact=50) == pytest.approx([100] * 11)
 
 
-@given(ratio=st.floats(0, 1), reusable=st.integers(0, 5000), fresh=st.integers(1, 5000))
-@settings(deadline=None)
-def test_recompute_follows_the_share_of_rows(ratio: float, reusable: int, fresh: int) -> None:
-    """A layer's recompute is the prefill's seconds times the share of tokens that run: all of them at ratio 1."""
-    estimator = RecomputeEstimator([(256, 0.002), (1024, 0.012)])
-    whole = estimator.prefill_layer_s(reusable + fresh)
-    assert estimator.layer_s(1.0, reusable, fresh) == pytest.approx(whole)
-    share = (ratio * reusable + fresh) / (reusable + fresh)
-    assert estimator.layer_s(ratio, reusable, fresh) == pytest.approx(share * whole)
-    assert estimator.layer_s(ratio, reusable, fresh) <= whole
+def test_a_check_costs_what_it_projects() -> None:
+    """Rows that are projected and dropped are paid at the layers that check, and at no others."""
+    profile = linear_profile(layers=5, row_s=1.0)
+    samples = [
+        LayerSample(layer=1, tokens=n, rows=r, projected=p, seconds=r + 0.1 * p)
+        for n, r, p in ((1000, 100, 1000), (1000, 100, 0), (500, 400, 500), (500, 250, 0), (2000, 100, 100))
+    ]
+    values = profile.as_dict() | {"blend": [*profile.as_dict()["blend"][:2], *(sample_dict(sample) for sample in samples)]}
+    layers = RecomputeEstimator(Profile.from_dict(values), 0.0).layer_s(0.5, 1000, 0)
+    assert layers == pytest.approx([1000, 600, 500, 500, 500], rel=1e-3)
 
 
-def test_measured_prefill(fusor: Fusor) -> None:
-    """A layer's prefill is measured at every length asked for, in order."""
-    measured = measure_prefill(fusor.decoder, lengths=(8, 64), repeats=1)
-    assert [tokens for tokens, _ in measured] == [8, 64]
-    assert all(took_s > 0 for _, took_s in measured)
-    assert RecomputeEstimator(measured).prefill_layer_s(64) == pytest.approx(measured[1][1])
+def sample_dict(sample: LayerSample) -> dict[str, float]:
+    return {name: getattr(sample, name) for name in ("layer", "tokens", "rows", "projected", "seconds")}

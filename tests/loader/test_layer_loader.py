@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
-from cacheblend.loader import LayerLoader
+from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, LayerKV, Prompt, Segment, SegmentKV
+from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
 from cacheblend.store.errors import DamagedEntryError, FusionCancelledError, StoreError
 
@@ -25,16 +25,16 @@ LAYERS = 4
 class SpyLoader(LayerLoader):
     """Notes the layers that are fetched; with a gate, every fetch waits until it is open."""
 
-    def __init__(self, lookahead_layers: int = 2, gate: threading.Event | None = None) -> None:
-        super().__init__(lookahead_layers)
+    def __init__(self, config: LoaderConfig | None = None, gate: threading.Event | None = None) -> None:
+        super().__init__(config)
         self.fetched: list[int] = []
         self.gate = gate
 
-    def fetch_kv(self, kv: SegmentKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
         self.fetched.append(layer)
         if self.gate is not None:
             assert self.gate.wait(10)
-        return super().fetch_kv(kv, layer)
+        super().fetch_kv(kv, layer, whole, start, stop)
 
 
 def key_of(segment: Segment) -> ChunkKey:
@@ -109,13 +109,18 @@ def assert_same(one: FusedPrompt, other: FusedPrompt) -> None:
     kinds=st.lists(st.sampled_from(["nvme", "ram", "memory", "hole"]), max_size=6),
     ratio=st.sampled_from([0.0, 0.15, 0.6, 1.0]),
     lookahead=st.integers(1, 5),
+    in_flight=st.integers(1, 4),
 )
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_mixed_tiers(fusor: Fusor, stores: dict[str, KVStore], kinds: list[str], ratio: float, lookahead: int) -> None:
+def test_mixed_tiers(
+    fusor: Fusor, stores: dict[str, KVStore], kinds: list[str], ratio: float, lookahead: int, in_flight: int
+) -> None:
     """Segments of either tier, in memory and without KV, in any order, give bit for bit what KV in memory gives."""
     config = FusionConfig(recompute_ratio=ratio)
     with prompts(fusor, stores, kinds) as (spread, resident):
-        with LayerLoader(lookahead) as loader:
+        tokens = sum(len(segment.token_ids) for segment in spread)
+        ahead = LoaderConfig(lookahead_bytes=lookahead * fusor.decoder.geometry.layer_bytes(tokens), reads_in_flight=in_flight)
+        with LayerLoader(ahead) as loader:
             loaded = fusor.fuse(spread, config, loader)
         assert_same(loaded, fusor.fuse(resident, config))
 
@@ -126,13 +131,13 @@ def test_layer_0_is_read_for_full_reuse_alone(
 ) -> None:
     """Layer 0 of the store is read at ratio 0 only, and every other layer of every chunk exactly once."""
     reads: Counter[tuple[str, int]] = Counter()
-    read_layer = Placement.read_layer
+    read_layer_into = Placement.read_layer_into
 
-    def counted(placement: Placement, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(placement: Placement, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
         reads[placement.key.digest, layer] += 1
-        return read_layer(placement, layer)
+        read_layer_into(placement, layer, k_HTD, v_HTD)
 
-    monkeypatch.setattr(Placement, "read_layer", counted)
+    monkeypatch.setattr(Placement, "read_layer_into", counted)
     with prompts(fusor, stores, ["nvme", "ram", "nvme", "ram"]) as (spread, _), LayerLoader() as loader:
         fusor.fuse(spread, FusionConfig(recompute_ratio=ratio), loader)
         keys = [segment.kv.key.digest for segment in spread if isinstance(segment.kv, Placement)]
@@ -169,9 +174,10 @@ def test_counts_bytes_and_seconds(fusor: Fusor, stores: dict[str, KVStore]) -> N
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 def test_lookahead_is_bounded(fusor: Fusor, lookahead: int) -> None:
-    """A fusor that is slower than the loading finds exactly the look-ahead loaded, never a layer more."""
+    """A fusor that is slower than the loading finds exactly the whole layers that fit the look-ahead, never a layer more."""
     prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
-    with SpyLoader(lookahead) as loader:
+    layer_bytes = fusor.decoder.geometry.layer_bytes(11)
+    with SpyLoader(LoaderConfig(lookahead_bytes=(lookahead + 1) * layer_bytes - 1)) as loader:
         loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
         for layer in range(LAYERS):
             ahead = min(layer + lookahead, LAYERS)
@@ -242,7 +248,7 @@ def test_closing_waits_for_a_read(fusor: Fusor) -> None:
 
     consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
     consumer.start()
-    wait_until(lambda: loader.fetched == [0])
+    wait_until(lambda: loader.fetched == [0, 0])  # both chunks' reads are under way
     closer.start()
     assert cancelled.wait(10)
     assert closer.is_alive()
@@ -250,7 +256,7 @@ def test_closing_waits_for_a_read(fusor: Fusor) -> None:
     consumer.join(10)
     closer.join(10)
     assert not threads()
-    assert loader.fetched == [0]
+    assert loader.fetched == [0, 0]
 
 
 def test_closed_before_synchronize(fusor: Fusor) -> None:
@@ -266,6 +272,32 @@ def test_closed_before_synchronize(fusor: Fusor) -> None:
     never_started.close()
     with pytest.raises(FusionCancelledError, match="closed before"):
         fusor.fuse(prompt.segments, source=never_started)
+
+
+def test_a_layer_of_no_room_for_another(fusor: Fusor) -> None:
+    """A look-ahead below one layer still loads one."""
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    with SpyLoader(LoaderConfig(lookahead_bytes=1)) as loader:
+        loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+        for layer in range(LAYERS):
+            loader.synchronize(layer)
+    assert loader.fetched == list(range(LAYERS))
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_reads_in_flight(fusor: Fusor, most: int) -> None:
+    """As many reads are under way at once as the config says, of several layers where one has not that many."""
+    gate = threading.Event()
+    prompt = Prompt.of([*(chunk(fusor, 8, seed=seed) for seed in (1, 2, 3)), Segment(draw_ids(3, seed=9))])
+    with SpyLoader(LoaderConfig(reads_in_flight=most), gate) as loader:
+        loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+        wait_until(lambda: len(loader.fetched) == most)
+        time.sleep(0.02)  # room for a read too many
+        assert len(loader.fetched) == most
+        gate.set()
+        for layer in range(LAYERS):
+            loader.synchronize(layer)
+    assert Counter(loader.fetched) == Counter(dict.fromkeys(range(LAYERS), 3))
 
 
 def test_one_fusion_each(fusor: Fusor) -> None:
@@ -304,7 +336,7 @@ def test_failure_in_the_thread(fusor: Fusor) -> None:
     """Whatever goes wrong in the thread is raised by the fusion, as it is."""
 
     class BrokenLoader(LayerLoader):
-        def fetch_kv(self, kv: SegmentKV, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
             raise MemoryError(f"layer {layer}")
 
     with BrokenLoader() as loader, pytest.raises(MemoryError, match="layer 1"):

@@ -7,13 +7,15 @@ import threading
 import pytest
 import torch
 from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of, kinds, prompt_of
+from profiles import linear_profile
 from transformers.generation.streamers import BaseStreamer
 
 from cacheblend.blend import ExplicitPositions, FusionConfig, Fusor, Segment
-from cacheblend.loader import LoaderConfig, LoadEstimator, RecomputeEstimator
+from cacheblend.loader import Profile, describe_device, write_profile
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.service import Answer, Engine
 from cacheblend.store import ChunkKey
+from cacheblend.store.errors import ProfileError
 
 BROUGHT = [{"text": "brought along"}]
 METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
@@ -211,7 +213,7 @@ def test_timings(engine: Engine, method: str, max_tokens: int) -> None:
 
     engine.retriever.search = slow_search  # type: ignore[assignment]  # a stand-in
     timings = ask(engine, method, max_tokens=max_tokens).timings
-    assert min(dataclasses.astuple(timings)) >= 0
+    assert min(took_s for took_s in dataclasses.astuple(timings) if took_s is not None) >= 0
     assert timings.retrieve_s >= 0.2
     assert 0 < timings.prefill_s <= timings.ttft_s < timings.total_s
     assert timings.lookup_s + timings.wait_s <= timings.prefill_s
@@ -293,38 +295,92 @@ def test_no_bos_and_no_instruction(open_engine: OpenEngine, fusor: Fusor) -> Non
     assert prompt_of(full.plan)[: len(full.chunks[0].chunk.token_ids)] == full.chunks[0].chunk.token_ids
 
 
+def profile_of(engine: Engine, **speeds: float) -> Profile:
+    """A profile of the engine's model on this device, with made-up speeds."""
+    geometry = engine.fusor.decoder.geometry
+    return linear_profile(
+        layers=geometry.layers,
+        model=engine.fusor.fingerprint,
+        device=describe_device(geometry.device),
+        layer_token_bytes=geometry.layer_bytes(1),
+        **speeds,
+    )
+
+
 class TestController:
-    """The ratio is left to the loading controller; its estimates are set here."""
+    """The ratio is left to the loading controller; its profile is made up here."""
 
     @staticmethod
     def prepared(open_engine: OpenEngine, load_share: float) -> Engine:
-        """An engine that expects loading a layer of `BROUGHT` to take this share of the layer's prefill."""
+        """An engine whose profile says that loading a layer of `BROUGHT` takes this share of the layer's prefill."""
         engine = open_engine(recompute_ratio=None)
         ask(engine, "full_reuse", documents=BROUGHT)
         engine.drain()
-        _, chunk, tail = (len(segment.token_ids) for segment in ask(engine, "full_reuse", documents=BROUGHT).plan.segments)
-        loaded = engine.fusor.decoder.geometry.layer_bytes(chunk)
-        engine.controller.load = LoadEstimator(LoaderConfig(ram_bytes_per_s=loaded / load_share))
-        engine.controller.recompute = RecomputeEstimator([(chunk + tail, 1.0)])
+        tokens = [len(segment.token_ids) for segment in ask(engine, "full_reuse", documents=BROUGHT).plan.segments]
+        loaded = engine.fusor.decoder.geometry.layer_bytes(tokens[1])
+        engine.use_profile(profile_of(engine, row_s=1 / sum(tokens), bytes_per_s=loaded / load_share))
         return engine
 
+    def test_without_a_profile(self, open_engine: OpenEngine) -> None:
+        """An engine that finds no profile takes r*, predicts nothing, and measures nothing."""
+        answer = ask(open_engine(recompute_ratio=None), documents=BROUGHT)
+        assert (answer.plan.recompute_ratio, answer.plan.loading) == (0.15, None)
+        assert (answer.timings.predicted_prefill_s, answer.timings.predicted_load_s) == (None, None)
+
+    def test_profile_beside_the_store(self, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A profile that was measured before is found at the next start, and a damaged one is left with a warning."""
+        engine = open_engine(recompute_ratio=None)
+        assert engine.controller is None
+        profile = profile_of(engine)
+        path = write_profile(engine.config.profile_dir, profile)
+        engine.close()
+        monkeypatch.setattr("cacheblend.loader.profiler.measure_profile", None)
+        engine = open_engine(recompute_ratio=None)
+        assert engine.controller is not None
+        assert engine.controller.profile == profile
+        engine.close()
+        path.write_text("{")
+        assert open_engine(recompute_ratio=None).controller is None
+
+    def test_profile_of_another_model(self, open_engine: OpenEngine) -> None:
+        """A profile of another model or device is refused with both names."""
+        engine = open_engine(recompute_ratio=None)
+        for part in ("model", "device"):
+            with pytest.raises(ProfileError, match=f"another {part}: 'other'"):
+                engine.use_profile(dataclasses.replace(profile_of(engine), **{part: "other"}))
+
     def test_fast_loading(self, open_engine: OpenEngine) -> None:
-        """Where loading is fast the ratio is r*."""
-        engine = self.prepared(open_engine, load_share=0.001)
-        plan = ask(engine, documents=BROUGHT).plan
-        assert plan.loading is not None
-        assert (plan.loading.ratio, plan.recompute_ratio, plan.loading.full_recompute) == (0.15, 0.15, False)
-        assert plan.loading.load_layer_s == pytest.approx(0.001)
-        assert plan.loading.prefill_layer_s == pytest.approx(1)
+        """Where loading is fast the ratio is r*; what was predicted stands beside what was measured."""
+        answer = ask(self.prepared(open_engine, load_share=0.001), documents=BROUGHT)
+        loading = answer.plan.loading
+        assert loading is not None
+        assert (loading.ratio, answer.plan.recompute_ratio, loading.full_recompute) == (0.15, 0.15, False)
+        assert loading.load_s == pytest.approx(0.003)
+        assert loading.full_s == pytest.approx(4)
+        assert answer.timings.predicted_prefill_s == loading.prefill_s
+        assert answer.timings.predicted_load_s == loading.load_s
 
     def test_slow_loading(self, open_engine: OpenEngine) -> None:
         """Where loading is slow the ratio is the one whose recompute hides behind it."""
-        plan = ask(self.prepared(open_engine, load_share=0.97), documents=BROUGHT).plan
+        engine = self.prepared(open_engine, load_share=0.001)
+        head, chunk, tail = (len(segment.token_ids) for segment in ask(engine, documents=BROUGHT).plan.segments)
+        # Three layers are loaded while layer 0 and, at ratio 0.5, two later ones are computed.
+        load_share = (chunk + tail + 2 * (0.5 * chunk + tail)) / 3 / (head + chunk + tail)
+        plan = ask(self.prepared(open_engine, load_share), documents=BROUGHT).plan
         assert plan.loading is not None
-        assert 0.15 < plan.loading.ratio < 1
+        assert plan.loading.ratio == pytest.approx(0.5, abs=0.11)
         assert plan.recompute_ratio == plan.loading.ratio
-        assert plan.loading.recompute_layer_s == pytest.approx(plan.loading.load_layer_s) == pytest.approx(0.97)
         assert plan.recomputed_tokens == pytest.approx(plan.recompute_ratio * plan.reusable_tokens, abs=1)
+
+    def test_the_controller_learns(self, open_engine: OpenEngine) -> None:
+        """Requests that all take far less than the profile says move the prediction towards what they take."""
+        engine = self.prepared(open_engine, load_share=0.001)
+        first = ask(engine, documents=BROUGHT).timings
+        for _ in range(8):
+            last = ask(engine, documents=BROUGHT).timings
+        assert first.predicted_prefill_s is not None
+        assert last.predicted_prefill_s is not None
+        assert last.predicted_prefill_s < first.predicted_prefill_s / 2
 
     def test_loading_slower_than_prefill(self, open_engine: OpenEngine) -> None:
         """Where loading takes longer than prefill, the prompt is prefilled without hits, and what is missing filled later."""
@@ -348,13 +404,16 @@ class TestController:
         engine.store.get(key_of(engine.fusor, chunks[0]))  # is in RAM from now on
         engine.store.delete(key_of(engine.fusor, chunks[2]))
         told = []
+        engine.use_profile(profile_of(engine))
+        assert engine.controller is not None
         plan = engine.controller.plan
-        monkeypatch.setattr(engine.controller, "plan", lambda *arguments: told.append(arguments) or plan(*arguments))
+        monkeypatch.setattr(engine.controller, "plan", lambda **arguments: told.append(arguments) or plan(**arguments))
         ask(engine)
         layer_bytes = engine.fusor.decoder.geometry.layer_bytes
-        (_, first, second, hole, fourth, tail) = tokens
-        expected = {"ram": layer_bytes(first), "nvme": layer_bytes(second + fourth)}
-        assert told == [(expected, first + second + fourth, hole + tail, 4)]
+        (head, first, second, hole, fourth, tail) = tokens
+        reads = [("ram", layer_bytes(first)), ("nvme", layer_bytes(second)), ("nvme", layer_bytes(fourth))]
+        expected = {"reads": reads, "reusable": first + second + fourth, "fresh": hole + tail, "exact": head}
+        assert told == [expected]
 
     def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:
         """A ratio that is asked for is taken as it is; the controller is not asked."""

@@ -1,0 +1,182 @@
+"""What a model costs on a device, and a tier on its disk: measured once, kept on disk, read at every start (paper §5.1)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend.store.errors import ProfileError
+
+PROFILE_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSample:
+    """A full prefill of `tokens` tokens took `seconds`, to the first logits."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSample:
+    """One layer of a blend over stored KV that was there already.
+
+    Args:
+        layer: its index; layer 0 runs every row.
+        tokens: of the whole prompt.
+        rows: that went through attention and MLP.
+        projected: rows whose fresh K and V were projected to be compared; 0 where the layer did not check.
+        seconds: it took.
+    """
+
+    layer: int
+    tokens: int
+    rows: int
+    projected: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpeed:
+    """What reading from a tier costs, its checksum and the way to the layer's place on the device included.
+
+    Args:
+        read_s: seconds of a read of no bytes, with as many in flight as the loader has.
+        bytes_per_s: throughput of the bytes themselves.
+    """
+
+    read_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.read_s >= 0 and self.bytes_per_s > 0 and math.isfinite(self.read_s)):
+            raise ProfileError(
+                f"a tier with read_s={self.read_s} and bytes_per_s={self.bytes_per_s} cannot be: the first is 0 or more, the "
+                "second above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measurements of one model on one device, beside the store whose disk was measured.
+
+    Args:
+        model: the model's fingerprint, which has the compute dtype in it.
+        device: see `describe_device`.
+        torch_version: of the build that was measured.
+        layers: layers of the model.
+        layer_token_bytes: bytes of one token's raw KV in one layer.
+        prefill: full prefills, of at least one length.
+        blend: layers of blends; at least one of layer 0, and one later one where the model has several layers.
+        logits_s: seconds from the last layer to the first logits.
+        tiers: speed by tier, "ram" and "nvme".
+
+    Raises:
+        ProfileError: a measurement that cannot be, or none.
+    """
+
+    model: str
+    device: str
+    torch_version: str
+    layers: int
+    layer_token_bytes: int
+    prefill: tuple[PrefillSample, ...]
+    blend: tuple[LayerSample, ...]
+    logits_s: float
+    tiers: Mapping[str, TierSpeed]
+
+    def __post_init__(self) -> None:
+        later = any(sample.layer > 0 for sample in self.blend)
+        if not self.prefill or all(sample.layer > 0 for sample in self.blend) or (self.layers > 1 and not later):
+            raise ProfileError("a profile needs a full prefill, and of blends a layer 0 and a later one; measure it again")
+        seconds = [self.logits_s, *(sample.seconds for sample in (*self.prefill, *self.blend))]
+        if not all(math.isfinite(took_s) and took_s >= 0 for took_s in seconds):
+            raise ProfileError(f"a profile of {self.device} has seconds that cannot be: {min(seconds)} to {max(seconds)}")
+        counts = [self.layers, self.layer_token_bytes, *(sample.tokens for sample in (*self.prefill, *self.blend))]
+        if min(counts) < 1:
+            raise ProfileError(f"a profile of {self.device} has a count of {min(counts)}; every count is at least 1")
+
+    def check(self, *, model: str, device: str) -> None:
+        """Refuse what was measured elsewhere.
+
+        Raises:
+            ProfileError: the profile is of another model, device or torch.
+        """
+        mine = {"model": (self.model, model), "device": (self.device, device)}
+        mine["torch"] = (self.torch_version, torch.__version__)
+        for what, (measured, wanted) in mine.items():
+            if measured != wanted:
+                raise ProfileError(
+                    f"the profile was measured on another {what}: {measured!r}, and this is {wanted!r}; "
+                    "run `cacheblend profile` here"
+                )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "format": PROFILE_FORMAT,
+            **{name.name: getattr(self, name.name) for name in fields(self)},
+            "prefill": [_plain(sample) for sample in self.prefill],
+            "blend": [_plain(sample) for sample in self.blend],
+            "tiers": {tier: _plain(speed) for tier, speed in self.tiers.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
+        """The profile that `as_dict` gave.
+
+        Raises:
+            ProfileError: the values are not a profile's.
+        """
+        try:
+            given = dict(values)
+            if (found := given.pop("format")) != PROFILE_FORMAT:
+                raise ProfileError(f"the profile has format {found!r}, not {PROFILE_FORMAT}; run `cacheblend profile` again")
+            given["prefill"] = tuple(PrefillSample(**_numbers(sample)) for sample in given["prefill"])
+            given["blend"] = tuple(LayerSample(**_numbers(sample)) for sample in given["blend"])
+            given["tiers"] = {str(tier): TierSpeed(**_numbers(speed)) for tier, speed in given["tiers"].items()}
+            given |= _numbers({name: given[name] for name in ("layers", "layer_token_bytes", "logits_s")})
+            return cls(**given)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProfileError(f"not a profile: {type(error).__name__} {error}; run `cacheblend profile` again") from error
+
+
+def describe_device(device: torch.device) -> str:
+    """The device as a profile names it: the GPU's name, or the CPU's and the threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def profile_name(model: str, device: str) -> str:
+    """The file name of a profile: model, and a digest of device, torch version and format."""
+    rest = hashlib.sha256(f"{device}\n{torch.__version__}\n{PROFILE_FORMAT}".encode()).hexdigest()
+    return f"{model[:16]}-{rest[:16]}.json"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _plain(sample: PrefillSample | LayerSample | TierSpeed) -> dict[str, float]:
+    return {name.name: getattr(sample, name.name) for name in fields(sample)}
+
+
+def _numbers(sample: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in sample.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name}={value!r} is not a number")
+    return dict(sample)

@@ -1,0 +1,173 @@
+"""Measures what a model costs on its device: full prefills over lengths, layers of blends over ratios (paper §5.1)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cacheblend.blend import FusionConfig, Fusor, KVGeometry, LayerKV, Prompt, Segment
+from cacheblend.store.errors import ConfigError
+
+from .config import LoaderConfig
+from .profile import LayerSample, PrefillSample, Profile, describe_device
+from .tier_speed import measure_tiers
+
+LENGTHS = (256, 1024, 4096)
+RATIOS = (0.05, 0.15, 0.5, 1.0)
+QUESTION_TOKENS = 32
+# The first layers of a blend show all that later ones do: layer 0 runs whole, layer 1 projects every row and drops most,
+# layer 2 does not check, layer 3 does again.
+LAYERS_TIMED = 5
+PATIENCE_S = 2.0
+
+Progress = Callable[[str, int, int], None]
+
+
+def measure_profile(
+    fusor: Fusor,
+    directory: Path,
+    config: LoaderConfig,
+    *,
+    chunk_tokens: int = 512,
+    lengths: Sequence[int] = LENGTHS,
+    ratios: Sequence[float] = RATIOS,
+    repeats: int = 3,
+    on_progress: Progress | None = None,
+) -> Profile:
+    """Measure a model on its device, and the tiers of the disk that a folder is on. Takes seconds to minutes.
+
+    Medians of `repeats` after one warm-up, the device synchronised. Lengths beyond the model's positions are cut, and none is
+    measured that is longer than one whose full prefill took more than `PATIENCE_S`.
+
+    Args:
+        fusor: the model.
+        directory: a folder on the disk of the store; what is written there is removed.
+        config: reads in flight and look-ahead of the loader.
+        chunk_tokens: size of the reads.
+        lengths: prompt lengths in tokens.
+        ratios: recompute ratios.
+        repeats: how often each is measured.
+        on_progress: called with "profile", measurements done, and in all.
+
+    Raises:
+        ConfigError: no length or ratio, or one outside its range.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ConfigError("lengths", tuple(lengths), "at least one, each of 1 token or more")
+    if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
+        raise ConfigError("ratios", tuple(ratios), "at least one, each above 0 and at most 1")
+    if repeats < 1:
+        raise ConfigError("repeats", repeats, "1 or more")
+    report = on_progress or (lambda *_: None)
+    most = fusor.max_positions or max(lengths)
+    lengths = sorted({min(length, most) for length in lengths})
+    prefill, blend = list[PrefillSample](), list[LayerSample]()
+    for number, tokens in enumerate(lengths):
+        took_s = _prefill_s(fusor, tokens, repeats)
+        prefill.append(PrefillSample(tokens=tokens, seconds=took_s))
+        for ratio in ratios:
+            blend += _blend_layers(fusor, tokens, ratio, repeats)
+        report("profile", number + 1, len(lengths) + 1)
+        if took_s > PATIENCE_S:
+            break
+    geometry = fusor.decoder.geometry
+    profile = Profile(
+        model=fusor.fingerprint,
+        device=describe_device(geometry.device),
+        torch_version=torch.__version__,
+        layers=geometry.layers,
+        layer_token_bytes=geometry.layer_bytes(1),
+        prefill=tuple(prefill),
+        blend=tuple(blend),
+        logits_s=_logits_s(fusor, repeats),
+        tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats),
+    )
+    report("profile", len(lengths) + 1, len(lengths) + 1)
+    return profile
+
+
+@dataclass(frozen=True, slots=True)
+class _NoKV:
+    """Stands for stored KV where nothing is loaded."""
+
+    token_ids: Sequence[int]
+    model: str
+    dtype: torch.dtype
+    prefix_ids: Sequence[int] = ()
+
+
+class _OneLayer:
+    """A source whose every layer is the same memory on the device, there at once: what is timed is computing alone."""
+
+    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
+        """See `LayerSource.start`."""
+        self._whole = LayerKV.empty(geometry, len(prompt))
+        for x_1HND in (self._whole.k_1HND, self._whole.v_1HND):
+            x_1HND.normal_()
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """See `LayerSource.synchronize`."""
+        return self._whole
+
+
+def _prefill_s(fusor: Fusor, tokens: int, repeats: int) -> float:
+    return _median_s(lambda: fusor.prefill([0] * tokens), fusor, repeats)
+
+
+def _logits_s(fusor: Fusor, repeats: int) -> float:
+    with torch.no_grad():
+        hidden_1SM = fusor.decoder.embed(torch.zeros(1, dtype=torch.long, device=fusor.decoder.device))
+        return _median_s(lambda: fusor.decoder.logits(hidden_1SM), fusor, repeats)
+
+
+def _blend_layers(fusor: Fusor, tokens: int, ratio: float, repeats: int) -> list[LayerSample]:
+    """The first layers of a blend: rows of each, and the median of its seconds."""
+    question = max(1, min(QUESTION_TOKENS, tokens // 4))
+    stored = [0] * (tokens - question)
+    segments = [Segment([0] * question)]
+    if stored:
+        segments.insert(0, Segment(stored, _NoKV(stored, fusor.fingerprint, fusor.decoder.dtype)))
+    timed = min(LAYERS_TIMED, fusor.decoder.geometry.layers)
+    seconds: list[list[float]] = [[] for _ in range(timed)]
+    rows: list[int] = []
+    for repeat in range(repeats + 1):
+        steps = fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio), _OneLayer())
+        rows = []
+        for layer in range(timed):
+            started = time.perf_counter()
+            rows.append(next(steps).recomputed)
+            _synchronize(fusor)
+            if repeat:
+                seconds[layer].append(time.perf_counter() - started)
+        steps.close()
+    return [
+        LayerSample(
+            layer=layer,
+            tokens=tokens,
+            rows=rows[layer],
+            projected=rows[layer - 1] if layer and rows[layer] < rows[layer - 1] else 0,
+            seconds=statistics.median(seconds[layer]),
+        )
+        for layer in range(timed)
+    ]
+
+
+def _median_s(call: Callable[[], object], fusor: Fusor, repeats: int) -> float:
+    seconds = []
+    for repeat in range(repeats + 1):
+        started = time.perf_counter()
+        call()
+        _synchronize(fusor)
+        if repeat:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _synchronize(fusor: Fusor) -> None:
+    if fusor.decoder.device.type == "cuda":
+        torch.cuda.synchronize(fusor.decoder.device)

@@ -1,0 +1,105 @@
+"""Which storage device is the cheapest that adds no delay, at a given ratio (paper §5.1, figure 10b)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cacheblend.store.errors import ConfigError
+
+from .config import LoaderConfig
+from .estimators import LoadEstimator, RecomputeEstimator
+from .pipeline import Pipeline
+from .profile import Profile
+from .storage_device import StorageDevice
+
+NO_DELAY = 0.01  # of the prefill with all KV there already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChoice:
+    """What a request would take with its KV on a device.
+
+    Args:
+        device: the device.
+        load_layer_s: seconds to load one layer, the paper's T_load.
+        recompute_layer_s: seconds to compute a later layer in the mean, the paper's T_recompute.
+        prefill_s: seconds to the first logits, loading beside computing.
+        delay_s: the part of them that the device adds over KV that is there already.
+        full_s: seconds of a full prefill.
+        adds_no_delay: `delay_s` is within one per cent.
+        price_per_month: of the KV that is to be stored.
+    """
+
+    device: StorageDevice
+    load_layer_s: float
+    recompute_layer_s: float
+    prefill_s: float
+    delay_s: float
+    full_s: float
+    adds_no_delay: bool
+    price_per_month: float
+
+
+def compare_devices(
+    profile: Profile,
+    devices: Iterable[StorageDevice],
+    *,
+    tokens: int,
+    ratio: float = LoaderConfig().quality_ratio,
+    chunk_tokens: int = 512,
+    question_tokens: int = 32,
+    stored_tokens: int | None = None,
+    spread: float = 0.3,
+) -> list[DeviceChoice]:
+    """Every device, the cheapest first; the first that adds no delay is the one to take.
+
+    Args:
+        profile: of the model on the device that computes.
+        devices: to choose from.
+        tokens: reused tokens of a request.
+        ratio: recompute ratio.
+        chunk_tokens: tokens of a chunk; each is a read a layer.
+        question_tokens: fresh tokens of a request.
+        stored_tokens: tokens whose KV is to be stored, for the price; by default those of one request.
+        spread: of the selector's schedule; see `FusionConfig.gradual_spread`.
+
+    Raises:
+        ConfigError: a number outside its range.
+    """
+    stored_tokens = tokens if stored_tokens is None else stored_tokens
+    counts = {
+        "tokens": tokens,
+        "chunk_tokens": chunk_tokens,
+        "question_tokens": question_tokens,
+        "stored_tokens": stored_tokens,
+    }
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(name, value, "a whole number of at least 1")
+    if not 0 <= ratio <= 1:
+        raise ConfigError("ratio", ratio, "a number from 0 to 1")
+    recompute = RecomputeEstimator(profile, spread)
+    compute_s = recompute.layer_s(ratio, tokens, question_tokens)
+    whole, rest = divmod(tokens, chunk_tokens)
+    sizes = [*[chunk_tokens] * whole, *([rest] if rest else [])]
+    reads = [("", size * profile.layer_token_bytes) for size in sizes]
+    lookahead = LoaderConfig().lookahead_layers((tokens + question_tokens) * profile.layer_token_bytes)
+    choices = []
+    for device in devices:
+        load_s = sum(LoadEstimator({"": device.speed}).seconds(reads).values())
+        loads_s = [0.0 if layer == 0 and ratio > 0 else load_s for layer in range(len(compute_s))]
+        prefill_s = Pipeline.of(loads_s, compute_s, lookahead).total_s
+        choices.append(
+            DeviceChoice(
+                device=device,
+                load_layer_s=load_s,
+                recompute_layer_s=sum(compute_s[1:]) / max(1, len(compute_s) - 1),
+                prefill_s=prefill_s,
+                delay_s=prefill_s - sum(compute_s),
+                full_s=recompute.prefill_s(tokens + question_tokens),
+                adds_no_delay=prefill_s - sum(compute_s) <= NO_DELAY * sum(compute_s),
+                price_per_month=stored_tokens * profile.layers * profile.layer_token_bytes / 1e9 * device.price_per_gb_month,
+            )
+        )
+    return sorted(choices, key=lambda choice: (choice.price_per_month, choice.prefill_s))

@@ -1,0 +1,350 @@
+"""The loader against what the disk, the memory and the arithmetic allow, and the controller against a search.
+
+    python scripts/bench_loader.py                                   # on a quiet machine, about ten minutes
+    python scripts/bench_loader.py --threads 1 --lengths 1024 --rates 20e6 200e6 2e9 --repeats 1
+
+Everything is a ratio inside one run; medians over repeats, interleaved where two things are compared.
+
+- `nvme_over_fio`: bytes per second of the loader alone, files read layer by layer past the page cache with checksums on, over
+  what fio reads from the same files with the same read size (psync, direct, one job for each read in flight). Without fio on
+  this machine the peer is a plain O_DIRECT reader in this script, and `nvme_peer` says so.
+- `ram_over_copy`: bytes per second of the loader alone from the RAM tier over a plain torch copy of the same bytes into new
+  memory of the same shape. Neither rotates.
+- `ttft_over_bound`: TTFT with a throttled tier over max(T_load, T_recompute) + the first layer's load: T_load is the loader
+  alone at that rate, T_recompute the fuse with all KV in memory. The worst and the median of the grid.
+- `ttft_prediction_error`: |predicted - measured| / measured of the controller's plan, over the grid. Worst and median.
+- `ratio_over_search`: where loading is the longer side, the controller's ratio over the largest of a list of ratios whose
+  measured TTFT is within 5 % of that at r*. `ttft_over_quality`: TTFT at the controller's ratio over TTFT at r*.
+- `reuse_over_full`: TTFT of the blend over full prefill where the controller said that blending is sooner; the worst.
+
+The throttle is a rate limit around the loader's reads in this script; the store knows nothing of it. TTFT is from the plan to
+the first logits. The last stdout line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_fusor import make_fusor, make_segments
+
+from cacheblend.blend import FusionConfig, Fusor, LayerKV, Prompt, Segment, SegmentKV
+from cacheblend.loader import LayerLoader, LoaderConfig, LoadingController, Profile, TierSpeed, measure_profile
+from cacheblend.loader.tier_speed import drop_page_cache
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
+
+CHUNK_TOKENS = 512
+SEARCHED = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+class Throttle:
+    """A device of so many bytes a second that serves one read after the other."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, count: int) -> None:
+        """Return when the device would have read so many bytes more."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + count / self.bytes_per_s
+            ready = self._free_at
+        time.sleep(max(0.0, ready - time.perf_counter()))
+
+
+class ThrottledLoader(LayerLoader):
+    """A loader whose reads of stored KV take at least the throttle's time."""
+
+    def __init__(self, config: LoaderConfig, throttle: Throttle) -> None:
+        super().__init__(config)
+        self._throttle = throttle
+
+    def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+        """See `LayerLoader.fetch_kv`."""
+        super().fetch_kv(kv, layer, whole, start, stop)
+        if isinstance(kv, Placement):
+            self._throttle.wait(kv.layer_bytes(layer))
+
+
+class Bench:
+    """A model, a store with chunks of it, and prompts over them."""
+
+    def __init__(self, fusor: Fusor, store: KVStore, config: LoaderConfig, chunks: int) -> None:
+        self.fusor, self.store, self.config = fusor, store, config
+        head, *stored, question = make_segments(fusor, chunks, CHUNK_TOKENS, 32)
+        self.head, self.question = head, question
+        self.keys = []
+        for segment in stored:
+            assert isinstance(segment.kv, ChunkKV)
+            key = ChunkKey.of(segment.kv.token_ids, prefix_ids=segment.kv.prefix_ids, model=fusor.fingerprint)
+            store.put(key, segment.kv)
+            self.keys.append(key)
+        self.resident = stored
+
+    @contextmanager
+    def placed(self, chunks: int) -> Iterator[list[Segment]]:
+        """Segments of a prompt whose chunks are in the store."""
+        with self.store.pin(self.keys[:chunks]) as placements:
+            found = [placement for placement in placements if placement is not None]
+            yield [self.head, *(Segment(placement.token_ids, placement) for placement in found), self.question]
+
+    def load_alone_s(self, segments: Sequence[Segment], loader: LayerLoader, *, layer_0: bool = False) -> float:
+        """Seconds until every layer is there, nothing computed beside."""
+        geometry = self.fusor.decoder.geometry
+        with loader:
+            started = time.perf_counter()
+            loader.start(Prompt.of(segments), geometry, reuse_layer_0=layer_0)
+            for layer in range(geometry.layers):
+                loader.synchronize(layer)
+            return time.perf_counter() - started
+
+    def fuse_s(self, segments: Sequence[Segment], ratio: float, loader: LayerLoader | None = None) -> float:
+        """Seconds of a fuse to the first logits."""
+        started = time.perf_counter()
+        if loader is None:
+            self.fusor.fuse(segments, FusionConfig(recompute_ratio=ratio))
+        else:
+            with loader:
+                self.fusor.fuse(segments, FusionConfig(recompute_ratio=ratio), loader)
+        return time.perf_counter() - started
+
+    def full_s(self, chunks: int) -> float:
+        """Seconds of a full prefill."""
+        token_ids = [token for segment in (self.head, *self.resident[:chunks], self.question) for token in segment.token_ids]
+        started = time.perf_counter()
+        self.fusor.prefill(token_ids)
+        return time.perf_counter() - started
+
+
+def medians(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Median seconds of every call, interleaved, after a warm-up each."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            took_s = call()
+            if repeat or not repeats:
+                seconds[name].append(took_s)
+    return {name: statistics.median(took) for name, took in seconds.items()}
+
+
+def disk(bench: Bench, folder: Path, repeats: int) -> dict[str, Any]:
+    """The NVMe tier against fio, or against a plain reader, on the same files; page cache dropped before each."""
+    files = sorted(path for path in (folder / "kv" / "entries").rglob("*") if path.is_file())
+    geometry, jobs = bench.fusor.decoder.geometry, bench.config.reads_in_flight
+    block = geometry.layer_bytes(CHUNK_TOKENS)
+    total = block * geometry.layers * len(files)
+
+    def loader_rate() -> float:
+        drop_page_cache(files)
+        with bench.placed(len(bench.keys)) as segments:
+            return total / bench.load_alone_s(segments, LayerLoader(bench.config), layer_0=True)
+
+    fio = shutil.which("fio")
+    peer = (lambda: _fio_rate(fio, files, block, jobs)) if fio else (lambda: _reader_rate(files, block, jobs))
+    rates = medians({"loader": loader_rate, "peer": peer}, repeats)
+    return {
+        "nvme_over_fio": rates["loader"] / rates["peer"],
+        "nvme_peer": "fio" if fio else "plain O_DIRECT reader",
+        "nvme_bytes_per_s": rates["loader"],
+        "peer_bytes_per_s": rates["peer"],
+    }
+
+
+def _fio_rate(fio: str, files: list[Path], block: int, jobs: int) -> float:
+    """What fio reads: the files in order, one block at a time, past the page cache."""
+    drop_page_cache(files)
+    shares = [files[job::jobs] for job in range(jobs)]
+    arguments = ["--ioengine=psync", "--direct=1", "--rw=read", f"--bs={block}", "--output-format=json"]
+    arguments += ["--file_service_type=sequential"]
+    for number, share in enumerate(shares):
+        if share:
+            arguments += [f"--name=job{number}", f"--filename={':'.join(map(str, share))}"]
+    output = subprocess.run([fio, "--readonly", *arguments], check=True, capture_output=True, text=True).stdout
+    done = json.loads(output[output.index("{") :])["jobs"]
+    return float(sum(job["read"]["io_bytes"] for job in done) / (max(job["read"]["runtime"] for job in done) / 1000))
+
+
+def _reader_rate(files: list[Path], block: int, jobs: int) -> float:
+    """What plain reads of the same files give, as many at once."""
+    drop_page_cache(files)
+
+    def read(path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        buffer, done = mmap.mmap(-1, block), 0
+        while count := os.preadv(fd, [buffer], done):
+            done += count
+            if count < block:
+                break
+        os.close(fd)
+        return done
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(jobs) as pool:
+        total = sum(pool.map(read, files))
+    return total / (time.perf_counter() - started)
+
+
+def memory(bench: Bench, repeats: int) -> dict[str, Any]:
+    """The RAM tier against a plain torch copy of the same bytes."""
+    geometry = bench.fusor.decoder.geometry
+    for key in bench.keys:
+        bench.store.get(key)
+    chunks = len(bench.keys)
+    total = geometry.layer_bytes(CHUNK_TOKENS) * geometry.layers * chunks
+    tokens = CHUNK_TOKENS * chunks
+    sources = [torch.randn(1, geometry.kv_heads, tokens, geometry.head_dim) for _ in range(2)]
+
+    def loaded() -> float:
+        with bench.placed(chunks) as segments:
+            return total / bench.load_alone_s(segments, LayerLoader(bench.config), layer_0=True)
+
+    def copied() -> float:
+        started = time.perf_counter()
+        for _ in range(geometry.layers):
+            whole = LayerKV.empty(geometry, tokens)
+            whole.k_1HND.copy_(sources[0])
+            whole.v_1HND.copy_(sources[1])
+        return total / (time.perf_counter() - started)
+
+    rates = medians({"loader": loaded, "copy": copied}, 3 * repeats)
+    return {
+        "ram_over_copy": rates["loader"] / rates["copy"],
+        "ram_bytes_per_s": rates["loader"],
+        "copy_bytes_per_s": rates["copy"],
+    }
+
+
+def throttled(profile: Profile, rate: float) -> Profile:
+    """The profile of the same machine with a tier of this rate."""
+    return dataclasses.replace(profile, tiers={tier: TierSpeed(read_s=0.0, bytes_per_s=rate) for tier in profile.tiers})
+
+
+def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One length and rate: TTFT at each ratio, at the controller's own, and at those that are searched."""
+    geometry = bench.fusor.decoder.geometry
+    controller = LoadingController(bench.config, throttled(profile, rate), spread=FusionConfig().gradual_spread)
+    fresh = len(bench.head.token_ids) + len(bench.question.token_ids)
+    reusable = chunks * CHUNK_TOKENS
+    reads = [("ram", geometry.layer_bytes(CHUNK_TOKENS))] * chunks
+    resident = [bench.head, *bench.resident[:chunks], bench.question]
+    plan = controller.plan(reads, reusable, fresh)
+    quality = bench.config.quality_ratio
+
+    def ttft(ratio: float) -> Callable[[], float]:
+        def call() -> float:
+            with bench.placed(chunks) as segments:
+                return bench.fuse_s(segments, ratio, ThrottledLoader(bench.config, Throttle(rate)))
+
+        return call
+
+    def load_alone() -> float:
+        with bench.placed(chunks) as segments:
+            return bench.load_alone_s(segments, ThrottledLoader(bench.config, Throttle(rate)))
+
+    wanted = sorted({*options.ratios, quality, plan.ratio, *(SEARCHED if options.search else ())})
+    calls: dict[str, Callable[[], float]] = {"load": load_alone, "full": lambda: bench.full_s(chunks)}
+    for ratio in wanted:
+        calls[f"ttft {ratio}"] = ttft(ratio)
+        calls[f"recompute {ratio}"] = lambda ratio=ratio: bench.fuse_s(resident, ratio)
+    seconds = medians(calls, options.repeats)
+    first_layer_s = seconds["load"] / (geometry.layers - 1)
+    searched = [ratio for ratio in wanted if seconds[f"ttft {ratio}"] <= 1.05 * seconds[f"ttft {quality}"] and ratio >= quality]
+    for ratio in wanted:
+        fixed = LoaderConfig(quality_ratio=ratio, max_ratio=ratio)
+        predicted = LoadingController(fixed, controller.profile, FusionConfig().gradual_spread).plan(reads, reusable, fresh)
+        blend_s = predicted.full_s if predicted.full_recompute else predicted.prefill_s
+        real_s = seconds["full"] if predicted.full_recompute else seconds[f"ttft {ratio}"]
+        bound_s = max(seconds["load"], seconds[f"recompute {ratio}"]) + first_layer_s
+        yield {
+            "tokens": reusable + fresh,
+            "rate": rate,
+            "ratio": ratio,
+            "ttft_s": seconds[f"ttft {ratio}"],
+            "load_s": seconds["load"],
+            "recompute_s": seconds[f"recompute {ratio}"],
+            "full_s": seconds["full"],
+            "over_bound": seconds[f"ttft {ratio}"] / bound_s,
+            "prediction_error": abs(blend_s - real_s) / real_s,
+            "predicted_full": predicted.full_recompute,
+            "chosen": ratio == plan.ratio,
+            "chosen_full": plan.full_recompute,
+            "searched": max(searched),
+            "over_quality": seconds[f"ttft {ratio}"] / seconds[f"ttft {quality}"],
+        }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to measure")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 3072], help="chunk tokens of the prompts")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.5])
+    parser.add_argument("--rates", type=float, nargs="+", default=[20e6, 100e6, 500e6, 2e9], help="bytes per second")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-search", dest="search", action="store_false", help="leave out the search for the hiding ratio")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    fusor, config = make_fusor(), LoaderConfig()
+    most = max(1, max(options.lengths) // CHUNK_TOKENS)
+    summary: dict[str, Any] = {"threads": options.threads, "repeats": options.repeats}
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-loader-") as scratch:
+        folder = Path(scratch)
+        with KVStore(StoreConfig(directory=folder / "kv")) as store:
+            bench = Bench(fusor, store, config, most)
+            store.flush()
+            summary |= memory(bench, options.repeats)
+            print(f"RAM over copy: {summary['ram_over_copy']:.2f}")
+            profile = measure_profile(fusor, folder, config, lengths=sorted({512, *options.lengths}), repeats=options.repeats)
+            rows = []
+            for length in options.lengths:
+                for rate in options.rates:
+                    for row in overlap(bench, profile, max(1, length // CHUNK_TOKENS), rate, options):
+                        rows.append(row)
+                        print(json.dumps(row), file=sys.stderr, flush=True)
+        with KVStore(StoreConfig(directory=folder / "kv", ram_budget_bytes=1)) as store:
+            bench.store = store
+            summary |= disk(bench, folder, options.repeats)
+            print(f"NVMe over {summary['nvme_peer']}: {summary['nvme_over_fio']:.2f}")
+    summary |= summarize(rows, config.quality_ratio)
+    print(json.dumps(summary))
+
+
+def summarize(rows: list[dict[str, Any]], quality: float) -> dict[str, Any]:
+    """Worst and median of the grid."""
+    blended = [row for row in rows if not row["predicted_full"]]
+    chosen = [row for row in rows if row["chosen"] and not row["chosen_full"]]
+    slower = [row for row in chosen if row["load_s"] > row["recompute_s"] or row["ratio"] > quality]
+    bounds, errors = [row["over_bound"] for row in blended], [row["prediction_error"] for row in rows]
+    return {
+        "ttft_over_bound": max(bounds, default=None),
+        "ttft_over_bound_median": statistics.median(bounds) if bounds else None,
+        "ttft_prediction_error": max(errors, default=None),
+        "ttft_prediction_error_median": statistics.median(errors) if errors else None,
+        "ratio_over_search": min((row["ratio"] / row["searched"] for row in slower), default=None),
+        "ttft_over_quality": max((row["over_quality"] for row in slower), default=None),
+        "reuse_over_full": max((row["ttft_s"] / row["full_s"] for row in chosen), default=None),
+        "below_quality": sum(row["ratio"] < quality for row in chosen),
+        "points": len(rows),
+    }
+
+
+if __name__ == "__main__":
+    main()

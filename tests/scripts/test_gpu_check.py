@@ -1,0 +1,28 @@
+"""The one call for a GPU goes through all its steps on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
+
+
+def test_cpu_form(tmp_path: Path) -> None:
+    """On a tiny shape the checks hold, and the last line has every figure, each above 0."""
+    arguments = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--directory", str(tmp_path)]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["ok"]
+    assert [row["tokens"] for row in summary["prompts"]] == [1 + 3 * 32 + 32, 1 + 6 * 32 + 32]
+    for row in summary["prompts"]:
+        for tier in ("ram", "nvme"):
+            assert all(row[f"{tier}_{ratio}_speedup"] > 0 for ratio in (0.05, 0.15, 0.5))
+            assert 0 <= row[f"{tier}_idle_share"] <= 1
+        assert row["ram_over_copy"] > 0
+    assert not list(tmp_path.iterdir())
