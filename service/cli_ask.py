@@ -31,6 +31,7 @@ def ask(
     embedder: options.EmbedderName = DEFAULTS["embedder"],
     ram_budget_bytes: options.RamBudget = DEFAULTS["ram_budget_bytes"],
     nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
+    codec: options.Codec = DEFAULTS["codec"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
     as_json: options.Json = False,
 ) -> None:
@@ -57,6 +58,7 @@ def ask(
         embedder=embedder,
         ram_budget_bytes=ram_budget_bytes,
         nvme_budget_bytes=nvme_budget_bytes,
+        codec=codec,
         max_tokens=max_tokens,
         allow_unverified=allow_unverified,
     )

@@ -25,6 +25,7 @@ def ingest(
     embedder: options.EmbedderName = DEFAULTS["embedder"],
     ram_budget_bytes: options.RamBudget = DEFAULTS["ram_budget_bytes"],
     nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
+    codec: options.Codec = DEFAULTS["codec"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
     as_json: options.Json = False,
 ) -> None:
@@ -50,6 +51,7 @@ def ingest(
         embedder=embedder,
         ram_budget_bytes=ram_budget_bytes,
         nvme_budget_bytes=nvme_budget_bytes,
+        codec=codec,
         allow_unverified=allow_unverified,
     )
     with Engine(config) as engine, options.progress_bars() as progress:

@@ -77,6 +77,15 @@ NvmeBudget = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Codec = Annotated[
+    str,
+    typer.Option(
+        "--codec",
+        envvar="CACHEBLEND_CODEC",
+        help="How KV is stored: raw (exact), fp8_e4m3, int8 or int4.",
+        rich_help_panel=ENGINE,
+    ),
+]
 AllowUnverified = Annotated[
     bool,
     typer.Option(

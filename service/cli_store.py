@@ -24,7 +24,7 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
 
     Example: cacheblend store ls --store-dir ./store --json
     """
-    with _open(store_dir) as store:
+    with open_store(store_dir) as store:
         entries = store.ls()
     rows = [
         {
@@ -63,7 +63,7 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
 
     Example: cacheblend store stat --store-dir ./store
     """
-    with _open(store_dir) as store:
+    with open_store(store_dir) as store:
         entries = store.ls()
     by_model: dict[str, dict[str, int]] = {}
     for entry in entries:
@@ -95,7 +95,7 @@ def verify(
 
     Example: cacheblend store verify --store-dir ./store --repair
     """
-    with _open(store_dir) as store, options.progress_bars() as progress:
+    with open_store(store_dir) as store, options.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
     if as_json:
         options.print_json(report.as_dict())
@@ -120,7 +120,7 @@ def clear(
 
     Example: cacheblend store clear --store-dir ./store --yes
     """
-    with _open(store_dir) as store:
+    with open_store(store_dir) as store:
         entries = len(store.ls())
         if not yes:
             typer.confirm(f"Remove {entries} entries from {store_dir}?", abort=True, err=True)
@@ -131,7 +131,12 @@ def clear(
         options.stdout.print(f"{entries} entries removed")
 
 
-def _open(store_dir: Path) -> KVStore:
+def open_store(store_dir: Path) -> KVStore:
+    """The store of a folder, looked at without evicting from it.
+
+    Raises:
+        StoreDirectoryError: the folder holds no store.
+    """
     directory = store_dir / "kv"
     if not directory.is_dir():
         raise StoreDirectoryError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")

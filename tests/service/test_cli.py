@@ -78,6 +78,28 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert run("store", "ls", *store, "--json").json == {"entries": []}
 
 
+def test_documents(run: CommandLine, passages: Path) -> None:
+    """Documents are listed, shown, pinned and deleted without a model."""
+    run.on_store("ingest", str(passages))
+    store = ("--store-dir", str(run.store))
+    first, *others = run("documents", "ls", *store, "--json").json["documents"]
+    assert len(others) == 2
+    assert first["stored_chunks"] > 0
+    assert first["title"] in run("documents", "ls", *store).out
+    shown = run("documents", "show", first["id"], *store, "--json").json
+    assert len(shown["texts"]) == first["chunks"]
+    assert shown["texts"][0]["text"] in run("documents", "show", first["id"], *store).out
+    assert run("documents", "pin", first["id"], *store, "--json").json["pinned"] is True
+    assert run("documents", "unpin", first["id"], *store).code == 0
+    assert run("documents", "delete", first["id"], *store, "--yes", "--json").json["id"] == first["id"]
+    assert run("documents", "ls", *store, "--json").json["documents"] == others
+    assert run("store", "verify", *store).code == 0
+    unknown = run("documents", "delete", first["id"], *store, "--yes")
+    assert unknown.code == 2
+    assert "documents ls" in unknown.err
+    assert run("documents", "ls", "--store-dir", str(run.store / "nowhere")).code == 1
+
+
 def test_verify_finds_damage(run: CommandLine, passages: Path) -> None:
     """A flipped byte makes `store verify` exit with 1, and with 0 once it was repaired."""
     run.on_store("ingest", str(passages))
@@ -174,7 +196,17 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["ingest"], ["ask"], ["demo"], ["store", "ls"], ["store", "stat"], ["store", "verify"], ["store", "clear"]]
+    "command",
+    [
+        ["ingest"],
+        ["ask"],
+        ["demo"],
+        ["store", "ls"],
+        ["store", "stat"],
+        ["store", "verify"],
+        ["store", "clear"],
+        *(["documents", name] for name in ("ls", "show", "delete", "pin", "unpin")),
+    ],
 )
 def test_help_has_an_example(run: CommandLine, command: list[str]) -> None:
     """Every command explains itself with an example."""

@@ -1,0 +1,27 @@
+"""How the next token is drawn, in the words of `generate`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cacheblend.store.errors import ConfigError
+
+
+def sampling_options(temperature: float, top_p: float) -> dict[str, Any]:
+    """Options for `Fusor.generate`.
+
+    Args:
+        temperature: 0 is greedy; above, tokens are sampled.
+        top_p: sample from the most likely tokens of this total probability.
+
+    Raises:
+        ConfigError: a number outside its range.
+    """
+    if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
+        raise ConfigError("temperature", temperature, "0 (greedy) or above")
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise ConfigError("top_p", top_p, "above 0, at most 1")
+    if temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
