@@ -2,10 +2,12 @@
 
 from cacheblend.store.errors import IncompatibleKVError, UnsupportedModelError
 
+from .batch_decoding import SequenceKV
 from .config import FusionConfig
 from .fused import FusedPrompt, LayerReport
 from .fusor import Fusor
 from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers
+from .next_token import NextToken
 from .segment import Prompt, Segment, SegmentKV
 from .selection import ExplicitPositions, SelectionStep, Selector, TopDeviation
 
@@ -19,12 +21,14 @@ __all__ = [
     "LayerKV",
     "LayerReport",
     "LayerSource",
+    "NextToken",
     "Prompt",
     "ResidentLayers",
     "Segment",
     "SegmentKV",
     "SelectionStep",
     "Selector",
+    "SequenceKV",
     "TopDeviation",
     "UnsupportedModelError",
 ]

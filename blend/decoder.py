@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from .attention import Rows, attend
+from .batch_decoding import DecodePass, SequenceKV
 from .layer_source import KVGeometry, LayerKV
 
 IMPLEMENTATION = "cacheblend"
@@ -221,6 +222,20 @@ class Decoder:
             hidden_1NM = self._run(layer, hidden_1NM, positions_N, identity, layer_pass, masks[window])
             kv.append((layer_pass.k_1HND, layer_pass.v_1HND))
         return kv
+
+    @torch.no_grad()
+    def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
+        """Append one token to each of R sequences; float32 logits (R, V) of the tokens after them."""
+        positions_R = torch.tensor([sequence.tokens for sequence in sequences], device=self.device)
+        hidden_1RM = self.embed(torch.tensor(token_ids, device=self.device))
+        rotary = self.rotary(positions_R, hidden_1RM)
+        for layer, layer_type in enumerate(self.layer_types):
+            layer_pass = DecodePass([sequence.layers[layer] for sequence in sequences])
+            hidden_1RM = self._run(layer, hidden_1RM, positions_R, rotary[layer_type], layer_pass)
+        for sequence in sequences:
+            sequence.tokens += 1
+        output: torch.Tensor = self._head(inputs_embeds=hidden_1RM, use_cache=False).logits
+        return output[0].float()
 
     def _run(
         self,

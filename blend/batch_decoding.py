@@ -1,0 +1,100 @@
+"""The next token of several sequences in one pass, each over KV of its own length.
+
+The sequences stand where a prompt's rows would: projections and MLP run for all of them at once, which reads the weights once;
+attention runs for each over its own keys. So nothing is padded or masked, and a sequence joins or leaves between two steps without
+a copy of another's KV.
+
+Shapes: R sequences, Q query heads, H KV heads, G = Q / H, K keys that a sequence sees, C room for keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache
+
+GROWTH_TOKENS = 128  # the KV is copied once in so many tokens
+
+
+class SequenceKV:
+    """One sequence's KV, with room to grow. Starts as a copy of a prompt's cache, which stays as it is.
+
+    Args:
+        cache: of the prompt.
+        windows: per layer, how many of the last positions it sees; None for all.
+    """
+
+    def __init__(self, cache: DynamicCache, windows: Sequence[int | None]) -> None:
+        self.tokens = int(cache.get_seq_length())
+        layers: list[Any] = cache.layers
+        self.layers = [
+            LayerOfSequence(layer.keys[0], layer.values[0], window) for layer, window in zip(layers, windows, strict=True)
+        ]
+
+
+class LayerOfSequence:
+    """One layer of a sequence's KV."""
+
+    def __init__(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor, window: int | None) -> None:
+        self._window = window
+        self._move(k_HKD, v_HKD)
+
+    def append(self, k_H1D: torch.Tensor, v_H1D: torch.Tensor) -> None:
+        """Add the next position."""
+        if self._used == self._k_HCD.shape[1]:
+            self._move(*self.visible())
+        self._k_HCD[:, self._used : self._used + 1] = k_H1D
+        self._v_HCD[:, self._used : self._used + 1] = v_H1D
+        self._used += 1
+
+    def visible(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (H, K, D) that the last position sees."""
+        start = 0 if self._window is None else max(0, self._used - self._window)
+        return self._k_HCD[:, start : self._used], self._v_HCD[:, start : self._used]
+
+    def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
+        heads, self._used, size = k_HKD.shape
+        self._k_HCD = k_HKD.new_empty(heads, self._used + GROWTH_TOKENS, size)
+        self._v_HCD = v_HKD.new_empty(heads, self._used + GROWTH_TOKENS, v_HKD.shape[-1])
+        self._k_HCD[:, : self._used] = k_HKD
+        self._v_HCD[:, : self._used] = v_HKD
+
+
+class DecodePass:
+    """One layer's pass of every sequence's last token; stands where `RowsPass` stands for a prompt."""
+
+    def __init__(self, layers: Sequence[LayerOfSequence]) -> None:
+        self._layers = layers
+
+    def update(self, k_1HRD: torch.Tensor, v_1HRD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append each sequence's key and value to its own KV."""
+        for row, kv in enumerate(self._layers):
+            kv.append(k_1HRD[0, :, row : row + 1], v_1HRD[0, :, row : row + 1])
+        return k_1HRD, v_1HRD
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Attention output (1, R, Q, D), each row over its own sequence's keys."""
+        rows = [
+            _attend_one(q[0, :, row], *kv.visible(), scaling=kw["scaling"], softcap=kw.get("softcap"))
+            for row, kv in enumerate(self._layers)
+        ]
+        return torch.stack(rows)[None]
+
+
+def _attend_one(
+    q_QD: torch.Tensor, k_HKD: torch.Tensor, v_HKD: torch.Tensor, *, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Output (Q, D) of one row that sees all keys given."""
+    q_HGD = q_QD.unflatten(0, (k_HKD.shape[0], -1))  # the query heads of one KV head are rows over the same keys
+    if softcap is None:
+        return scaled_dot_product_attention(q_HGD, k_HKD, v_HKD, scale=scaling).flatten(0, 1)
+    scores_HGK = torch.matmul(q_HGD, k_HKD.transpose(1, 2)) * scaling
+    scores_HGK = torch.tanh(scores_HGK / softcap) * softcap
+    weights_HGK = torch.softmax(scores_HGK, dim=-1, dtype=torch.float32).to(q_QD.dtype)
+    return torch.matmul(weights_HGK, v_HKD).flatten(0, 1)

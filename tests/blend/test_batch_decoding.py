@@ -1,0 +1,92 @@
+"""Several sequences decoded in one batch get what each gets alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prompts import rag_prompt
+from tiny_models import CONFIGS, WINDOW, tiny_model
+
+from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, NextToken, Segment, SequenceKV
+
+TOKENS = 3 * WINDOW
+SAMPLED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0}
+
+
+def prompts(fusor: Fusor) -> list[FusedPrompt]:
+    """A blended one, one below every window, and one in full."""
+    blended = rag_prompt(fusor)
+    return [
+        fusor.fuse(blended, FusionConfig(recompute_ratio=0.3)),
+        fusor.prefill([1, 5, 9]),
+        fusor.fuse([Segment(blended[4].token_ids), Segment([7])]),
+    ]
+
+
+def decode(fusor: Fusor, fused: list[FusedPrompt], drawers: list[NextToken], join_every: int = 5) -> list[list[int]]:
+    """Tokens of each; one more sequence joins every few steps, and each leaves when it is done."""
+    running: list[tuple[NextToken, SequenceKV]] = []
+    waiting = list(zip(fused, drawers, strict=True))
+    step = 0
+    while running or waiting:
+        if waiting and step % join_every == 0:
+            prompt, drawer = waiting.pop(0)
+            drawer.draw(prompt.logits)
+            running.append((drawer, SequenceKV(prompt.cache, fusor.decoder.windows)))
+        step += 1
+        running = [(drawer, kv) for drawer, kv in running if drawer.finish_reason is None]
+        if running:
+            logits_RV = fusor.decoder.decode([drawer.token_ids[-1] for drawer, _ in running], [kv for _, kv in running])
+            for (drawer, _), logits_V in zip(running, logits_RV, strict=True):
+                drawer.draw(logits_V)
+    return [drawer.token_ids for drawer in drawers]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_batch_equals_alone(name: str) -> None:
+    """On every family the greedy tokens of a batch are `generate`'s, past the window and past a growth of the KV."""
+    fusor = Fusor(tiny_model(name))
+    fused = prompts(fusor)
+    lengths = [TOKENS, 150, 7]
+    drawers = [NextToken(fusor.model, prompt.token_ids, length) for prompt, length in zip(fused, lengths, strict=True)]
+    alone = [fusor.generate(prompt, length) for prompt, length in zip(fused, lengths, strict=True)]
+    assert decode(fusor, fused, drawers) == alone
+    assert [int(prompt.cache.get_seq_length()) for prompt in fused] == [len(prompt.token_ids) for prompt in fused]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 5.0},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 9, "eos_token_id": list(range(40))},
+        {"eos_token_id": list(range(40))},
+    ],
+    ids=str,
+)
+def test_generation_config(settings: dict[str, object]) -> None:
+    """Processors and stopping of the generation config are `generate`'s."""
+    fusor = Fusor(tiny_model("llama"))
+    prompt = fusor.prefill([1, 5, 9])
+    drawer = NextToken(fusor.model, prompt.token_ids, 20, **settings)
+    plain = fusor.generate(prompt, 20)
+    assert decode(fusor, [prompt], [drawer])[0] == fusor.generate(prompt, 20, **settings) != plain
+
+
+def test_sampling() -> None:
+    """A seed gives the same sample again, alone or in a batch, with `generate`'s distribution; another seed gives another."""
+    fusor = Fusor(tiny_model("llama"))
+    fused = prompts(fusor)
+
+    def sample(seeds: list[int]) -> list[list[int]]:
+        drawers = [NextToken(fusor.model, p.token_ids, 12, seed, **SAMPLED) for p, seed in zip(fused, seeds, strict=False)]
+        return decode(fusor, fused[: len(seeds)], drawers)
+
+    batch = sample([1, 2, 3])
+    assert sample([1])[0] == batch[0]
+    assert sample([4])[0] != batch[0]
+    torch.manual_seed(11)
+    assert (
+        NextToken(fusor.model, fused[0].token_ids, 1, 11, **SAMPLED).draw(fused[0].logits)
+        == fusor.generate(fused[0], 1, **SAMPLED)[0]
+    )
