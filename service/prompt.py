@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
 
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.store.errors import InputError
+
+# The words around a question where nobody asks for others.
+BEFORE_QUESTION = "Question: "
+AFTER_QUESTION = "\nAnswer:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,13 @@ class PromptPieces:
     def token_ids(self) -> tuple[int, ...]:
         """The whole prompt."""
         return (*self.head, *(token for chunk in self.chunks for token in chunk), *self.tail)
+
+
+class Layout(Protocol):
+    """What stands around the chunks of one request's prompt."""
+
+    def pieces(self, chunks: list[Chunk]) -> PromptPieces:
+        """The prompt over these chunks."""
 
 
 class PromptBuilder:
@@ -49,8 +60,8 @@ class PromptBuilder:
         tokenizer: Any,
         instruction: str,
         chunk_prefix: str = "",
-        before_question: str = "Question: ",
-        after_question: str = "\nAnswer:",
+        before_question: str = BEFORE_QUESTION,
+        after_question: str = AFTER_QUESTION,
     ) -> None:
         self._plain = PlainTokenizer(tokenizer)
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)

@@ -12,6 +12,10 @@
     │   ├── StoreDirectoryError   not a store, not writable, or of another format
     │   ├── StoreFullError        the disk or the byte budget has no room
     │   └── DamagedEntryError     an entry's bytes are not the ones that were written
+    ├── ServiceError              the service cannot take or finish a request now; it may later
+    │   ├── QueueFullError        too many requests wait
+    │   ├── DeadlineError         a request was not answered in its time
+    │   └── ShuttingDownError     the service takes no more requests
     └── FusionCancelledError      the caller cancelled a fusion or its loading
 
 A message names the value at fault and the remedy. The command line turns any of them into one line and exit code 1, or 2
@@ -69,6 +73,26 @@ class StoreFullError(StoreError):
 
 class DamagedEntryError(StoreError):
     """A stored entry's bytes are not the ones that were written; the entry is now a miss."""
+
+
+class ServiceError(CacheBlendError):
+    """The service cannot take or finish a request now; it may later."""
+
+
+class QueueFullError(ServiceError):
+    """Too many requests wait; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(ServiceError):
+    """A request was not answered in its time."""
+
+
+class ShuttingDownError(ServiceError):
+    """The service takes no more requests."""
 
 
 class FusionCancelledError(CacheBlendError):

@@ -1,0 +1,86 @@
+"""A request that holds the model: its prefill, layer by layer, then its tokens."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import torch
+
+from cacheblend.blend import NextToken, SequenceKV
+
+from ..prefiller import Prefilled
+from ..prepared import StageTimes, assemble_answer
+from .request import Done, Piece, ServedRequest
+from .text_stream import TextStream
+
+
+class RunningRequest:
+    """Takes one step after another in the scheduler's thread; `close` frees all it holds, whatever state it is in."""
+
+    def __init__(self, request: ServedRequest) -> None:
+        self.request = request
+        self._started = time.perf_counter()
+        self._held = ExitStack()
+        self._held.enter_context(request.engine.holes)
+        self._steps = request.engine.prefill_steps(request.prepared, request.cache_salt)
+        self._held.callback(self._steps.close)
+        self._text = TextStream(request.engine.fusor.tokenizer, request.stop)
+        self._prefilled: Prefilled | None = None
+        self.prefill_s = 0.0
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether it decodes."""
+        return self._prefilled is not None
+
+    def prefill_layer(self) -> bool:
+        """Run the next layer of the prefill; after the last one, draw the first token. True when the answer is complete."""
+        began = time.perf_counter()
+        try:
+            next(self._steps)
+        except StopIteration as done:
+            self._begin(done.value)
+        finally:
+            self.prefill_s += time.perf_counter() - began
+        return self.is_prefilled and self._draw(self._first_logits_V)
+
+    @property
+    def last_token(self) -> int:
+        """The token that the next step of the batch appends."""
+        return self._tokens.token_ids[-1]
+
+    def take(self, logits_V: torch.Tensor) -> bool:
+        """Draw the next token from a batch's logits. True when the answer is complete."""
+        return self._draw(logits_V)
+
+    def done(self) -> Done:
+        """The whole answer."""
+        assert self._prefilled is not None
+        rest = self._text.finish()
+        times = StageTimes(prefill_done=self._prefill_done, first_token=self._first_token, ended=time.perf_counter())
+        answer = assemble_answer(self.request.prepared, self._prefilled, self._tokens.token_ids, self._text.text, times)
+        reason = "stop" if self._text.stopped else self._tokens.finish_reason
+        assert reason is not None
+        return Done(answer, reason, rest, self._started - self.request.submitted, self._prefilled.fused.deviation)
+
+    def close(self) -> None:
+        """Stop loading, release pins, drop the KV."""
+        self._held.close()
+
+    def _begin(self, prefilled: Prefilled) -> None:
+        prepared, fusor = self.request.prepared, self.request.engine.fusor
+        fused = prefilled.fused
+        self._prefilled, self._prefill_done, self._first_logits_V = prefilled, time.perf_counter(), fused.logits
+        self._tokens = NextToken(fusor.model, fused.token_ids, prepared.max_tokens, self.request.seed, **prepared.sampling)
+        self.kv = SequenceKV(fused.cache, fusor.decoder.windows)
+        fused.cache.layers.clear()  # the copy is what grows; one of the two is enough
+
+    def _draw(self, logits_V: torch.Tensor) -> bool:
+        first = not self._tokens.token_ids
+        token_id = self._tokens.draw(logits_V)
+        if first:
+            self._first_token = time.perf_counter()
+        piece = self._text.add(token_id)
+        self.request.deliver(Piece(token_id, piece))
+        return self._text.stopped or self._tokens.finish_reason is not None

@@ -1,0 +1,203 @@
+"""The thread that owns the model: one layer of a prefill, one step of the batch, and again."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from cacheblend.blend import Fusor
+from cacheblend.store.errors import DeadlineError, QueueFullError, ShuttingDownError
+
+from .config import ServingConfig
+from .queue import FairQueue
+from .request import Done, Failed, ServedRequest
+from .running import RunningRequest
+
+logger = logging.getLogger(__name__)
+Observer = Callable[[ServedRequest, Done | Failed | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """How many requests wait, are prefilled, and decode."""
+
+    waiting: int
+    prefilling: int
+    decoding: int
+
+
+class Scheduler:
+    """Serves requests on one model. Thread-safe; a context manager.
+
+    One request is prefilled at a time, since two at once would both come later. Between two layers of its prefill the batch of
+    those that decode takes one step. A request that ends, fails, is cancelled or is late leaves before the next step, and all
+    it held is free then.
+
+    Args:
+        fusor: the model that all requests' engines share.
+        config: limits.
+        observer: told of every request that ends, and how; None where it was cancelled. Must return at once.
+    """
+
+    def __init__(self, fusor: Fusor, config: ServingConfig | None = None, observer: Observer = lambda *_: None) -> None:
+        self.config = config or ServingConfig()
+        self._fusor, self._observer = fusor, observer
+        self._changed = threading.Condition()
+        self._queue = FairQueue(self.config.max_waiting)
+        self._running: list[RunningRequest] = []
+        self._closing = self._aborted = False
+        self._prefill_s = 0.5  # a running mean, for Retry-After
+        self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: ServedRequest) -> None:
+        """Have a request served; its events come from the scheduler's thread.
+
+        Raises:
+            QueueFullError: its tenant has `max_waiting` requests waiting.
+            ShuttingDownError: the scheduler is closing.
+        """
+        with self._changed:
+            if self._closing:
+                raise ShuttingDownError("the service is shutting down; ask another one, or later")
+            if not self._queue.put(request):
+                retry_after_s = max(1, math.ceil(len(self._queue) * self._prefill_s))
+                raise QueueFullError(
+                    f"{self.config.max_waiting} requests wait already (max_waiting); try again in {retry_after_s} s",
+                    retry_after_s,
+                )
+            self._changed.notify_all()
+
+    @property
+    def state(self) -> SchedulerState:
+        """What goes on now."""
+        with self._changed:
+            decoding = sum(running.is_prefilled for running in self._running)
+            return SchedulerState(len(self._queue), len(self._running) - decoding, decoding)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive() and not self._closing
+
+    def close(self) -> None:
+        """Take no more requests, finish what came within `grace_s`, give up the rest; a second call does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(self.config.grace_s)
+        self._aborted = True
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._running or len(self._queue))
+                if self._closing and not self._running and not len(self._queue):
+                    return
+            self._drop_ended()
+            self._admit()
+            self._prefill()
+            self._decode()
+
+    def _drop_ended(self) -> None:
+        """Let go of requests that are cancelled, late, or given up."""
+        with self._changed:
+            waiting = self._queue.remove(self._is_over)
+        for request in waiting:
+            self._tell(request, self._why_over(request))
+        for running in list(self._running):
+            if self._is_over(running.request):
+                self._leave(running, self._why_over(running.request))
+
+    def _is_over(self, request: ServedRequest) -> bool:
+        return request.cancelled or self._aborted or time.perf_counter() - request.submitted > self.config.deadline_s
+
+    def _why_over(self, request: ServedRequest) -> Failed | None:
+        if request.cancelled:
+            return None
+        if self._aborted:
+            return Failed(ShuttingDownError("the service stopped before the answer was complete"))
+        return Failed(DeadlineError(f"no answer within deadline_s={self.config.deadline_s:g}; ask for less, or later"))
+
+    def _admit(self) -> None:
+        while len(self._running) < self.config.max_running and all(running.is_prefilled for running in self._running):
+            with self._changed:
+                if not len(self._queue):
+                    return
+                request = self._queue.take()
+            try:
+                running = RunningRequest(request)
+            except Exception as error:
+                self._tell(request, Failed(error))
+                continue
+            with self._changed:
+                self._running.append(running)
+
+    def _prefill(self) -> None:
+        running = next((running for running in self._running if not running.is_prefilled), None)
+        if running is None:
+            return
+        try:
+            complete = running.prefill_layer()
+        except Exception as error:
+            self._leave(running, Failed(error))
+            return
+        if running.is_prefilled:
+            self._prefill_s += 0.2 * (running.prefill_s - self._prefill_s)
+        if complete:
+            self._finish(running)
+
+    def _decode(self) -> None:
+        batch = [running for running in self._running if running.is_prefilled]
+        if not batch:
+            return
+        try:
+            logits_RV = self._fusor.decoder.decode([running.last_token for running in batch], [running.kv for running in batch])
+        except Exception as error:  # some layers may have appended the token and others not: none of the KV is whole
+            for running in batch:
+                self._leave(running, Failed(error))
+            return
+        for running, logits_V in zip(batch, logits_RV, strict=True):
+            try:
+                complete = running.take(logits_V)
+            except Exception as error:
+                self._leave(running, Failed(error))
+                continue
+            if complete:
+                self._finish(running)
+
+    def _finish(self, running: RunningRequest) -> None:
+        try:
+            how: Done | Failed = running.done()
+        except Exception as error:
+            how = Failed(error)
+        self._leave(running, how)
+
+    def _leave(self, running: RunningRequest, how: Done | Failed | None) -> None:
+        running.close()
+        with self._changed:
+            self._running.remove(running)
+        self._tell(running.request, how)
+
+    def _tell(self, request: ServedRequest, how: Done | Failed | None) -> None:
+        if isinstance(how, Failed):
+            logger.warning("a request failed: %s: %s", type(how.error).__name__, how.error)
+        try:
+            self._observer(request, how)
+            if how is not None:
+                request.deliver(how)
+        except Exception:  # the client's loop may be gone; the other requests go on
+            logger.exception("the end of a request could not be told")

@@ -1,0 +1,74 @@
+"""A client of the scheduler, and the replay of a plan alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cacheblend.blend import ExplicitPositions, FusionConfig, Segment
+from cacheblend.service import AnswerPlan, Engine
+from cacheblend.service.serving import Done, Event, Failed, Piece, Scheduler, ServedRequest
+
+
+class Client:
+    """Collects a request's events."""
+
+    def __init__(self, on_token: Callable[[], object] | None) -> None:
+        self._on_token, self._ended = on_token, threading.Event()
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.end: Done | Failed | None = None
+        self.cancel: Callable[[], None] = lambda: None
+
+    def deliver(self, event: Event) -> None:
+        if isinstance(event, Piece):
+            self.token_ids.append(event.token_id)
+            self.text += event.text
+            if self._on_token is not None:
+                self._on_token()
+            return
+        if isinstance(event, Done):
+            self.text += event.rest
+        self.end = event
+        self._ended.set()
+
+    def result(self) -> Any:
+        assert self._ended.wait(60), "no answer came"
+        return self.end
+
+
+def serve(
+    engine: Engine,
+    scheduler: Scheduler,
+    question: str,
+    *,
+    on_token: Callable[[], object] | None = None,
+    tenant: str = "",
+    cache_salt: str = "",
+    stop: Sequence[str] = (),
+    **options: Any,
+) -> Client:
+    """Submit a question; the options are `Engine.prepare`'s."""
+    client = Client(on_token)
+    prepared = engine.prepare(question, **{"top_k": 2, **options})
+    request = ServedRequest(engine, prepared, client.deliver, tenant=tenant, cache_salt=cache_salt, stop=stop)
+    client.cancel = request.cancel
+    scheduler.submit(request)
+    return client
+
+
+def replay(engine: Engine, plan: AnswerPlan, tokens: int) -> list[int]:
+    """The greedy tokens of a plan, run alone from freshly computed KV."""
+    fusor = engine.fusor
+    if plan.method == "full_recompute":
+        return fusor.generate(fusor.prefill([token for segment in plan.segments for token in segment.token_ids]), tokens)
+    bos = (fusor.tokenizer.bos_token_id,)
+
+    def segment_of(kind: str, token_ids: tuple[int, ...]) -> Segment:
+        if kind == "fresh":
+            return Segment(token_ids)
+        return Segment(token_ids, fusor.precompute(token_ids, () if kind == "exact" else bos), exact=kind == "exact")
+
+    segments = [segment_of(segment.kind, segment.token_ids) for segment in plan.segments]
+    return fusor.generate(fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(plan.recomputed))), tokens)

@@ -1,0 +1,183 @@
+"""Many requests at once get what each gets alone, and leave nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of, wait_until
+from served import Client, replay, serve
+
+from cacheblend.service import Engine
+from cacheblend.service.serving import Done, Failed, Scheduler, ServingConfig
+from cacheblend.store.errors import DeadlineError, QueueFullError, ShuttingDownError
+
+QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
+
+
+@pytest.fixture
+def scheduler(engine: Engine) -> Iterator[Scheduler]:
+    with Scheduler(engine.fusor) as scheduler:
+        yield scheduler
+
+
+def test_concurrent_answers_equal_a_replay_alone(engine: Engine, scheduler: Scheduler) -> None:
+    """Requests of all methods and lengths served at once give the greedy tokens of their plans replayed alone."""
+    wanted = [
+        {"question": question, "top_k": top_k, "method": method, "max_tokens": max_tokens}
+        for question, top_k, max_tokens in zip(QUESTIONS, (4, 1, 3, 2), (20, 3, 9, 150), strict=True)
+        for method in engine.methods
+    ] + [{"question": QUESTION, "documents": [*ODD_DOCUMENTS, *DOCUMENTS[:2]], "max_tokens": 12}]
+    clients = [serve(engine, scheduler, **options) for options in wanted]
+    for client in clients:
+        done = client.result()
+        assert isinstance(done, Done)
+        assert done.answer.token_ids == replay(engine, done.answer.plan, len(done.answer.token_ids))
+        assert client.text == done.answer.text == engine.fusor.tokenizer.decode(done.answer.token_ids, skip_special_tokens=True)
+    assert not scheduler.state.decoding
+
+
+def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
+    """A served request gives `Engine.answer`'s tokens, chunks and plan."""
+    alone = engine.answer(QUESTION, top_k=4, max_tokens=25)
+    served = serve(engine, scheduler, QUESTION, top_k=4, max_tokens=25).result().answer
+    assert served.token_ids == alone.token_ids
+    assert served.chunks == alone.chunks
+    for one, other in zip(served.plan.recomputed, alone.plan.recomputed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_decode_steps_between_layers(engine: Engine, scheduler: Scheduler) -> None:
+    """While one request is prefilled, another goes on decoding: tokens come between its layers."""
+    seen: list[str] = []
+    steps = engine.prefill_steps
+
+    def watched(*arguments: object) -> Iterator[object]:
+        inner = steps(*arguments)  # type: ignore[arg-type]  # passed on as they came
+        while True:
+            try:
+                report = next(inner)
+            except StopIteration as done:
+                return done.value
+            seen.append("layer")
+            yield report
+
+    first = serve(engine, scheduler, QUESTION, max_tokens=200, on_token=lambda: seen.append("token"))
+    wait_until(lambda: len(first.token_ids) > 2)
+    engine.prefill_steps = watched  # type: ignore[method-assign]
+    assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
+    layers = [place for place, kind in enumerate(seen) if kind == "layer"]
+    assert len(layers) == 4
+    assert all("token" in seen[one:other] for one, other in itertools.pairwise(layers))
+    first.cancel()
+
+
+def test_cache_salt(engine: Engine, scheduler: Scheduler) -> None:
+    """Requests with a cache salt use none of the KV of others, and find their own again."""
+
+    def hits(cache_salt: str) -> int:
+        done = serve(engine, scheduler, QUESTION, top_k=3, cache_salt=cache_salt).result()
+        engine.drain()
+        return done.answer.plan.hits
+
+    assert [hits(""), hits("one"), hits("one"), hits("two")] == [3, 0, 3, 0]
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
+def test_cancelling(engine: Engine, when: str) -> None:
+    """A cancelled request ends wherever it is, without another event, its pins go, and the next one is served."""
+    with Scheduler(engine.fusor, ServingConfig(max_running=1)) as scheduler:
+        gate = threading.Event()
+        first = serve(engine, scheduler, QUESTION, top_k=4, max_tokens=300, on_token=None if when == "decoding" else gate.wait)
+        wait_until(lambda: scheduler.state.waiting == 0)
+        second = serve(engine, scheduler, QUESTION, top_k=4, max_tokens=300)
+        victim = second if when == "waiting" else first
+        if when == "decoding":
+            wait_until(lambda: len(first.token_ids) > 3)
+        victim.cancel()
+        gate.set()
+        (first if victim is second else second).cancel()
+        third = serve(engine, scheduler, QUESTION, top_k=4)
+        assert isinstance(third.result(), Done)
+        assert victim.end is None
+    for scored in engine.answer(QUESTION, top_k=4).chunks:
+        assert not engine.store._pins.is_pinned(key_of(engine.fusor, scored).digest)
+
+
+def test_full_queue(engine: Engine) -> None:
+    """A tenant with too many waiting is refused, told when to come again, and another tenant is not."""
+    with Scheduler(engine.fusor, ServingConfig(max_running=1, max_waiting=2, grace_s=0.0)) as scheduler:
+        gate = threading.Event()
+        serve(engine, scheduler, QUESTION, max_tokens=300, on_token=gate.wait)
+        wait_until(lambda: scheduler.state.waiting == 0)
+        waiting = [serve(engine, scheduler, QUESTION, tenant="a") for _ in range(2)]
+        with pytest.raises(QueueFullError, match="max_waiting") as caught:
+            serve(engine, scheduler, QUESTION, tenant="a")
+        assert caught.value.retry_after_s >= 1
+        other = serve(engine, scheduler, QUESTION, tenant="b")
+        assert scheduler.state.waiting == 3
+        closer = threading.Thread(target=scheduler.close)
+        closer.start()
+        wait_until(lambda: not scheduler.is_alive)
+        gate.set()
+        closer.join()
+        for client in (*waiting, other):
+            assert isinstance(client.result(), Failed | Done)
+        with pytest.raises(ShuttingDownError):
+            serve(engine, scheduler, QUESTION)
+
+
+def test_tenants_take_turns(engine: Engine) -> None:
+    """A tenant that asks once is not behind all the requests of one that asked many times before."""
+    order: list[str] = []
+    with Scheduler(engine.fusor, ServingConfig(max_running=1), lambda request, _: order.append(request.tenant)) as scheduler:
+        gate = threading.Event()
+        blocker = serve(engine, scheduler, QUESTION, tenant="first", on_token=gate.wait)
+        wait_until(lambda: scheduler.state.waiting == 0)
+        clients = [serve(engine, scheduler, "for?", top_k=1, max_tokens=1, tenant=tenant) for tenant in "aaab"]
+        gate.set()
+        for client in (blocker, *clients):
+            client.result()
+    assert order == ["first", "a", "b", "a", "a"]
+
+
+def test_deadline(engine: Engine) -> None:
+    """A request that is not answered in its time fails with a deadline error, and frees its place."""
+    with Scheduler(engine.fusor, ServingConfig(deadline_s=0.3)) as scheduler:
+        end = serve(engine, scheduler, QUESTION, max_tokens=400).result()
+        assert isinstance(end, Failed)
+        assert isinstance(end.error, DeadlineError)
+        assert not scheduler.state.decoding
+
+
+def test_an_error_hits_its_own_request(engine: Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in one request's prefill fails that request alone."""
+    running = serve(engine, scheduler, QUESTION, max_tokens=30)
+    wait_until(lambda: len(running.token_ids) > 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "prefill_steps", lambda *_: (_ for _ in [1 / 0]))
+        failed = serve(engine, scheduler, QUESTION).result()
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, ZeroDivisionError)
+    assert isinstance(running.result(), Done)
+
+
+def test_stop_string(engine: Engine, scheduler: Scheduler) -> None:
+    """An answer ends before a stop string, which no piece of the stream shows."""
+    whole = serve(engine, scheduler, QUESTION, max_tokens=30).result().answer.text
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
+    client = serve(engine, scheduler, QUESTION, max_tokens=30, stop=[stop])
+    done = client.result()
+    assert done.finish_reason == "stop"
+    assert client.text == done.answer.text == whole[: whole.index(stop)]
+
+
+def test_closing_finishes_what_runs(engine: Engine) -> None:
+    """Closing waits for the answers that are under way, and leaves no thread."""
+    with Scheduler(engine.fusor) as scheduler:
+        clients: list[Client] = [serve(engine, scheduler, QUESTION, max_tokens=10) for _ in range(3)]
+    assert all(isinstance(client.end, Done) for client in clients)
+    assert not [thread for thread in threading.enumerate() if thread.name == "scheduler"]
