@@ -64,7 +64,7 @@ def test_prefix_caching_is_exact(answers: dict[str, MethodAnswer], request_: Req
     full, prefix = answers["full_recompute"], answers["prefix_cache"]
     assert prefix.token_ids == full.token_ids
     assert _deviation(prefix, answers) < 1e-9
-    assert prefix.recomputed_tokens == full.recomputed_tokens - 1 - len(request_.pieces.chunks[0])
+    assert prefix.recomputed_tokens == full.recomputed_tokens - len(request_.pieces.head) - len(request_.pieces.chunks[0])
     assert prefix.loaded_bytes > 0 == full.loaded_bytes
 
 
@@ -77,7 +77,7 @@ def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], requ
         assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=1)
     epic = answers["epic"].fused
     assert epic is not None
-    start = 1 + len(request_.pieces.chunks[0])
+    start = len(request_.pieces.head) + len(request_.pieces.chunks[0])
     assert epic.recomputed[0][:3].tolist() == [start, start + 1, start + 2]
     assert all(positions.tolist() == epic.recomputed[0].tolist() for positions in epic.recomputed)
 

@@ -20,6 +20,7 @@ from cacheblend.eval.data import (
     make_request,
     read_examples,
 )
+from cacheblend.eval.data.wording import WORLD
 from cacheblend.eval.world import make_cases, prompt_of
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError
@@ -85,11 +86,11 @@ def test_long_cases_lose_chunks_from_the_middle() -> None:
 
 
 def test_a_world_prompt_is_the_readers() -> None:
-    """BOS, the chunks, the question and its cue: the very ids of the text as a whole."""
+    """BOS, instruction, chunks and question: the very ids of the text as a whole."""
     tokenizer = make_tokenizer()
     source = WorldSource(seed=5, cases=4)
     for request, case_ in zip(source.requests(tokenizer, None), make_cases(5, 4), strict=True):
-        text = "".join(chunk.text for chunk in case_.chunks) + prompt_of(case_.question)
+        text = WORLD.instruction + "".join(chunk.text for chunk in case_.chunks) + prompt_of(case_.question)
         assert list(request.pieces.token_ids) == [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
         assert request.example.answers == case_.answers
         assert request.example.category == case_.question_class
