@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ class LoadingController:
         self._recompute = RecomputeEstimator(profile, spread)
         self._lock = threading.Lock()
         self._compute = Correction()
-        self._tiers: dict[str, Correction] = defaultdict(Correction)
+        self._tiers = {tier: Correction() for tier in profile.tiers}
 
     def plan(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> LoadingPlan:
         """Choose the ratio of one request.

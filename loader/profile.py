@@ -100,6 +100,8 @@ class Profile:
         seconds = [self.logits_s, *(sample.seconds for sample in (*self.prefill, *self.blend))]
         if not all(math.isfinite(took_s) and took_s >= 0 for took_s in seconds):
             raise ProfileError(f"a profile of {self.device} has seconds that cannot be: {min(seconds)} to {max(seconds)}")
+        if missing := {"ram", "nvme"} - set(self.tiers):
+            raise ProfileError(f"a profile of {self.device} lacks the tiers {', '.join(sorted(missing))}; measure it again")
         counts = [self.layers, self.layer_token_bytes, *(sample.tokens for sample in (*self.prefill, *self.blend))]
         if min(counts) < 1:
             raise ProfileError(f"a profile of {self.device} has a count of {min(counts)}; every count is at least 1")

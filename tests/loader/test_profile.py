@@ -91,6 +91,7 @@ def test_of_another_torch() -> None:
         {"blend": []},
         {"tiers": {"ram": {"read_s": 0.0, "bytes_per_s": 0.0}}},
         {"tiers": None},
+        {"tiers": {"ram": {"read_s": 0.0, "bytes_per_s": 1.0}}},
         {"layers": 0},
         {"layers": True},
         {"stranger": 1},
