@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
@@ -45,13 +44,13 @@ class Method(Protocol):
         """Answer it, timed."""
 
 
-class PrefillMethod:
+class PrefillMethod(ABC):
     """A method that differs from full recompute by its prefill alone: the token ids are the same."""
 
     def __init__(self, fusor: Fusor) -> None:
         self._fusor = fusor
 
-    def prepare(self, resident: ResidentRequest) -> None:
+    def prepare(self, resident: ResidentRequest) -> None:  # noqa: B027  # most methods need nothing more
         """Nothing, unless a method says otherwise."""
 
     @abstractmethod
@@ -74,9 +73,6 @@ class PrefillMethod:
     def loaded_bytes(self, resident: ResidentRequest, fused: FusedPrompt) -> int:
         """Bytes of stored KV that the prefill read; none, unless a method says otherwise."""
         return 0
-
-
-RatioMethod = Callable[[Fusor, float], Method]
 
 
 def generate(fusor: Fusor, fused: FusedPrompt, max_new_tokens: int, **kwargs: Any) -> tuple[list[int], float]:
