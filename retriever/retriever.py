@@ -140,6 +140,13 @@ class Retriever:
             self._index.apply(change, np.empty((0, 0), dtype=np.float32))
         return len(change.removed_ids)
 
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks there are to search."""
+        with self._lock, self._catalogue.snapshot():
+            index = self._index.current()
+            return 0 if index is None else len(index)
+
     def documents(self) -> list[CataloguedDocument]:
         """Every document, in the order of adding."""
         with self._lock:

@@ -39,9 +39,9 @@ class ChatLayouts:
     """Lays out chats for one model.
 
     The chat template is rendered around marks and cut there, as in `PromptBuilder`: no message becomes part of a template, and
-    special tokens in messages stay plain text. Where a chat has no system message, the instruction stands before the chunks, and
-    a chat of one question has the very prompt of `Engine.answer`. Without a template earlier turns stand between instruction and
-    chunks as they are, one a line.
+    special tokens in messages stay plain text. Where a chat has no system message, the instruction stands before the chunks,
+    and a chat of one question has the very prompt of `Engine.answer`. Without a template earlier turns stand between
+    instruction and chunks as they are, one a line.
 
     Args:
         tokenizer: the model's fast tokenizer.

@@ -13,7 +13,7 @@ from typing import Self
 
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController, Profile
-from cacheblend.retriever import Document, Embedder, Retriever, ScoredChunk
+from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk
 from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.errors import InputError, PromptTooLongError
 
@@ -156,11 +156,12 @@ class Engine:
         *,
         top_k: int = 6,
         method: str = "blend",
-        documents: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
         recompute_ratio: float | None = None,
         max_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        layout: Layout | None = None,
     ) -> Answer:
         """Answer a question over the `top_k` nearest chunks, or over the documents given, in their order.
 
@@ -168,11 +169,14 @@ class Engine:
             question: in words.
             top_k: chunks to retrieve; the nearest stands first.
             method: "blend", "full_recompute", "prefix_cache" or "full_reuse"; all run the very same token ids.
-            documents: bring your own retriever: these are split and used whole, and nothing is searched.
+            documents: bring your own retriever: these are split and used whole, and nothing is searched. A `Chunk` of this
+                engine's retriever is used as it is.
             recompute_ratio: for "blend", 0..1; None takes the config's, or else the loading controller's choice.
             max_tokens: most tokens to generate; None takes the config's.
             temperature: 0 is greedy; above, tokens are sampled.
             top_p: sample from the most likely tokens of this total probability.
+            layout: what stands around the chunks; None puts the config's instruction before and the question behind them. With
+                a layout, `top_k=0` retrieves nothing.
 
         Raises:
             InputError: an empty question or document, or top_k outside 1..the chunks there are.
@@ -189,6 +193,7 @@ class Engine:
                 max_tokens=max_tokens,
                 temperature=temperature,
                 top_p=top_p,
+                layout=layout,
             )
             prefilled = self._prefiller.run(prepared.pieces, method, prepared.recompute_ratio)
             prefill_done = time.perf_counter()
@@ -202,21 +207,16 @@ class Engine:
         self,
         question: str,
         *,
-        layout: Layout | None = None,
         top_k: int = 6,
         method: str = "blend",
-        documents: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
         recompute_ratio: float | None = None,
         max_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        layout: Layout | None = None,
     ) -> PreparedRequest:
-        """Check a request, retrieve its chunks and lay out its prompt: all that comes before the model. See `answer`.
-
-        Args:
-            layout: what stands around the chunks; None puts the config's instruction before and the question behind them.
-            top_k: 0 retrieves nothing, where a layout is given.
-        """
+        """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model."""
         self._check_open()
         started = time.perf_counter()
         self._prefiller.check_method(method)
@@ -273,13 +273,16 @@ class Engine:
             self._holes.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
-    def _retrieve(self, question: str, top_k: int, documents: Sequence[Mapping[str, object]] | None) -> list[ScoredChunk]:
+    def _retrieve(
+        self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None
+    ) -> list[ScoredChunk]:
         if documents is None:
             return self.retriever.search(question, top_k)
         if not documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         split = self.retriever.splitter.split
-        return [ScoredChunk(chunk, math.nan) for document in documents for chunk in split(Document.of(document))]
+        chunks = ([given] if isinstance(given, Chunk) else split(Document.of(given)) for given in documents)
+        return [ScoredChunk(chunk, math.nan) for one in chunks for chunk in one]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,139 @@
+"""`cacheblend serve` and `cacheblend api-key`: the HTTP API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import cli_options as options
+from .cli_options import DEFAULTS
+from .http.config import HttpConfig
+from .http.tenants import hash_key, new_key
+from .serve_file import read_serve_file, tenants_of
+from .serving.config import ServingConfig
+
+HTTP: dict[str, Any] = {field.name: field.default for field in fields(HttpConfig)}
+SERVING: dict[str, Any] = {field.name: field.default for field in fields(ServingConfig)}
+API = "API"
+LIMITS = "Limits"
+
+
+def _option(name: str, help_: str, panel: str = API) -> Any:
+    flag = f"--{name.replace('_', '-')}"
+    return typer.Option(flag, envvar=f"CACHEBLEND_{name.upper()}", help=help_, rich_help_panel=panel)
+
+
+def _read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """The file's values become the defaults, so flags and variables win over them."""
+    if file is not None:
+        known = {parameter.name or "" for parameter in context.command.params} - {"config", "as_json"}
+        context.default_map = {**(context.default_map or {}), **read_serve_file(file, known)}
+    return file
+
+
+def serve(
+    context: typer.Context,
+    model: options.Model,
+    config: Annotated[  # noqa: ARG001  # its callback has put the values where the other options find them
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            envvar="CACHEBLEND_CONFIG",
+            help="TOML file with any of these options by name (max_running = 8), and [tenants.NAME] tables.",
+            callback=_read_config,
+            is_eager=True,
+        ),
+    ] = None,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    host: Annotated[str, _option("host", "Address to listen on.")] = HTTP["host"],
+    port: Annotated[int, _option("port", "0 takes any free one.")] = HTTP["port"],
+    model_name: Annotated[str | None, _option("model_name", "What clients call the model.")] = HTTP["model_name"],
+    cors_origins: Annotated[
+        list[str] | None, _option("cors_origins", "A web origin whose pages may call the API; repeat for more.")
+    ] = None,
+    max_body_bytes: Annotated[int, _option("max_body_bytes", "Larger requests are refused.", LIMITS)] = HTTP["max_body_bytes"],
+    max_documents: Annotated[int, _option("max_documents", "Documents of one call.", LIMITS)] = HTTP["max_documents"],
+    max_running: Annotated[int, _option("max_running", "Requests that hold a KV cache at once.", LIMITS)] = SERVING[
+        "max_running"
+    ],
+    max_waiting: Annotated[int, _option("max_waiting", "Waiting requests of a tenant.", LIMITS)] = SERVING["max_waiting"],
+    deadline_s: Annotated[float, _option("deadline_s", "Seconds for a request.", LIMITS)] = SERVING["deadline_s"],
+    grace_s: Annotated[float, _option("grace_s", "Seconds to finish in when stopped.", LIMITS)] = SERVING["grace_s"],
+    max_tokens: Annotated[
+        int, _option("max_tokens", "Most tokens to generate, unless a request says otherwise.", LIMITS)
+    ] = DEFAULTS["max_tokens"],
+    recompute_ratio: Annotated[
+        float | None, _option("recompute_ratio", "0..1; left out, the controller picks it.", options.ENGINE)
+    ] = DEFAULTS["recompute_ratio"],
+    device: options.Device = DEFAULTS["device"],
+    dtype: options.Dtype = DEFAULTS["dtype"],
+    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
+    chunk_overlap_tokens: options.ChunkOverlapTokens = DEFAULTS["chunk_overlap_tokens"],
+    embedder: options.EmbedderName = DEFAULTS["embedder"],
+    ram_budget_bytes: options.RamBudget = DEFAULTS["ram_budget_bytes"],
+    nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
+    codec: options.Codec = DEFAULTS["codec"],
+    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+) -> None:
+    """Serve the OpenAI-shaped HTTP API and the web page, until interrupted. Logs are JSON lines on stderr.
+
+    Examples:
+        cacheblend serve --model ./model --store-dir ./store
+
+        cacheblend serve --config cacheblend.toml --port 9000
+    """
+    options.hush_libraries()
+    from .config import EngineConfig
+    from .http import HttpConfig, Server
+    from .http.request_log import log_json
+    from .http.run import run
+
+    engine_config = EngineConfig(
+        model=model,
+        store_dir=store_dir,
+        device=device,
+        dtype=dtype,
+        chunk_tokens=chunk_tokens,
+        chunk_overlap_tokens=chunk_overlap_tokens,
+        embedder=embedder,
+        ram_budget_bytes=ram_budget_bytes,
+        nvme_budget_bytes=nvme_budget_bytes,
+        codec=codec,
+        recompute_ratio=recompute_ratio,
+        max_tokens=max_tokens,
+        allow_unverified=allow_unverified,
+    )
+    serving = ServingConfig(max_running=max_running, max_waiting=max_waiting, deadline_s=deadline_s, grace_s=grace_s)
+    http = HttpConfig(
+        host=host,
+        port=port,
+        model_name=model_name,
+        max_body_bytes=max_body_bytes,
+        max_documents=max_documents,
+        cors_origins=tuple(cors_origins or ()),
+    )
+    tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
+    log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
+    with Server(engine_config, serving, http, tenants_of(tables)) as server:
+        run(server)
+
+
+def api_key(as_json: options.Json = False) -> None:
+    """Make an API key for a tenant, and print it with the hash that stands in the config file.
+
+    Example:
+        cacheblend api-key
+    """
+    key = new_key()
+    digest = hash_key(key)
+    if as_json:
+        options.print_json({"key": key, "api_key_sha256": digest})
+        return
+    options.stdout.print(f"key             {key}\napi_key_sha256  {digest}", highlight=False, markup=False, soft_wrap=True)
+    options.stdout.print("Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere.")

@@ -1,0 +1,219 @@
+"""`/v1/chat/completions` and `/v1/completions`: retrieve, prefill, stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from ..chat_layout import FixedLayout
+from ..engine import Engine
+from ..serving import Done, Event, Failed, Piece, ServedRequest
+from .errors import ApiError, error_body
+from .report import chunk_report, plan_report, usage
+from .schemas import ChatBody, CompletionBody, GenerationBody
+from .server import Server
+
+DEFAULT_TOP_K = 6
+LOOK_FOR_CLIENT_S = 0.5  # how often a request that does not stream is checked for its client
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat(body: ChatBody, request: Request) -> Response:
+    """Answer the last message over the nearest chunks, or over the documents given."""
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    messages = [message.message() for message in body.messages]
+    top_k = await run_in_threadpool(_top_k, engine, body, DEFAULT_TOP_K)
+    layout = server.layouts.chat(messages, with_chunks=top_k > 0 or body.documents is not None)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return await _respond(body, request, ChatShape(body.model), layout, messages[-1].content, top_k, max_tokens)
+
+
+@router.post("/v1/completions")
+async def completion(body: CompletionBody, request: Request) -> Response:
+    """Continue a text, behind the documents given or, with `top_k`, the chunks nearest it."""
+    server: Server = request.app.state.server
+    top_k = body.top_k or 0
+    layout = server.layouts.completion(body.prompt)
+    return await _respond(body, request, TextShape(body.model), layout, body.prompt, top_k, body.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """How a chat completion looks, whole and in pieces."""
+
+    model: str
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    stream_kind = "chat.completion.chunk"
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        return {"message": {"role": "assistant", "content": text}, "logprobs": None}
+
+    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+        """The choice of a piece."""
+        return {"delta": {"role": "assistant", "content": text} if first else {"content": text}, "logprobs": None}
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """The same of a text completion."""
+
+    model: str
+    prefix = "cmpl"
+    kind = stream_kind = "text_completion"
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        return {"text": text, "logprobs": None}
+
+    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+        """The choice of a piece."""
+        return {"text": text, "logprobs": None}
+
+
+def _top_k(engine: Engine, body: GenerationBody, default: int) -> int:
+    """What was asked for, or as much of the default as there is."""
+    if body.documents is not None:
+        if body.top_k:
+            raise ApiError(400, "top_k: leave it out beside documents, which are all used", param="top_k")
+        return 0
+    return min(default, engine.retriever.chunk_count) if body.top_k is None else body.top_k
+
+
+async def _respond(
+    body: GenerationBody,
+    request: Request,
+    shape: ChatShape | TextShape,
+    layout: FixedLayout,
+    question: str,
+    top_k: int,
+    max_tokens: int | None,
+) -> Response:
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    if body.model != server.model_name:
+        message = f"there is no model {body.model!r} here; use {server.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    documents = None if body.documents is None else [document.model_dump() for document in body.documents]
+    if documents is not None and len(documents) > server.http.max_documents:
+        message = f"documents: {len(documents)} are more than max_documents={server.http.max_documents}; give fewer"
+        raise ApiError(400, message, param="documents", code="too_many_documents")
+    prepared = await run_in_threadpool(
+        engine.prepare,
+        question,
+        layout=layout,
+        top_k=top_k,
+        method=body.method,
+        documents=documents,
+        recompute_ratio=body.recompute_ratio,
+        max_tokens=max_tokens,
+        temperature=body.temperature or 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+    )
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+    served = ServedRequest(
+        engine,
+        prepared,
+        lambda event: loop.call_soon_threadsafe(events.put_nowait, event) and None,
+        tenant=request.state.tenant,
+        cache_salt=body.cache_salt,
+        seed=body.seed,
+        stop=body.stop_strings(),
+    )
+    server.scheduler.submit(served)
+    head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+    if not body.stream:
+        return await _whole(body, request, shape, served, events, head)
+    try:
+        first = await events.get()  # an error before the first token is a plain response, not a stream
+    except asyncio.CancelledError:
+        served.cancel()
+        raise
+    if isinstance(first, Failed):
+        raise first.error
+    return StreamingResponse(
+        _stream(body, shape, served, first, events, head),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _whole(
+    body: GenerationBody,
+    request: Request,
+    shape: ChatShape | TextShape,
+    served: ServedRequest,
+    events: asyncio.Queue[Event],
+    head: dict[str, Any],
+) -> Response:
+    try:
+        while True:
+            try:
+                event = await asyncio.wait_for(events.get(), LOOK_FOR_CLIENT_S)
+            except TimeoutError:
+                if await request.is_disconnected():
+                    return Response(status_code=499)  # nobody reads it; the log does
+                continue
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Done):
+                break
+    finally:
+        served.cancel()  # does nothing to one that has ended
+    choice = {"index": 0, **shape.whole(event.answer.text), "finish_reason": event.finish_reason}
+    return JSONResponse(
+        {**head, "object": shape.kind, "choices": [choice], "usage": usage(event), "cacheblend": _report(body, served, event)}
+    )
+
+
+async def _stream(
+    body: GenerationBody,
+    shape: ChatShape | TextShape,
+    served: ServedRequest,
+    event: Event,
+    events: asyncio.Queue[Event],
+    head: dict[str, Any],
+) -> AsyncIterator[str]:
+    """Server-sent events. The client's going away ends the generator, and that cancels the request."""
+    head = {**head, "object": shape.stream_kind}
+    first = True
+    try:
+        while isinstance(event, Piece):
+            if event.text or first:
+                choice = {"index": 0, **shape.piece(event.text, first=first), "finish_reason": None}
+                yield _event({**head, "choices": [choice]})
+                first = False
+            event = await events.get()
+        if isinstance(event, Failed):
+            yield _event(error_body(event.error))
+            return
+        choice = {"index": 0, **shape.piece(event.rest, first=False), "finish_reason": event.finish_reason}
+        yield _event({**head, "choices": [choice], "cacheblend": _report(body, served, event)})
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield _event({**head, "choices": [], "usage": usage(event)})
+        yield "data: [DONE]\n\n"
+    finally:
+        served.cancel()
+
+
+def _report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str, Any]:
+    report = plan_report(done)
+    if body.return_chunks:
+        report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)
+    return report
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"

@@ -1,0 +1,89 @@
+"""`/v1/documents`: what is answered from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+
+from cacheblend.retriever import Chunk
+from cacheblend.store.errors import InputError
+
+from ..documents import DocumentStatus
+from ..engine import Engine
+from .errors import ApiError
+from .schemas import IngestBody, PinBody, ReplaceBody
+
+router = APIRouter(prefix="/v1/documents")
+_Result = TypeVar("_Result")
+
+
+@router.post("", status_code=201)
+async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
+    """Split, index and precompute documents; returns when their KV is durable. A known id is replaced."""
+    limit = request.app.state.server.http.max_documents
+    if len(body.documents) > limit:
+        message = f"documents: {len(body.documents)} are more than max_documents={limit}; send them in several calls"
+        raise ApiError(400, message, param="documents", code="too_many_documents")
+    engine: Engine = request.state.engine
+    report = await run_in_threadpool(engine.ingest, [document.model_dump() for document in body.documents])
+    return {"object": "ingest_report", **report.as_dict()}
+
+
+@router.get("")
+async def ls(request: Request) -> dict[str, Any]:
+    """Every document."""
+    engine: Engine = request.state.engine
+    documents = await run_in_threadpool(engine.documents.ls)
+    return {"object": "list", "data": [_body(document) for document in documents]}
+
+
+@router.get("/{id_:path}")
+async def show(id_: str, request: Request) -> dict[str, Any]:
+    """One document and the text of its chunks."""
+    engine: Engine = request.state.engine
+    status, chunks = await _known(lambda: engine.documents.show(id_))
+    return {**_body(status), "content": [_chunk(chunk) for chunk in chunks]}
+
+
+@router.put("/{id_:path}")
+async def replace(id_: str, body: ReplaceBody, request: Request) -> dict[str, Any]:
+    """Put a document, in place of the one with this id where there is one."""
+    engine: Engine = request.state.engine
+    report = await run_in_threadpool(engine.ingest, [{"id": id_, "title": body.title, "text": body.text}])
+    return {"object": "ingest_report", **report.as_dict()}
+
+
+@router.delete("/{id_:path}")
+async def delete(id_: str, request: Request) -> dict[str, Any]:
+    """Remove a document, and the KV that no other document needs."""
+    engine: Engine = request.state.engine
+    await _known(lambda: engine.documents.delete(id_))
+    return {"id": id_, "object": "document", "deleted": True}
+
+
+@router.post("/{id_:path}/pin")
+async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
+    """Spare a document's KV from evictions, or no longer."""
+    engine: Engine = request.state.engine
+    await _known(lambda: engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_))
+    status, _ = await _known(lambda: engine.documents.show(id_))
+    return _body(status)
+
+
+async def _known(call: Callable[[], _Result]) -> _Result:
+    """Run a call that refuses an unknown document; that is a 404."""
+    try:
+        return await run_in_threadpool(call)
+    except InputError as error:
+        raise ApiError(404, str(error), param="id", code="document_not_found") from error
+
+
+def _body(status: DocumentStatus) -> dict[str, Any]:
+    return {"object": "document", **status.as_dict()}
+
+
+def _chunk(chunk: Chunk) -> dict[str, Any]:
+    return {"position": chunk.position, "tokens": len(chunk.token_ids), "text": chunk.text}

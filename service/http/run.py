@@ -1,0 +1,31 @@
+"""The process that listens."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import uvicorn
+
+from .app import create_app
+from .server import Server
+
+logger = logging.getLogger(__name__)
+KEEP_ALIVE_S = 5
+
+
+def run(server: Server) -> None:
+    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end."""
+    config = uvicorn.Config(
+        create_app(server),
+        host=server.http.host,
+        port=server.http.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(server.scheduler.config.grace_s) + 1,
+    )
+    if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
+        logger.warning("the API is open to everybody who reaches %s; give it [tenants.NAME] keys", server.http.host)
+    uvicorn.Server(config).run()

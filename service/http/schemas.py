@@ -1,0 +1,127 @@
+"""Bodies of requests: OpenAI's fields, and those that RAG needs beside them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from ..chat_layout import Message
+
+MOST_STOP_STRINGS = 4
+MOST_TOP_K = 1000
+Salt = Annotated[str, StringConstraints(max_length=256)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class StrictModel(BaseModel):
+    """A field that is not known is refused: what has no effect must not look as if it had."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class DocumentBody(BaseModel):
+    """A document; keys other than these are ignored, as chat templates do."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    id: str | None = None
+    title: str | None = None
+    text: str
+
+
+class TextPart(StrictModel):
+    """A part of a message; text alone is taken."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageBody(StrictModel):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def message(self) -> Message:
+        """The turn in the service's words."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message("system" if self.role == "developer" else self.role, text)
+
+
+class StreamOptions(StrictModel):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
+class GenerationBody(StrictModel):
+    """Fields of chat and text completions.
+
+    Those of OpenAI's that would change the answer and are not supported are taken with their neutral value alone.
+    """
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = 1.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | None = None
+    user: str | None = None
+    n: Literal[1] | None = 1
+    presence_penalty: Literal[0, 0.0] | None = 0
+    frequency_penalty: Literal[0, 0.0] | None = 0
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    # RAG
+    documents: list[DocumentBody] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOP_K)] | None = None
+    method: str = "blend"
+    recompute_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    cache_salt: Salt = ""
+    return_chunks: bool = False
+
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Literal[False] | None = False
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = False
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: str
+    echo: Literal[False] | None = False
+    best_of: Literal[1] | None = 1
+    logprobs: None = None
+    suffix: None = None
+
+
+class IngestBody(StrictModel):
+    """`POST /v1/documents`."""
+
+    documents: Annotated[list[DocumentBody], Field(min_length=1)]
+
+
+class ReplaceBody(StrictModel):
+    """`PUT /v1/documents/{id}`."""
+
+    title: str | None = None
+    text: str
+
+
+class PinBody(StrictModel):
+    """`POST /v1/documents/{id}/pin`."""
+
+    pinned: bool = True

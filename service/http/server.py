@@ -1,0 +1,95 @@
+"""What the API serves: one model, the tenants' engines, the scheduler, the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cacheblend.retriever import Embedder
+
+from ..chat_layout import ChatLayouts
+from ..config import EngineConfig
+from ..engine import Engine
+from ..serving import Scheduler, ServingConfig
+from .config import HttpConfig
+from .metrics import Metrics
+from .tenants import ApiKeys, TenantConfig
+
+TENANTS_FOLDER = "tenants"
+
+
+class Server:
+    """Owns all that answers requests; a context manager.
+
+    Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
+    below it, and all share the model and the embedder.
+
+    Args:
+        engine_config: model, folder, settings.
+        serving: limits of the scheduler.
+        http: limits of the API.
+        tenants: who may use it; none for everybody who reaches it.
+        engine: in place of the one that the config names; closed by its maker. Only without tenants.
+        embedder: in place of the one that the config names.
+
+    Raises:
+        ConfigError: tenants that share a name or a key.
+        InputError, UnsupportedModelError, StoreDirectoryError, RetrieverError: see `Engine`.
+    """
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        serving: ServingConfig | None = None,
+        http: HttpConfig | None = None,
+        tenants: Iterable[TenantConfig] = (),
+        *,
+        engine: Engine | None = None,
+        embedder: Embedder | None = None,
+    ) -> None:
+        tenants = tuple(tenants)
+        self.http = http or HttpConfig()
+        self.keys = ApiKeys(tenants)
+        self.model_name = self.http.model_name or Path(engine_config.model).name or engine_config.model
+        self.engines: dict[str, Engine] = {}
+        with ExitStack() as opened:
+            if not tenants:
+                self.engines[""] = engine or opened.enter_context(Engine(engine_config, embedder=embedder))
+            for tenant in tenants:
+                first = next(iter(self.engines.values()), None)
+                self.engines[tenant.name] = opened.enter_context(
+                    Engine(
+                        _config_of(tenant, engine_config),
+                        fusor=first.fusor if first else None,
+                        embedder=first.retriever.embedder if first else embedder,
+                    )
+                )
+            any_engine = next(iter(self.engines.values()))
+            self.layouts = ChatLayouts(any_engine.fusor.tokenizer, engine_config.instruction)
+            self.metrics = Metrics()
+            self.scheduler = opened.enter_context(Scheduler(any_engine.fusor, serving, self.metrics.observe))
+            self.metrics.watch(self.scheduler, self.engines.values())
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Finish what runs, close the engines that were opened here; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _config_of(tenant: TenantConfig, config: EngineConfig) -> EngineConfig:
+    return replace(
+        config,
+        store_dir=Path(config.store_dir) / TENANTS_FOLDER / tenant.name,
+        ram_budget_bytes=tenant.ram_budget_bytes or config.ram_budget_bytes,
+        nvme_budget_bytes=tenant.nvme_budget_bytes or config.nvme_budget_bytes,
+    )

@@ -1,0 +1,117 @@
+"""A LangChain chat model that blends the stored KV of the documents it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatResult
+from pydantic import ConfigDict, SkipValidation
+
+from cacheblend.retriever import Chunk
+from cacheblend.store.errors import InputError
+
+from ..chat_layout import ChatLayouts, Message
+from ..engine import Engine
+
+ROLES = {"system": "system", "human": "user", "ai": "assistant"}
+
+
+class ChatCacheBlend(BaseChatModel):
+    """Answers over documents from their stored KV.
+
+    Documents come as an option of the call: `model.invoke(messages, documents=docs)`, or `model.bind(documents=docs)` in a
+    chain. They are LangChain documents, which `CacheBlendRetriever` or any other retriever finds, or mappings with `title` and
+    `text`. Without documents it is a plain chat model.
+
+    Args:
+        engine: open.
+        method: see `Engine.answer`.
+        recompute_ratio: see `Engine.answer`.
+        max_tokens: see `Engine.answer`.
+        temperature: see `Engine.answer`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    engine: SkipValidation[Engine]
+    method: str = "blend"
+    recompute_ratio: float | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+
+    @property
+    def _llm_type(self) -> str:
+        return "cacheblend"
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return {"model": self.engine.config.model, "method": self.method, "recompute_ratio": self.recompute_ratio}
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        *,
+        documents: Sequence[Document | Mapping[str, object]] | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        if kwargs:
+            named = ", ".join(sorted(kwargs))
+            raise InputError(f"{named}: not an option of ChatCacheBlend; give documents, stop, or a field of it")
+        turns = [_turn(message) for message in messages]
+        layouts = ChatLayouts(self.engine.fusor.tokenizer, self.engine.config.instruction)
+        answer = self.engine.answer(
+            turns[-1].content if turns else "",
+            layout=layouts.chat(turns, with_chunks=documents is not None),
+            top_k=0,
+            documents=None if documents is None else [self._chunk_or_text(document) for document in documents],
+            method=self.method,
+            recompute_ratio=self.recompute_ratio,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+        )
+        text = answer.text
+        for end in stop or ():
+            text = text.partition(end)[0]
+        plan = answer.plan
+        cached = sum(len(segment.token_ids) for segment in plan.segments if segment.kind != "fresh")
+        message = AIMessage(
+            content=text,
+            usage_metadata=UsageMetadata(
+                input_tokens=plan.prompt_tokens,
+                output_tokens=len(answer.token_ids),
+                total_tokens=plan.prompt_tokens + len(answer.token_ids),
+                input_token_details={"cache_read": cached},
+            ),
+            response_metadata={"plan": answer.as_dict()["plan"], "timings": answer.as_dict()["timings"]},
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _chunk_or_text(self, document: Document | Mapping[str, object]) -> Mapping[str, object] | Chunk:
+        """The engine's own chunk where the document is one, else its text, to be split."""
+        if not isinstance(document, Document):
+            return document
+        id_, position = document.metadata.get("document_id"), document.metadata.get("position")
+        if isinstance(id_, str) and isinstance(position, int):
+            try:
+                chunks = self.engine.retriever.chunks(id_)
+            except InputError:  # another retriever's document, or one that was deleted since
+                chunks = []
+            for chunk in chunks:
+                if chunk.position == position and chunk.text == document.page_content:
+                    return chunk
+        return {"text": document.page_content}
+
+
+def _turn(message: BaseMessage) -> Message:
+    if message.type not in ROLES:
+        raise InputError(f"a {message.type} message cannot be answered; give {', '.join(ROLES)} messages")
+    if not isinstance(message.content, str):
+        raise InputError("a message's content must be text")
+    return Message(ROLES[message.type], message.content)

@@ -1,0 +1,112 @@
+"""OpenAI's own client works against the API unchanged."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from api import MODEL
+from engines import DOCUMENTS, QUESTION, TOP_K
+
+from cacheblend.service import Engine
+
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """A chat of one question gives `Engine.answer`'s text, and usage tells what was cached and recomputed."""
+    alone = engine.answer(QUESTION, top_k=TOP_K, max_tokens=20)
+    chat = openai_client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=20, extra_body={"top_k": TOP_K, "return_chunks": True}
+    )
+    assert chat.choices[0].message.content == alone.text
+    assert chat.choices[0].finish_reason in ("stop", "length")
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (alone.plan.prompt_tokens, len(alone.token_ids))
+    cached = sum(len(segment.token_ids) for segment in alone.plan.segments if segment.kind != "fresh")
+    assert chat.usage.prompt_tokens_details.cached_tokens == cached
+    assert chat.usage.prompt_tokens_details.recomputed_tokens == pytest.approx(alone.plan.recomputed_tokens, abs=1e-3)
+    chunks = chat.cacheblend["chunks"]
+    assert [(chunk["document_id"], chunk["position"]) for chunk in chunks] == [
+        (scored.chunk.document_id, scored.chunk.position) for scored in alone.chunks
+    ]
+    assert all(chunk["source"] in ("ram", "nvme") for chunk in chunks)
+    recomputed = sum(token["recomputed"] for chunk in chunks for token in chunk["tokens"])
+    assert recomputed == pytest.approx(alone.plan.recomputed_tokens, abs=0.1)
+
+
+def test_chat_stream(openai_client: openai.OpenAI) -> None:
+    """A stream's pieces joined are the whole answer; usage comes last where it is asked for."""
+    whole = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=30)
+    pieces = list(
+        openai_client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=30, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(piece.choices[0].delta.content for piece in pieces[:-1]) == whole.choices[0].message.content
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 2) + ["length"]
+    assert pieces[-1].usage.completion_tokens == 30
+    assert len({piece.id for piece in pieces}) == 1
+
+
+def test_documents_of_the_request(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """A request that brings documents is answered over those, all of them, in their order."""
+    documents = [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[:2]]
+    alone = engine.answer(QUESTION, documents=documents, max_tokens=8, method="full_recompute")
+    chat = openai_client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=8, extra_body={"documents": documents, "method": "full_recompute"}
+    )
+    assert chat.choices[0].message.content == alone.text
+    assert chat.usage.prompt_tokens == alone.plan.prompt_tokens
+
+
+def test_turns(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """A system message takes the instruction's place, earlier turns stand before the chunks, and content may come in parts."""
+
+    def prompt_tokens(messages: list[dict[str, object]]) -> int:
+        chat = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body={"top_k": 1})
+        return chat.usage.prompt_tokens
+
+    plain = prompt_tokens(MESSAGES)
+    parts = [{"type": "text", "text": QUESTION[:9]}, {"type": "text", "text": QUESTION[9:]}]
+    assert prompt_tokens([{"role": "user", "content": parts}]) == plain
+    tokenizer = engine.fusor.tokenizer
+    instruction, system = (len(tokenizer(text)["input_ids"]) for text in (engine.config.instruction, "Be brief.\n"))
+    assert prompt_tokens([{"role": "system", "content": "Be brief."}, *MESSAGES]) == plain - instruction + system
+    earlier = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    assert prompt_tokens([*earlier, *MESSAGES]) > plain
+
+
+def test_completion(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """A text completion continues the very text, as `generate` does, whole or in pieces."""
+    prompt = "The for statement is used to"
+    ids = [engine.fusor.tokenizer.bos_token_id, *engine.fusor.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    tokens = engine.fusor.generate(engine.fusor.prefill(ids), 12)
+    text = engine.fusor.tokenizer.decode(tokens, skip_special_tokens=True)
+    completion = openai_client.completions.create(model=MODEL, prompt=prompt, max_tokens=12)
+    assert completion.choices[0].text == text
+    assert completion.usage.prompt_tokens == len(ids)
+    stream = openai_client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, stream=True)
+    assert "".join(piece.choices[0].text for piece in stream) == text
+
+
+def test_stop_and_seed(openai_client: openai.OpenAI) -> None:
+    """A stop string ends the answer before it; a seed gives a sample again."""
+
+    def text(**options: object) -> str:
+        chat = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=30, **options)
+        return chat.choices[0].message.content
+
+    greedy = text()
+    assert text(stop=[greedy[10:14]]) == greedy[: greedy.index(greedy[10:14])]
+    sampled = text(temperature=1.5, seed=3)
+    assert text(temperature=1.5, seed=3) == sampled != text(temperature=1.5, seed=4)
+
+
+def test_models(openai_client: openai.OpenAI) -> None:
+    """The one model is listed and found; another is not found."""
+    assert [model.id for model in openai_client.models.list()] == [MODEL]
+    assert openai_client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        openai_client.models.retrieve("gpt-5")
+    with pytest.raises(openai.NotFoundError, match="model_not_found"):
+        openai_client.chat.completions.create(model="gpt-5", messages=MESSAGES)
