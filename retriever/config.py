@@ -8,6 +8,7 @@ from pathlib import Path
 from cacheblend.store.errors import ConfigError
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
+SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class RetrieverConfig:
     directory: Path | None = None
     chunk_tokens: int = 512
     chunk_overlap_tokens: int = 0
-    separator: str = "\n\n"
+    separator: str = SEPARATOR
     embedder: str = DEFAULT_EMBEDDER
 
     def __post_init__(self) -> None:

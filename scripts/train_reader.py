@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.eval.world.batch import Batch
 from cacheblend.eval.world.checkpoint import load_checkpoint, save_checkpoint
 from cacheblend.eval.world.curriculum import STAGES, Stage, draw_batch
-from cacheblend.eval.world.export import export_reader
+from cacheblend.eval.world.export import export_reader, load_reader
 from cacheblend.eval.world.network import NetworkConfig
 from cacheblend.eval.world.tally import Tally
 from cacheblend.eval.world.tokens import make_tokenizer
@@ -45,6 +45,8 @@ console = Console(stderr=True)
 
 `train_reader.py runs/reader --resume --steps 40000` goes on, with a longer schedule.
 
+`train_reader.py runs/more --start-from service/reader --stage long` trains the shipped reader further.
+
 `train_reader.py runs/gpu --device cuda --contexts 128 --workers 14` fills a GPU.
 """
 )
@@ -52,6 +54,10 @@ def main(
     context: typer.Context,
     out: Annotated[Path, typer.Argument(help="Folder of the run: checkpoint, log.jsonl and, at the end, reader/.")],
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint, with its settings.")] = False,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Start a new run from an exported reader's weights, at --stage, in place of nothing.")
+    ] = None,
+    stage: Annotated[str, typer.Option(help="Stage of the curriculum that --start-from begins with.")] = STAGES[-1].name,
     seed: Annotated[int, typer.Option(help="Seed of weights and lessons.")] = _CONFIG.seed,
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = _CONFIG.steps,
     contexts: Annotated[int, typer.Option(help="Lessons a step.")] = _CONFIG.contexts,
@@ -88,6 +94,8 @@ def main(
             config = TrainConfig(seed=seed, steps=steps, contexts=contexts, matrix_rate=matrix_rate, vector_rate=vector_rate)
             network = NetworkConfig(width=width, mlp_width=mlp_width, layers=layers, heads=heads)
             trainer = Trainer(config, network, where)
+            if start_from is not None:
+                trainer.start_from(load_reader(start_from), stage)
     except CacheBlendError as error:
         console.print(f"[red]error:[/red] {error}")
         raise typer.Exit(2) from error

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cacheblend.retriever.config import SEPARATOR
+
 from . import wording
 from .names import Split
 from .world import Entity, Fact, Group, World
@@ -50,7 +52,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """An entity's article as chunk texts, each ending in a newline, and what they tell."""
+    """An entity's article as chunk texts, each ending in the retriever's separator, and what they tell."""
 
     subject: Entity
     chunks: tuple[str, ...]
@@ -117,6 +119,6 @@ def _fill(rng: random.Random, sentences: list[str], least_tokens: int, protect: 
     """The sentences with idle ones put among them, none before the first `protect`, until there are enough tokens."""
     fillers = rng.sample(wording.FILLERS, len(wording.FILLERS))
     sentences = list(sentences)
-    while count_tokens(" ".join(sentences)) + 1 < least_tokens and fillers:
+    while count_tokens(" ".join(sentences) + SEPARATOR) < least_tokens and fillers:
         sentences.insert(rng.randint(protect, len(sentences)), fillers.pop() + ".")
-    return " ".join(sentences) + "\n"
+    return " ".join(sentences) + SEPARATOR

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend.service.config import INSTRUCTION
+
 from .article import Style
 from .batch import Batch, make_batch
 from .lesson import Lesson, make_lesson
@@ -29,6 +31,8 @@ _WEIGHTS = {
     QuestionClass.TWO_HOP: 6.0,
     QuestionClass.COMPARE: 5.0,
     QuestionClass.CLOZE: 0.3,
+    QuestionClass.BRIDGE: 2.0,
+    QuestionClass.ORDER: 2.0,
 }
 
 
@@ -164,7 +168,9 @@ def draw_lesson(tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: str, spl
     if stage.recall is not None:
         return draw_recall(tokenizer, rng, stage.recall)
     scene = _draw_scene(rng, stage, seed, split)
-    return make_lesson(tokenizer, scene, _choose(rng, scene, stage), gaps=rng if stage.gaps else None)
+    asked = _choose(rng, scene, stage)
+    preamble = INSTRUCTION if rng.random() < 0.5 else ""
+    return make_lesson(tokenizer, scene, asked, preamble=preamble, gaps=rng if stage.gaps else None)
 
 
 def _draw_scene(rng: random.Random, stage: Stage, seed: str, split: Split) -> Scene:

@@ -6,7 +6,9 @@ import copy
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cacheblend.store.errors import InputError
 
 
 def export_reader(
@@ -21,3 +23,18 @@ def export_reader(
     shipped.generation_config.do_sample = False
     shipped.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def load_reader(folder: Path) -> LlamaForCausalLM:
+    """The network of a folder that `export_reader` wrote, in float32.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        network = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} holds no reader ({error}); give a folder that train_reader.py wrote") from error
+    if not isinstance(network, LlamaForCausalLM):
+        raise InputError(f"{folder} holds a {type(network).__name__}, not a reader")
+    return network

@@ -42,6 +42,7 @@ def make_lesson(
     scene: Scene,
     asked: Sequence[Question],
     *,
+    preamble: str = "",
     gaps: random.Random | None = None,
     longest: int = 2048,
 ) -> Lesson:
@@ -51,14 +52,16 @@ def make_lesson(
         tokenizer: the reader's.
         scene: the context.
         asked: the questions, at least one.
+        preamble: text before the first chunk.
         gaps: a source of random gaps between the positions of neighbouring chunks, so that positions generalise to contexts
             longer than the lesson; None for none.
         longest: no position reaches this.
     """
-    texts = [passage.text for passage in scene.passages]
+    context = [text for text in (preamble, *(passage.text for passage in scene.passages)) if text]
+    texts = list(context)
     texts += [question.prompt for question in asked] + [question.answer for question in asked]
     encoded = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
-    chunks, rest = encoded[: len(scene.passages)], encoded[len(scene.passages) :]
+    chunks, rest = encoded[: len(context)], encoded[len(context) :]
     prompts, answers = rest[: len(asked)], rest[len(asked) :]
     used = 2 + sum(map(len, chunks)) + max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     guess = tuple(1 / len(set(scene.candidates(question))) for question in asked)

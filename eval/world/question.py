@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cacheblend.service.prompt import AFTER_QUESTION, BEFORE_QUESTION
+
 from . import wording
 from .article import Told
 from .names import Split
@@ -22,6 +24,8 @@ class QuestionClass(StrEnum):
     NEAR: the sentence refers back, but the chunk names the subject.
     REVERSE: the value is given, the subject asked.
     CLOZE: the fact's own wording with the subject's name, broken off before the value.
+    BRIDGE: a description to resolve, "the firm that employs Mara Quill": the first half of a two-hop question.
+    ORDER: a comparison of two numbers that the question itself gives.
     RECALL: no article at all, a pair of words to be completed.
     """
 
@@ -32,15 +36,16 @@ class QuestionClass(StrEnum):
     NEAR = "near"
     REVERSE = "reverse"
     CLOZE = "cloze"
+    BRIDGE = "bridge"
+    ORDER = "order"
     RECALL = "recall"
 
-
-ANSWER_CUE = "\nAnswer:"
 
 # Share of questions without an opener.
 PLAIN = 0.6
 
 TESTED = (QuestionClass.INSIDE, QuestionClass.ACROSS, QuestionClass.TWO_HOP, QuestionClass.COMPARE)
+_WITHOUT_CUE = frozenset({QuestionClass.CLOZE, QuestionClass.BRIDGE, QuestionClass.RECALL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,13 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """What follows the context; a cloze or a recall goes on without a cue."""
-        return self.text if self.question_class in (QuestionClass.CLOZE, QuestionClass.RECALL) else prompt_of(self.text)
+        """What follows the context; some classes go on without a cue."""
+        return self.text if self.question_class in _WITHOUT_CUE else prompt_of(self.text)
 
 
 def prompt_of(question: str) -> str:
-    """What follows the chunks in a prompt: the question and the cue that the answer follows."""
-    return question + ANSWER_CUE
+    """What follows the chunks in a prompt: the engine's own words around the question."""
+    return BEFORE_QUESTION + question + AFTER_QUESTION
 
 
 def class_of(told: Told) -> QuestionClass:
@@ -106,6 +111,21 @@ def compare(rng: random.Random, split: Split, one: Told, other: Told, plain: flo
     winner = one if one_wins else other
     text = text.format(A=first.fact.subject.name, B=second.fact.subject.name)
     return Question(text, winner.fact.subject.name, QuestionClass.COMPARE, (one, other))
+
+
+def bridge(rng: random.Random, told: Told) -> Question:
+    """A description, to go on with what it describes."""
+    text = rng.choice(told.fact.relation.descriptions).format(S=told.fact.subject.name)
+    return Question(text, told.fact.value, QuestionClass.BRIDGE, (told,))
+
+
+def order(rng: random.Random, split: Split, told: Told, plain: float = PLAIN) -> Question:
+    """A comparison in a relation's own words, with two of its numbers where names would stand."""
+    relation = told.fact.relation
+    is_most = rng.random() < 0.5
+    first, second = rng.sample(relation.values, 2)
+    text = _worded(rng, split, relation.most if is_most else relation.least, plain).format(A=first, B=second)
+    return Question(text, (max if is_most else min)(first, second, key=int), QuestionClass.ORDER, (told,))
 
 
 def may_join(first: Relation, second: Relation) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -42,6 +43,10 @@ class Scene:
         for told in self.told:
             found[question.class_of(told)].append(question.forward(rng, self.split, told, plain))
             found[QuestionClass.CLOZE].append(question.cloze(rng, told))
+            if told.fact.relation.descriptions:
+                found[QuestionClass.BRIDGE].append(question.bridge(rng, told))
+            if told.fact.relation.is_number:
+                found[QuestionClass.ORDER].append(question.order(rng, self.split, told, plain))
             found[QuestionClass.REVERSE].append(question.reverse(rng, self.split, told, plain))
         by_subject: dict[str, list[Told]] = {}
         for told in self.told:
@@ -58,6 +63,8 @@ class Scene:
         """Every answer that the question's last relation allows in this scene: what a guesser chooses from."""
         if asked.question_class is QuestionClass.COMPARE:
             return tuple(told.fact.subject.name for told in asked.gold)
+        if asked.question_class is QuestionClass.ORDER:
+            return tuple(re.findall(r"\d+", asked.text))
         relation = asked.gold[-1].fact.relation
         rivals = [told.fact for told in self.told if told.fact.relation is relation]
         return tuple(f.subject.name if asked.question_class is QuestionClass.REVERSE else f.value for f in rivals)

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend.service.config import INSTRUCTION
+from cacheblend.service.prompt import AFTER_QUESTION, BEFORE_QUESTION
+
 from . import wording
 from .catalogue import CLUB, FIRM, PERSON, TOWN
 from .catalogue_of_works import FILM, WORK
@@ -73,7 +76,8 @@ def _names() -> Iterable[str]:
 
 
 def _phrases() -> Iterable[str]:
-    yield from ("Answer", *wording.OPENERS, *wording.TAILS, *wording.QUESTION_OPENERS, *wording.INTRODUCTIONS)
+    yield from (*INSTRUCTION.splitlines(), BEFORE_QUESTION, AFTER_QUESTION)
+    yield from (*wording.OPENERS, *wording.TAILS, *wording.QUESTION_OPENERS, *wording.INTRODUCTIONS)
     yield from wording.FILLERS
     for roles in wording.ROLES.values():
         yield from roles

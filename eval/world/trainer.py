@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.store.errors import ConfigError, InputError
 
 from .batch import Batch
 from .curriculum import STAGES, Stage
@@ -19,7 +19,7 @@ from .question import QuestionClass
 from .tokens import make_tokenizer
 
 # Classes that are asked because they teach, and need not be mastered: the reverse way comes long after the forward one.
-_MEANS = frozenset({QuestionClass.REVERSE, QuestionClass.CLOZE})
+_MEANS = frozenset({QuestionClass.REVERSE, QuestionClass.CLOZE, QuestionClass.BRIDGE, QuestionClass.ORDER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,23 @@ class Trainer:
         self.stage = 0
         self.grown_at = 0
         self.recent: dict[QuestionClass, float] = {}
+
+    def start_from(self, network: LlamaForCausalLM, stage: str) -> None:
+        """Goes on from a trained network of full depth, at a stage, with a fresh schedule.
+
+        Raises:
+            InputError: the network has another shape than the configured one, or there is no such stage.
+        """
+        names = [each.name for each in self.stages]
+        if stage not in names:
+            raise InputError(f"there is no stage {stage!r}; there are {', '.join(names)}")
+        fresh = make_network(self.network_config, self.tokenizer, self.config.seed)
+        try:
+            fresh.load_state_dict(network.float().state_dict())
+        except RuntimeError as error:
+            raise InputError(f"the network to start from has another shape: {error}") from error
+        self.stage = names.index(stage)
+        self.use(fresh)
 
     @property
     def is_grown(self) -> bool:

@@ -13,7 +13,7 @@ from cacheblend.eval.world.batch import Batch
 from cacheblend.eval.world.checkpoint import load_checkpoint, save_checkpoint
 from cacheblend.eval.world.curriculum import STAGES, draw_batch
 from cacheblend.eval.world.exam import losses, mark
-from cacheblend.eval.world.export import export_reader
+from cacheblend.eval.world.export import export_reader, load_reader
 from cacheblend.eval.world.network import NetworkConfig, grow, make_network
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.eval.world.trainer import TrainConfig, Trainer
@@ -160,3 +160,24 @@ def test_a_network_of_impossible_size_is_refused(changes):
 def test_a_training_of_impossible_length_is_refused(changes):
     with pytest.raises(ConfigError):
         TrainConfig(**changes)
+
+
+def test_an_exported_reader_is_trained_further(tmp_path):
+    trainer = Trainer(TrainConfig(contexts=2), TINY, CPU)
+    trainer.start_from(make_network(TINY, TOKENIZER, seed=3), "she")
+    export_reader(trainer.network, trainer.tokenizer, tmp_path / "reader", torch.float32)
+    again = Trainer(TrainConfig(contexts=2), TINY, CPU)
+    again.start_from(load_reader(tmp_path / "reader"), "long")
+    assert again.stages[again.stage].name == "long"
+    for one, other in zip(again.network.parameters(), trainer.network.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_cannot_be_started_from_is_refused(tmp_path):
+    trainer = Trainer(TrainConfig(contexts=2), TINY, CPU)
+    with pytest.raises(InputError, match="no reader"):
+        load_reader(tmp_path)
+    with pytest.raises(InputError, match="no stage 'nowhere'"):
+        trainer.start_from(trainer.network, "nowhere")
+    with pytest.raises(InputError, match="another shape"):
+        trainer.start_from(make_network(replace(TINY, width=TINY.width * 2), TOKENIZER, seed=3), "she")

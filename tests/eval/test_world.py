@@ -78,7 +78,7 @@ def test_articles_are_longer_than_a_chunk_and_name_their_subject_in_the_first_on
         for group in groups:
             for entity in group.entities:
                 article = write_article(world, group, entity, Style(chunk_tokens=chunk_tokens))
-                assert all(count_tokens(chunk) >= chunk_tokens and chunk.endswith("\n") for chunk in article.chunks)
+                assert all(count_tokens(chunk) >= chunk_tokens and chunk.endswith("\n\n") for chunk in article.chunks)
                 assert [entity.name in chunk for chunk in article.chunks] == [True, False]
 
 
