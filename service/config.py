@@ -35,6 +35,7 @@ class EngineConfig:
         embedder: see `RetrieverConfig`.
         ram_budget_bytes: see `StoreConfig`.
         nvme_budget_bytes: see `StoreConfig`.
+        direct_reads: see `StoreConfig`.
         codec: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8" or "int4". Another codec's KV is not found again.
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
             0.15, or more where loading would take longer anyway; without a profile, 0.15.
@@ -58,6 +59,7 @@ class EngineConfig:
     embedder: str = RetrieverConfig().embedder
     ram_budget_bytes: int = StoreConfig(directory=".").ram_budget_bytes
     nvme_budget_bytes: int = StoreConfig(directory=".").nvme_budget_bytes
+    direct_reads: bool = False
     codec: str = "raw"
     recompute_ratio: float | None = None
     selector: str = "gradual"
@@ -111,6 +113,7 @@ class EngineConfig:
             directory=Path(self.store_dir) / "kv",
             ram_budget_bytes=self.ram_budget_bytes,
             nvme_budget_bytes=self.nvme_budget_bytes,
+            direct_reads=self.direct_reads,
         )
 
     @property
