@@ -51,7 +51,7 @@ class StoreConfig:
             reserved_bytes = sum(share.reserved_bytes for share in budget.shares.values())
             if reserved_bytes > budget.bytes:
                 raise ConfigError(
-                    name, dict(budget.shares), f"they reserve {reserved_bytes} bytes of a budget of {budget.bytes}"
+                    name, dict(budget.shares), f"reserve at most the tier's {budget.bytes} bytes; got {reserved_bytes}"
                 )
 
     def ram_budget(self) -> TierBudget:

@@ -163,3 +163,32 @@ def test_partial_writes(open_store, monkeypatch) -> None:
     store = open_store(ram_budget_bytes=1)
     store.put(KEY, KV)
     assert same(store.get(KEY), KV)
+
+
+def test_deleting_on_a_full_disk(open_store, monkeypatch) -> None:
+    """Where the catalogue has no room for a removal, the files go first and make it."""
+    store = open_store()
+    store.put(*PAIRS[0])
+    store.put(*PAIRS[1])
+    change, path = store._nvme.catalogue.change, file_of(store, KEY)
+
+    def full(**options: object) -> None:
+        if path.exists():
+            raise StoreFullError("no room")
+        change(**options)
+
+    monkeypatch.setattr(store._nvme.catalogue, "change", full)
+    assert store.delete(KEY)
+    assert files_under(store, "entries") == [str(PAIRS[1][0])]
+    assert store.verify().ok
+
+
+def test_few_damaged_files_are_kept(open_store) -> None:
+    """Files that were set aside do not fill the disk."""
+    store = open_store(ram_budget_bytes=1)
+    for seed in range(10):
+        key, kv = make_chunk(seed)
+        store.put(key, kv)
+        flip_last_byte(file_of(store, key))
+        assert store.get(key) is None
+    assert files_under(store, "damaged") == sorted(str(make_chunk(seed)[0]) for seed in range(2, 10))

@@ -165,3 +165,15 @@ def test_two_stores_share_a_folder(open_store) -> None:
     assert one.stats().nvme.bytes == other.stats().nvme.bytes == 2 * FILE_BYTES
     assert other.delete(pairs[2][0])
     assert one.stats().nvme.entries == 1
+
+
+def test_what_another_process_deletes_is_not_served_from_ram(open_store) -> None:
+    """A copy in RAM goes with its entry, whoever removed that."""
+    one, other = open_store(), open_store()
+    key, kv = make_chunk(1)
+    one.put(key, kv)
+    assert one.stats().ram.entries == 1
+    other.delete(key)
+    assert key not in one
+    assert one.get(key) is None
+    assert one.stats().ram.entries == 0

@@ -64,3 +64,19 @@ def test_repair_keeps_the_budget(open_store) -> None:
     assert store.stats().nvme.bytes == 2 * FILE_BYTES
     assert {row.key for row in store.ls()} == {KEYS[3], KEYS[4]}
     assert len(files_under(store, "entries")) == 2
+
+
+def test_a_catalogue_that_says_something_else(open_store) -> None:
+    """Rows that are not what their files are, and totals that are not the sum of the rows, are found and mended."""
+    store = open_store()
+    for pair in PAIRS:
+        store.put(*pair)
+    with store._nvme.catalogue.database.transaction() as transaction:
+        transaction.execute("UPDATE entries SET bytes = 1, namespace = 'x' WHERE digest = ?", (str(KEYS[0]),))
+        transaction.execute("UPDATE entries SET pinned = 1 WHERE digest = ?", (str(KEYS[1]),))
+    for repair in (False, True):
+        report = store.verify(repair=repair)
+        assert (report.misstated, report.miscounted, report.ok) == ((str(KEYS[0]),), True, False)
+    assert store.verify().ok
+    assert store.stats().nvme.bytes == 5 * FILE_BYTES
+    assert {row.key for row in store.ls()} == set(KEYS)
