@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 from ..chat_layout import Message
 
@@ -12,6 +12,10 @@ MOST_STOP_STRINGS = 4
 MOST_TOP_K = 1000
 Salt = Annotated[str, StringConstraints(max_length=256)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)]
+# Says which of two forms a value has, so that an error speaks of that one.
+TextOrList = Discriminator(lambda value: "list" if isinstance(value, list) else "text")
 
 
 class StrictModel(BaseModel):
@@ -40,7 +44,7 @@ class MessageBody(StrictModel):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("list")], TextOrList]
     name: str | None = None
 
     def message(self) -> Message:
@@ -68,7 +72,7 @@ class GenerationBody(StrictModel):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = 0.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | None = None
+    stop: Annotated[Annotated[StopString, Tag("text")] | Annotated[StopList, Tag("list")], TextOrList] | None = None
     user: str | None = None
     n: Literal[1] | None = 1
     presence_penalty: Literal[0, 0.0] | None = 0

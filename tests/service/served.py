@@ -34,7 +34,7 @@ class Client:
         self._ended.set()
 
     def result(self) -> Any:
-        assert self._ended.wait(60), "no answer came"
+        assert self._ended.wait(110), "no answer came"
         return self.end
 
 
