@@ -88,7 +88,10 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
 @app.command("verify")
 def verify(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    repair: Annotated[bool, typer.Option("--repair", help="Set damaged files aside, drop entries without a file.")] = False,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Mend what is found: damaged files are set aside, lost ones entered."),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Check every file and every checksum; exits with 1 if something is wrong and was not repaired.
@@ -101,7 +104,9 @@ def verify(
         options.print_json(report.as_dict())
     else:
         found = (
-            f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.orphans)} files without an entry"
+            f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.misstated)} listed wrongly, "
+            f"{len(report.orphans)} files without an entry, {report.leftovers} half written"
+            f"{', totals miscounted' if report.miscounted else ''}"
         )
         options.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
         if not report.ok:
