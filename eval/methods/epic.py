@@ -15,9 +15,8 @@ class Epic(Blend):
 
     Args:
         fusor: the model.
-        ratio: share of each chunk that is recomputed from its start, at least one token where it is above 0. The paper of
-            EPIC takes a fixed count; a share makes it comparable with the other methods at one ratio. The first chunk is
-            left as it is, because nothing stands before it that it misses.
+        ratio: share of each chunk that is recomputed from its start, at least one token where it is above 0. EPIC takes a
+            fixed count; a share makes it comparable with the other methods at one ratio.
     """
 
     def __init__(self, fusor: Fusor, ratio: float) -> None:
@@ -28,9 +27,8 @@ class Epic(Blend):
         """The chunks' first tokens."""
         positions: list[int] = []
         start = len(resident.pieces.head)
-        for index, chunk in enumerate(resident.pieces.chunks):
-            if index > 0:
-                positions += range(start, start + math.ceil(self._ratio * len(chunk)))
+        for chunk in resident.pieces.chunks:
+            positions += range(start, start + math.ceil(self._ratio * len(chunk)))
             start += len(chunk)
         layers = self._fusor.decoder.geometry.layers
         return FusionConfig(recompute_ratio=self._ratio, selector=ExplicitPositions([positions] * layers))

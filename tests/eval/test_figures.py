@@ -88,10 +88,10 @@ def test_random_weights_have_no_quality_figures(
 
 
 def test_deviations_begin_behind_the_first_chunk(fusor: Fusor) -> None:
-    """Layer 0's stored KV is exact, and so is the first chunk's at every layer; the others' is not from layer 1 on."""
+    """Layer 0's stored KV is exact, and every layer's of a first chunk computed behind the head; the others' is not."""
     request = next(WorldSource(cases=1).requests(fusor.tokenizer, None))
     cached = EverythingCached().cached(request.pieces.chunks)
-    resident = ResidentRequest(fusor, request, (fusor.tokenizer.bos_token_id,), *cached)
+    resident = ResidentRequest(fusor, request, request.pieces.head, *cached)
     deviation_LR = token_deviations(fusor, resident)
     first = len(request.pieces.chunks[0])
     assert deviation_LR.shape == (4, sum(map(len, request.pieces.chunks)))
