@@ -29,10 +29,10 @@ def draw_methods(folder: Path, name: str, summary: dict[str, Any], *, with_map_m
     for label in shown:
         found = summary["methods"][label][ALL]
         rows.append((label, found["ttft_s_median"], found["ttft_s_p95"], found[metric]))
-        axis.scatter(found["ttft_s_median"], found[metric], s=50)
-        axis.annotate(label, (found["ttft_s_median"], found[metric]), textcoords="offset points", xytext=(5, 5), fontsize=8)
+        axis.scatter(found["ttft_s_median"], found[metric], s=50, label=label)
     axis.set_xlabel("TTFT, median (s)")
     axis.set_ylabel(str(metric))
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axis.set_title(f"{summary['data_set']}, {summary['cases']} cases")
     if with_map_methods:
         axis.set_xscale("log")

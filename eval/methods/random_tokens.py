@@ -23,7 +23,9 @@ class RandomTokens(Blend):
         self._ratio = ratio
 
     def config_for(self, resident: ResidentRequest) -> FusionConfig:
-        """Positions drawn by the request's id."""
+        """Positions drawn by the request's id; at ratio 0 none, layer 0's neither, as in blending."""
+        if self._ratio == 0:
+            return FusionConfig(recompute_ratio=0)
         reusable: list[int] = []
         start = len(resident.pieces.head)
         for chunk, kv in zip(resident.pieces.chunks, resident.chunk_kv, strict=True):

@@ -86,6 +86,8 @@ def test_recomputing_mends_the_kv(fusor: Fusor, resident: ResidentRequest, answe
     """Blending leaves less deviation than full reuse and than random tokens, and none at ratio 1."""
     left = {name: _deviation(answers[name], answers) for name in ("full_reuse", "blend", "random_tokens")}
     assert left["blend"] < left["random_tokens"] < left["full_reuse"]
+    (none,) = make_methods(plan_methods(["random_tokens"], [0.0]), fusor, WORLD).values()
+    assert _deviation(none.answer(resident, 1), answers) == pytest.approx(left["full_reuse"])
     (whole,) = make_methods(plan_methods(["blend"], [1.0]), fusor, WORLD).values()
     assert _deviation(whole.answer(resident, 1), answers) < 1e-9
 
