@@ -1,0 +1,156 @@
+"""Documents, stores, counters, keys, logs and the page."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
+from fakes import FakeEmbedder
+
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.http import HttpConfig, Server, TenantConfig
+from cacheblend.service.http.page import STATIC
+from cacheblend.service.http.request_log import JsonFormatter
+from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.store.errors import ConfigError
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+
+
+def test_documents(client: httpx.Client) -> None:
+    """A document is uploaded, listed, shown, replaced, pinned and deleted; its id may hold a slash."""
+    path = "/v1/documents/notes/one"
+    report = client.post("/v1/documents", json={"documents": [{"id": "notes/one", "title": "One", "text": "first words"}]})
+    assert report.status_code == 201
+    assert (report.json()["added"], report.json()["computed"]) == (1, 1)
+    assert {document["id"] for document in client.get("/v1/documents").json()["data"]} == {
+        "notes/one",
+        *(document["id"] for document in DOCUMENTS),
+    }
+    shown = client.get(path).json()
+    assert "".join(part["text"] for part in shown["content"]) == "One\nfirst words"
+    assert not shown["pinned"]
+    assert client.put(path, json={"text": "other words"}).json()["replaced"] == 1
+    assert client.post(f"{path}/pin", json={}).json()["pinned"]
+    assert not client.post(f"{path}/pin", json={"pinned": False}).json()["pinned"]
+    assert client.delete(path).json() == {"id": "notes/one", "object": "document", "deleted": True}
+    assert client.get(path).status_code == 404
+
+
+def test_counters(client: httpx.Client, engine: Engine) -> None:
+    """The counters tell what a request did, and no label holds anything of the request."""
+
+    def value(line: str) -> float:
+        found = re.search(rf"^{re.escape(line)} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before = value('cacheblend_store_hits_total{tier="nvme"}') + value('cacheblend_store_hits_total{tier="ram"}')
+    assert client.post("/v1/chat/completions", json={**CHAT, "top_k": 3, "cache_salt": "secret-salt"}).status_code == 200
+    engine.drain()
+    answer = client.post("/v1/chat/completions", json={**CHAT, "top_k": 3}).json()
+    assert client.post("/v1/chat/completions", json={}).status_code == 400
+    assert value('cacheblend_requests_total{method="blend",outcome="length"}') == 2
+    assert value('cacheblend_ttft_seconds_count{method="blend"}') == 2
+    assert value('cacheblend_tokens_total{kind="recomputed"}') == pytest.approx(answer["cacheblend"]["recomputed_tokens"])
+    assert value('cacheblend_chunks_total{source="computed"}') == 3
+    assert value('cacheblend_http_errors_total{status="400"}') == 1
+    after = value('cacheblend_store_hits_total{tier="nvme"}') + value('cacheblend_store_hits_total{tier="ram"}')
+    assert after - before == 3
+    assert "secret-salt" not in client.get("/metrics").text
+    store = client.get("/v1/store").json()
+    assert store["nvme"]["entries"] == value('cacheblend_store_entries{tier="nvme"}') > 0
+    assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
+
+
+def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
+    """A tenant sees, hits and counts its own documents alone, and without a key nothing is served."""
+    keys = {name: new_key() for name in ("one", "two")}
+    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in keys.items()]
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
+    with (
+        Server(config, http=HttpConfig(model_name=MODEL), tenants=tenants, embedder=FakeEmbedder()) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        assert len({id(engine.fusor) for engine in server.engines.values()}) == 1
+        one, two = ({"Authorization": f"Bearer {key}"} for key in keys.values())
+        assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
+        assert client.get("/v1/documents", headers=two).json()["data"] == []
+        assert client.get("/v1/documents/for", headers=two).status_code == 404
+        asked = {**CHAT, "documents": [{key: DOCUMENTS[0][key] for key in ("title", "text")}]}
+        first = client.post("/v1/chat/completions", json=asked, headers=one).json()["cacheblend"]
+        other = client.post("/v1/chat/completions", json=asked, headers=two).json()["cacheblend"]
+        assert (first["misses"], other["hits"]) == (0, 0)
+        assert client.get("/v1/store", headers=one).json()["nvme"]["entries"] > 0
+        for headers in ({}, {"Authorization": "Bearer cb-wrong"}, {"Authorization": f"Basic {keys['one']}"}):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/v1/documents")):
+                response = client.request(method, path, headers=headers)
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/healthz").status_code == 200
+        assert "one" not in re.findall(r'"(\w+)"', client.get("/metrics").text)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "named"),
+    [
+        ([("UPPER", "a" * 64)], "lower-case"),
+        ([("../x", "a" * 64)], "lower-case"),
+        ([("a", "short")], "64 hex digits"),
+        ([("a", "a" * 64), ("a", "b" * 64)], "each name once"),
+        ([("a", "a" * 64), ("b", "a" * 64)], "one tenant alone"),
+    ],
+)
+def test_bad_tenants(engine: Engine, tenants: list[tuple[str, str]], named: str) -> None:
+    """Tenants whose name is no folder's, or who share a name or a key, are refused."""
+    with pytest.raises(ConfigError, match=named):
+        Server(engine.config, tenants=[TenantConfig(name=name, api_key_sha256=(key,)) for name, key in tenants])
+
+
+def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A request's log line and response carry one id: the caller's where it is a plain word, else a new one."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("cacheblend.service.http.request_log")
+    logger.addHandler(handler)
+    caplog.set_level(logging.INFO, logger.name)
+    try:
+        assert client.get("/healthz", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
+        made = client.get("/healthz", headers={"X-Request-Id": "not a word"}).headers["X-Request-Id"]
+    finally:
+        logger.removeHandler(handler)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["request_id"] for line in lines] == ["mine-1", made]
+    assert re.fullmatch("[0-9a-f]{32}", made)
+    assert lines[0]["path"] == "/healthz"
+    assert lines[0]["status"] == 200
+
+
+def test_cors_is_closed(client: httpx.Client, engine: Engine) -> None:
+    """No other site's page may read the API, unless its origin is named."""
+    origin = {"Origin": "https://example.org"}
+    assert "access-control-allow-origin" not in client.get("/v1/models", headers=origin).headers
+    http = HttpConfig(model_name=MODEL, cors_origins=("https://example.org",))
+    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
+        assert httpx.get(f"{address}/v1/models", headers=origin).headers["access-control-allow-origin"] == origin["Origin"]
+
+
+def test_page(client: httpx.Client) -> None:
+    """The page and its files come with headers that let them load nothing else, and put no text in as markup."""
+    page = client.get("/")
+    assert page.status_code == 200
+    assert "default-src 'self'" in page.headers["Content-Security-Policy"]
+    for path in re.findall(r'(?:src|href)="(/[^"]+)"', page.text):
+        assert client.get(path).status_code == 200
+    for file in STATIC.iterdir():
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|https?://|eval\(", file.read_text()), file
+    ids = set(re.findall(r'\bid="(\w+)"', page.text))
+    assert set(re.findall(r'\$\("(\w+)"\)', (STATIC / "page.js").read_text())) <= ids

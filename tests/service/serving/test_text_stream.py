@@ -1,0 +1,51 @@
+"""Text comes as soon as it is certain, and its pieces joined are the whole."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import tiny_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.service.serving.text_stream import UNFINISHED, TextStream
+
+
+def stream(token_ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    text = TextStream(tiny_tokenizer(), stop)
+    pieces = []
+    for token_id in token_ids:
+        pieces.append(text.add(token_id))
+        if text.stopped:
+            break
+    return [*pieces, text.finish()], text
+
+
+@given(st.lists(st.integers(0, len(tiny_tokenizer()) - 1), max_size=30))
+def test_pieces_are_the_whole(token_ids: list[int]) -> None:
+    """Whatever the tokens, the pieces joined are what the tokenizer decodes them to at once."""
+    pieces, text = stream(token_ids)
+    assert "".join(pieces) == text.text == tiny_tokenizer().decode(token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("words", ["naïve café 🙂 注意力", "plain words"])
+def test_no_torn_character_is_given(words: str) -> None:
+    """A character whose bytes come in several tokens is given whole."""
+    token_ids = tiny_tokenizer()(words, add_special_tokens=False)["input_ids"]
+    pieces, _ = stream(token_ids)
+    assert not any(UNFINISHED in piece for piece in pieces)
+    assert "".join(pieces) == words
+
+
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop(words: str, stop: list[str]) -> None:
+    """The text ends before the first stop string, and nothing of it is given before."""
+    token_ids = [tiny_tokenizer().convert_tokens_to_ids(letter) for letter in words]
+    pieces, text = stream(token_ids, tuple(stop))
+    first = min((words.find(one) for one in stop if one in words), default=None)
+    if first is None:
+        assert not text.stopped
+        assert "".join(pieces) == words
+    else:
+        assert text.stopped
+        assert len("".join(pieces)) <= first
+        assert words.startswith("".join(pieces))

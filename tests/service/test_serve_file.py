@@ -1,0 +1,109 @@
+"""The service's file, flags and variables: the same names, and a clear error for each that is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheblend.service import cli, cli_serve
+from cacheblend.service.http import HttpConfig, TenantConfig
+from cacheblend.service.http.tenants import ApiKeys, hash_key
+from cacheblend.service.serving import ServingConfig
+from cacheblend.store.errors import ConfigError, InputError
+
+DIGEST = hash_key("cb-key")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `cacheblend serve` would have served with."""
+    seen: list[Any] = []
+
+    class Recorder:
+        def __init__(self, *arguments: Any) -> None:
+            seen.extend(arguments)
+
+        def __enter__(self) -> Recorder:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr("cacheblend.service.http.Server", Recorder)
+    monkeypatch.setattr("cacheblend.service.http.run.run", lambda _: None)
+    monkeypatch.setattr("cacheblend.service.http.request_log.log_json", lambda _: None)
+    return seen
+
+
+def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
+    """A flag wins over a variable, that over the file, and that over the default."""
+    file = tmp_path / "c.toml"
+    file.write_text(
+        f'model = "m"\nmax_running = 3\nport = 1\nhost = "::1"\ncors_origins = ["https://a.example"]\n'
+        f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\n'
+    )
+    result = CliRunner().invoke(
+        cli.app,
+        ["serve", "--config", str(file), "--port", "3"],
+        env={"CACHEBLEND_PORT": "2", "CACHEBLEND_HOST": "127.0.0.2"},
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0, result.output
+    engine, serving, http, tenants = served
+    assert engine.model == "m"
+    assert serving == ServingConfig(max_running=3)
+    assert http == HttpConfig(host="127.0.0.2", port=3, cors_origins=("https://a.example",))
+    assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,), ram_budget_bytes=7)]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "named"),
+    [
+        ("max_runing = 3", ConfigError, "max_running"),
+        ("max_running = ", InputError, "not TOML"),
+        ("max_running = 0", ConfigError, "at least 1"),
+        ("deadline_s = 0", ConfigError, "above 0"),
+        ("port = 70000", ConfigError, "65535"),
+        ('cors_origins = ["example.org"]', ConfigError, "https://example.org"),
+        ("[tenants.acme]\nram_budget_bytes = 7", ConfigError, "api-key"),
+        ('[tenants.acme]\napi_key_sha256 = "x"', ConfigError, "64 hex digits"),
+        (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nquota = 7', ConfigError, "quota"),
+    ],
+)
+@pytest.mark.usefixtures("served")
+def test_bad_files(tmp_path: Path, text: str, error: type[Exception], named: str) -> None:
+    """A file with a wrong name or value is refused, with what is allowed."""
+    file = tmp_path / "c.toml"
+    file.write_text(f"{text}\n" if text.startswith("[") else f'model = "m"\n{text}\n')
+    with pytest.raises(error, match=named):
+        CliRunner().invoke(cli.app, ["serve", "-m", "m", "--config", str(file)], catch_exceptions=False)
+
+
+def test_the_file_of_deploy(served: list[Any]) -> None:
+    """The file that is shipped is right."""
+    file = Path(__file__).parents[2] / "deploy" / "cacheblend.toml"
+    assert CliRunner().invoke(cli.app, ["serve", "--config", str(file)], catch_exceptions=False).exit_code == 0
+    assert served[2].port == 8000
+
+
+def test_api_key() -> None:
+    """A key that is made is found by its hash."""
+    result = CliRunner().invoke(cli.app, ["api-key", "--json"])
+    made = json.loads(result.stdout)
+    keys = ApiKeys([TenantConfig(name="acme", api_key_sha256=(made["api_key_sha256"],))])
+    assert keys.tenant(f"Bearer {made['key']}") == "acme"
+    assert keys.tenant("Bearer other") is None
+    assert keys.tenant(None) is None
+    assert ApiKeys([]).tenant(None) == ""
+
+
+def test_options_are_the_configs_own() -> None:
+    """Every setting of the three configs can be set, by its own name."""
+    options = set(inspect.signature(cli_serve.serve).parameters)
+    for config in (HttpConfig, ServingConfig):
+        assert {field.name for field in fields(config)} <= options
