@@ -13,6 +13,8 @@ import torch
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.store import ChunkKV, Placement
 
+from .layer_memory import new_layer
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
@@ -49,7 +51,7 @@ class Staging:
         still write to it, and the copies do not wait for them.
         """
         if self._stream is None:
-            return LayerKV.empty(self._geometry, tokens)
+            return new_layer(self._geometry, tokens)
         with torch.cuda.stream(self._stream):
             return LayerKV.empty(self._geometry, tokens)
 

@@ -368,7 +368,7 @@ class TestController:
         load_share = (chunk + tail + 2 * (0.5 * chunk + tail)) / 3 / (head + chunk + tail)
         plan = ask(self.prepared(open_engine, load_share), documents=BROUGHT).plan
         assert plan.loading is not None
-        assert plan.loading.ratio == pytest.approx(0.5, abs=0.11)
+        assert 0.3 < plan.loading.ratio <= 0.5  # the earlier layers recompute more than the mean
         assert plan.recompute_ratio == plan.loading.ratio
         assert plan.recomputed_tokens == pytest.approx(plan.recompute_ratio * plan.reusable_tokens, abs=1)
 
