@@ -13,19 +13,20 @@ from typing import Self
 
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController, Profile
-from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk
+from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, in_reading_order
 from cacheblend.store import ChunkKey, KVStore
-from cacheblend.store.errors import InputError, PromptTooLongError
+from cacheblend.store.errors import InputError
 
 from .answer import Answer, IngestReport
 from .config import DTYPES, EngineConfig, check_max_tokens
 from .documents import Documents
 from .first_token import FirstTokenClock
 from .hole_filler import HoleFiller
+from .lengths import check_chunks, check_length
 from .planning import find_controller, make_controller
 from .prefiller import Prefiller, PrefillSteps
 from .prepared import PreparedRequest, StageTimes, assemble_answer
-from .prompt import Layout, PromptBuilder, PromptPieces
+from .prompt import Layout, PromptBuilder
 from .sampling import sampling_options
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Engine:
         given = [Document.of(document) for document in documents]
         if not given:
             raise InputError("no documents to ingest; give at least one")
-        self._check_chunks(given)
+        check_chunks(given, self.retriever.splitter, self.fusor.max_positions, len(self._prompts.chunk_prefix_ids))
         report = on_progress or (lambda *_: None)
         added = self.retriever.add(given, lambda done, total: report("index", done, total))
         chunks: dict[ChunkKey, Sequence[int]] = {}
@@ -167,7 +168,7 @@ class Engine:
 
         Args:
             question: in words.
-            top_k: chunks to retrieve; the nearest stands first.
+            top_k: chunks to retrieve; the nearest one's document stands first, its chunks in its own order.
             method: "blend", "full_recompute", "prefix_cache" or "full_reuse"; all run the very same token ids.
             documents: bring your own retriever: these are split and used whole, and nothing is searched. A `Chunk` of this
                 engine's retriever is used as it is.
@@ -231,7 +232,7 @@ class Engine:
         retrieved = time.perf_counter()
         found = [scored.chunk for scored in chunks]
         pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
-        self._check_length(pieces, max_tokens)
+        check_length(pieces, max_tokens, self.fusor.max_positions)
         return PreparedRequest(
             method=method,
             recompute_ratio=recompute_ratio,
@@ -277,7 +278,7 @@ class Engine:
         self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None
     ) -> list[ScoredChunk]:
         if documents is None:
-            return self.retriever.search(question, top_k)
+            return in_reading_order(self.retriever.search(question, top_k))
         if not documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         split = self.retriever.splitter.split
@@ -287,27 +288,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise InputError(f"the engine on {self.config.store_dir} is closed; open a new one")
-
-    def _check_chunks(self, documents: Iterable[Document]) -> None:
-        """Refuse documents that the model cannot read chunk by chunk, before any of them is indexed."""
-        positions, prefix = self.fusor.max_positions, len(self._prompts.chunk_prefix_ids)
-        if positions is None or prefix + 2 * self.config.chunk_tokens <= positions:  # a chunk is a little over chunk_tokens
-            return
-        for document in documents:
-            longest = max(len(chunk.token_ids) for chunk in self.retriever.splitter.split(document))
-            if prefix + longest > positions:
-                raise PromptTooLongError(
-                    f"document {document.id!r} has a chunk of {longest} tokens, and the model {positions} positions, of which "
-                    f"{prefix} are for what stands before it; lower chunk_tokens={self.config.chunk_tokens}"
-                )
-
-    def _check_length(self, pieces: PromptPieces, max_tokens: int) -> None:
-        positions, tokens = self.fusor.max_positions, len(pieces.token_ids)
-        if positions is not None and tokens + max_tokens > positions:
-            raise PromptTooLongError(
-                f"{tokens} prompt tokens and {max_tokens} to generate are more than the model's {positions} positions; "
-                "lower top_k or max_tokens, or ingest smaller chunks"
-            )
 
     def _pad_token_id(self) -> int:
         tokenizer = self.fusor.tokenizer

@@ -137,8 +137,8 @@ async def _respond(
     if not body.stream:
         return await _whole(body, request, shape, served, events, head)
     try:
-        first = await events.get()  # an error before the first token is a plain response, not a stream
-    except asyncio.CancelledError:
+        first = await _next(request, events)  # an error before the first token is a plain response, not a stream
+    except BaseException:
         served.cancel()
         raise
     if isinstance(first, Failed):
@@ -159,23 +159,27 @@ async def _whole(
     head: dict[str, Any],
 ) -> Response:
     try:
-        while True:
-            try:
-                event = await asyncio.wait_for(events.get(), LOOK_FOR_CLIENT_S)
-            except TimeoutError:
-                if await request.is_disconnected():
-                    return Response(status_code=499)  # nobody reads it; the log does
-                continue
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Done):
-                break
+        event = await _next(request, events)
+        while isinstance(event, Piece):
+            event = await _next(request, events)
+        if isinstance(event, Failed):
+            raise event.error
     finally:
         served.cancel()  # does nothing to one that has ended
     choice = {"index": 0, **shape.whole(event.answer.text), "finish_reason": event.finish_reason}
     return JSONResponse(
         {**head, "object": shape.kind, "choices": [choice], "usage": usage(event), "cacheblend": _report(body, served, event)}
     )
+
+
+async def _next(request: Request, events: asyncio.Queue[Event]) -> Event:
+    """The next event of a request whose client is there; its going away is looked for while nothing comes."""
+    while True:
+        try:
+            return await asyncio.wait_for(events.get(), LOOK_FOR_CLIENT_S)
+        except TimeoutError:
+            if await request.is_disconnected():
+                raise ApiError(499, "the client went away") from None  # nobody reads it; the log does
 
 
 async def _stream(

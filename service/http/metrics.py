@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from ..engine import Engine
 from ..serving import Done, Failed, Scheduler, ServedRequest
-from .errors import status_of
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DEVIATION = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
@@ -60,7 +59,6 @@ class Metrics:
             return
         if isinstance(how, Failed):
             self._requests.labels(method, "failed").inc()
-            self._errors.labels(str(status_of(how.error))).inc()
             return
         plan, timings = how.answer.plan, how.answer.timings
         self._requests.labels(method, how.finish_reason).inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 
 import uvicorn
 
@@ -28,4 +29,11 @@ def run(server: Server) -> None:
     )
     if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
         logger.warning("the API is open to everybody who reaches %s; give it [tenants.NAME] keys", server.http.host)
+    # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     uvicorn.Server(config).run()
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)  # a stop that was asked for is no failure

@@ -1,0 +1,48 @@
+"""What is longer than the model's positions is refused before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cacheblend.retriever import Document, Splitter
+from cacheblend.store.errors import PromptTooLongError
+
+from .prompt import PromptPieces
+
+
+def check_chunks(documents: Iterable[Document], splitter: Splitter, positions: int | None, prefix_tokens: int) -> None:
+    """Refuse documents that the model cannot read chunk by chunk.
+
+    Args:
+        documents: what is to be ingested.
+        splitter: cuts them.
+        positions: the model's; None for any number.
+        prefix_tokens: tokens that chunks are computed behind.
+
+    Raises:
+        PromptTooLongError: a chunk and its prefix are longer than the model's positions.
+    """
+    chunk_tokens = splitter.config.chunk_tokens
+    if positions is None or prefix_tokens + 2 * chunk_tokens <= positions:  # a chunk is a little over chunk_tokens
+        return
+    for document in documents:
+        longest = max(len(chunk.token_ids) for chunk in splitter.split(document))
+        if prefix_tokens + longest > positions:
+            raise PromptTooLongError(
+                f"document {document.id!r} has a chunk of {longest} tokens, and the model {positions} positions, of which "
+                f"{prefix_tokens} are for what stands before it; lower chunk_tokens={chunk_tokens}"
+            )
+
+
+def check_length(pieces: PromptPieces, max_tokens: int, positions: int | None) -> None:
+    """Refuse a prompt that leaves no room for its answer.
+
+    Raises:
+        PromptTooLongError: prompt and answer are longer than the model's positions.
+    """
+    tokens = len(pieces.token_ids)
+    if positions is not None and tokens + max_tokens > positions:
+        raise PromptTooLongError(
+            f"{tokens} prompt tokens and {max_tokens} to generate are more than the model's {positions} positions; "
+            "lower top_k or max_tokens, or ingest smaller chunks"
+        )
