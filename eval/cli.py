@@ -1,11 +1,12 @@
-"""The whole command line: the service's commands and `cacheblend eval`, which stands on a floor above them."""
+"""The whole command line: the service's commands, and those that stand on a floor above them: `demo` and `eval`."""
 
 from __future__ import annotations
 
 from cacheblend.service import cli as service_cli
 
-from . import cli_eval
+from . import cli_demo, cli_eval
 
+service_cli.app.command("demo")(cli_demo.demo)
 service_cli.app.add_typer(cli_eval.app, name="eval")
 
 

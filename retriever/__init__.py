@@ -1,7 +1,7 @@
 """Text -> chunks -> vectors -> the chunks nearest a question."""
 
 from .catalogue import CataloguedDocument
-from .chunk import Chunk, ScoredChunk
+from .chunk import Chunk, ScoredChunk, in_reading_order
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Document
 from .embedder import Embedder, SentenceTransformerEmbedder
@@ -22,4 +22,5 @@ __all__ = [
     "ScoredChunk",
     "SentenceTransformerEmbedder",
     "Splitter",
+    "in_reading_order",
 ]

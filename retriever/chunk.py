@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -33,3 +34,9 @@ class ScoredChunk:
 
     chunk: Chunk
     distance: float
+
+
+def in_reading_order(found: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+    """Chunks of one document together and in its order, for a later one may refer back; documents by their nearest chunk."""
+    rank = {id_: place for place, id_ in enumerate(dict.fromkeys(scored.chunk.document_id for scored in found))}
+    return sorted(found, key=lambda scored: (rank[scored.chunk.document_id], scored.chunk.position))

@@ -114,7 +114,7 @@ class Retriever:
         if on_progress is not None and unchanged:
             on_progress(done, given)
         for batch in self._batches(changed):
-            vectors_ND = self._embed([chunk.text for _, chunks in batch for chunk in chunks])
+            vectors_ND = self._embed([_embedded_text(chunk) for _, chunks in batch for chunk in chunks])
             for document, chunks in batch:
                 with self._lock:
                     change = self._catalogue.put(document, chunks, vectors_ND[: len(chunks)])
@@ -240,6 +240,11 @@ class Retriever:
                 f"top_k={top_k} is more than the {len(index)} chunks there are; ask for fewer or ingest more documents"
             )
         return index
+
+
+def _embedded_text(chunk: Chunk) -> str:
+    """What a chunk is found by: its text, behind its document's title, which the text itself has in the first chunk only."""
+    return chunk.text if chunk.position == 0 or not chunk.title else f"{chunk.title}\n{chunk.text}"
 
 
 def _checked(documents: Iterable[Document | Mapping[str, object]]) -> tuple[int, dict[str, Document]]:

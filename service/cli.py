@@ -10,7 +10,7 @@ import typer
 
 from cacheblend.store.errors import CacheBlendError, ConfigError, InputError
 
-from . import cli_ask, cli_demo, cli_documents, cli_ingest, cli_plan, cli_profile, cli_serve, cli_store
+from . import cli_ask, cli_documents, cli_ingest, cli_plan, cli_profile, cli_serve, cli_store
 from .cli_options import stderr
 
 app = typer.Typer(
@@ -25,7 +25,6 @@ app.command("ingest")(cli_ingest.ingest)
 app.command("ask")(cli_ask.ask)
 app.command("serve")(cli_serve.serve)
 app.command("api-key")(cli_serve.api_key)
-app.command("demo")(cli_demo.demo)
 app.command("profile")(cli_profile.profile)
 app.command("plan")(cli_plan.plan)
 app.add_typer(cli_documents.app, name="documents")

@@ -7,6 +7,11 @@ from pathlib import Path
 from cacheblend.store.errors import InputError
 
 READER = Path(__file__).parent / "reader"
+# Articles about a fictional world, and questions about them: what the reader was trained to read, and none that it saw.
+CORPUS = READER / "corpus.jsonl"
+QUESTIONS = READER / "questions.jsonl"
+# The chunk size that the reader was trained for.
+CHUNK_TOKENS = 128
 
 
 def default_model() -> str:

@@ -36,7 +36,9 @@ def test_nearest_chunk_comes_first(retriever: Retriever) -> None:
     retriever.add([CATS, DOGS, BIRDS])
     hits = retriever.search("the dog runs through the river", 3)
     chunks = retriever.chunks()
-    vectors_ND = FakeEmbedder().encode([chunk.text for chunk in chunks])
+    # Every chunk is found by its document's title as well; in the first one's text it stands already.
+    texts = [chunk.text if chunk.position == 0 else f"{chunk.title}\n{chunk.text}" for chunk in chunks]
+    vectors_ND = FakeEmbedder().encode(texts)
     distances = ((vectors_ND - FakeEmbedder().encode(["the dog runs through the river"])) ** 2).sum(axis=1)
     order = np.argsort(distances, kind="stable")[:3]
     assert [hit.chunk for hit in hits] == [chunks[at] for at in order]
