@@ -68,8 +68,8 @@ class PromptBuilder:
         self.chunk_prefix_ids = (*bos, *self._plain.ids(chunk_prefix))
         if tokenizer.chat_template is None:
             self.head = (*bos, *self._plain.ids(instruction))
-            self._tail_start: tuple[int, ...] = tuple(self._plain.ids(before_question))
-            self._tail_end: tuple[int, ...] = tuple(self._plain.ids(after_question))
+            self._before_question, self._after_question = before_question, after_question
+            self._tail_end: tuple[int, ...] = ()
             return
         mark_instruction, mark_chunks, mark_question = (secrets.token_hex(16) for _ in range(3))
         content = f"{mark_instruction}{mark_chunks}{before_question}{mark_question}"
@@ -89,7 +89,7 @@ class PromptBuilder:
             parts.append(part)
         opening, between, question = parts
         self.head = (*self._template_ids(tokenizer, opening), *self._plain.ids(instruction), *self._plain.ids(between))
-        self._tail_start = tuple(self._plain.ids(question))
+        self._before_question, self._after_question = question, ""
         self._tail_end = self._template_ids(tokenizer, rendered)
 
     def build(self, chunks: list[Chunk], question: str) -> PromptPieces:
@@ -100,7 +100,9 @@ class PromptBuilder:
         """
         if not isinstance(question, str) or not question.strip():
             raise InputError(f"question={question!r} is empty; ask something")
-        tail = (*self._tail_start, *self._plain.ids(question.strip()), *self._tail_end)
+        # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
+        text = self._before_question + question.strip() + self._after_question
+        tail = (*self._plain.ids(text), *self._tail_end)
         return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail)
 
     @staticmethod
