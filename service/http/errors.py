@@ -81,7 +81,8 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+        names = [part for part in first["loc"] if part not in ("body", "query", "path")]
+        place = [str(name).encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
         if first["type"] == "json_invalid":
             return error_response(ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"))
         param = ".".join(place) or None

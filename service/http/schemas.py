@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 from ..chat_layout import Message
 
 MOST_STOP_STRINGS = 4
 MOST_TOP_K = 1000
-Salt = Annotated[str, StringConstraints(max_length=256)]
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+def _unicode(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"is not Unicode: {error.reason} at {error.start}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+Salt = Annotated[Text, StringConstraints(max_length=256)]
+StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
 StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)]
 # Says which of two forms a value has, so that an error speaks of that one.
@@ -28,23 +40,23 @@ class DocumentBody(BaseModel):
     """A document; keys other than these are ignored, as chat templates do."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
-    id: str | None = None
-    title: str | None = None
-    text: str
+    id: Text | None = None
+    title: Text | None = None
+    text: Text
 
 
 class TextPart(StrictModel):
     """A part of a message; text alone is taken."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class MessageBody(StrictModel):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("list")], TextOrList]
+    content: Annotated[Annotated[Text, Tag("text")] | Annotated[list[TextPart], Tag("list")], TextOrList]
     name: str | None = None
 
     def message(self) -> Message:
@@ -105,7 +117,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str
+    prompt: Text
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
     logprobs: None = None
@@ -121,8 +133,8 @@ class IngestBody(StrictModel):
 class ReplaceBody(StrictModel):
     """`PUT /v1/documents/{id}`."""
 
-    title: str | None = None
-    text: str
+    title: Text | None = None
+    text: Text
 
 
 class PinBody(StrictModel):

@@ -9,7 +9,7 @@ from tiny_models import CONFIGS, WINDOW, tiny_model
 
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, NextToken, Segment, SequenceKV
 
-TOKENS = 3 * WINDOW
+TOKENS = 2 * WINDOW
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0}
 
 
@@ -23,7 +23,7 @@ def prompts(fusor: Fusor) -> list[FusedPrompt]:
     ]
 
 
-def decode(fusor: Fusor, fused: list[FusedPrompt], drawers: list[NextToken], join_every: int = 5) -> list[list[int]]:
+def decode(fusor: Fusor, fused: list[FusedPrompt], drawers: list[NextToken], join_every: int = 3) -> list[list[int]]:
     """Tokens of each; one more sequence joins every few steps, and each leaves when it is done."""
     running: list[tuple[NextToken, SequenceKV]] = []
     waiting = list(zip(fused, drawers, strict=True))
@@ -43,11 +43,12 @@ def decode(fusor: Fusor, fused: list[FusedPrompt], drawers: list[NextToken], joi
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_batch_equals_alone(name: str) -> None:
+def test_batch_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every family the greedy tokens of a batch are `generate`'s, past the window and past a growth of the KV."""
+    monkeypatch.setattr("cacheblend.blend.batch_decoding.GROWTH_TOKENS", 5)
     fusor = Fusor(tiny_model(name))
     fused = prompts(fusor)
-    lengths = [TOKENS, 150, 7]
+    lengths = [9, TOKENS, 4]
     drawers = [NextToken(fusor.model, prompt.token_ids, length) for prompt, length in zip(fused, lengths, strict=True)]
     alone = [fusor.generate(prompt, length) for prompt, length in zip(fused, lengths, strict=True)]
     assert decode(fusor, fused, drawers) == alone

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from engines import DOCUMENTS, QUESTION
 
+from cacheblend.eval import cli
 from cacheblend.retriever import DEFAULT_EMBEDDER
-from cacheblend.service import cli
 from cacheblend.store.errors import StoreError
 
 

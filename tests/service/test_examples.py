@@ -52,13 +52,13 @@ def test_langchain_documents_of_another_retriever(open_engine: OpenEngine) -> No
     assert [document.metadata["document_id"] for document in found] == ["travel", "leave"]
     engine.documents.delete("travel")
     model = ChatCacheBlend(engine=engine, max_tokens=20)
-    message = model.invoke("When?", documents=[*found, Document(page_content="At noon.")])
-    assert message.response_metadata["plan"]["misses"] >= 1
-    stop = message.content[3:6]
-    assert (
-        model.invoke("When?", documents=[*found, Document(page_content="At noon.")], stop=[stop]).content
-        == (message.content[: message.content.index(stop)])
-    )
+    documents = [*found, Document(page_content="At noon.")]
+    assert model.invoke("When?", documents=documents).response_metadata["plan"]["misses"] >= 1
+    engine.drain()
+    warm = model.invoke("When?", documents=documents)
+    assert warm.response_metadata["plan"]["misses"] == 0
+    stop = warm.content[3:6]
+    assert model.invoke("When?", documents=documents, stop=[stop]).content == warm.content[: warm.content.index(stop)]
 
 
 def test_openai_client(open_engine: OpenEngine) -> None:

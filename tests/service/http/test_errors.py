@@ -73,10 +73,11 @@ def test_bad_fields(client: httpx.Client, change: dict[str, Any], status: int, p
         (b"[1]", 400, "the body"),
         (b'{"model": "\xff\xfe"}', 400, ""),
         (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, ""),
+        (b'{"\\ud800": 1, "model": "tiny"}', 400, ""),
         (b"[" * 5000, 400, ""),
         (b'{"x": "' + b"x" * 20_000 + b'"}', 413, "max_body_bytes=20000"),
     ],
-    ids=["cut off", "empty", "a list", "not UTF-8", "half a surrogate pair", "deep", "too long"],
+    ids=["cut off", "empty", "a list", "not UTF-8", "half a surrogate pair", "a name of half a pair", "deep", "too long"],
 )
 def test_bad_bodies(client: httpx.Client, content: bytes, status: int, named: str) -> None:
     """A body that is no JSON object of text is refused, on every route that takes one."""

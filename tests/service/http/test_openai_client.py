@@ -108,5 +108,5 @@ def test_models(openai_client: openai.OpenAI) -> None:
     assert openai_client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         openai_client.models.retrieve("gpt-5")
-    with pytest.raises(openai.NotFoundError, match="model_not_found"):
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
         openai_client.chat.completions.create(model="gpt-5", messages=MESSAGES)
