@@ -23,7 +23,7 @@ class BodyLimit:
         if told.isdigit() and int(told) > self._most_bytes:
             await self._refuse(scope, receive, send)
             return
-        body, more = b"", True
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -33,7 +33,7 @@ class BodyLimit:
             if len(body) > self._most_bytes:
                 await self._refuse(scope, receive, send)
                 return
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
