@@ -87,9 +87,8 @@ class KVStore:
                 "raise the budget or split the chunk"
             )
         with self._lock:
-            if digest in self._pending:
+            if self._pending.setdefault(digest, entry) is not entry:
                 return
-            self._pending[digest] = entry
         try:
             self._keep_in_ram(entry)
             self._background.submit(partial(self._write_pending, entry), entry.nbytes)
