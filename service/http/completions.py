@@ -106,6 +106,7 @@ async def _respond(
     if body.model != server.model_name:
         message = f"there is no model {body.model!r} here; use {server.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
+    server.scheduler.check_room(request.state.tenant)
     documents = None if body.documents is None else [document.model_dump() for document in body.documents]
     if documents is not None and len(documents) > server.http.max_documents:
         message = f"documents: {len(documents)} are more than max_documents={server.http.max_documents}; give fewer"

@@ -23,13 +23,14 @@ class FairQueue:
     def __len__(self) -> int:
         return self._waiting.total()
 
-    def put(self, request: ServedRequest) -> bool:
-        """Put a request at the end of its line; False where its tenant has too many waiting."""
-        if self._waiting[request.tenant] >= self._most:
-            return False
+    def has_room(self, tenant: str) -> bool:
+        """Whether one more request of a tenant may wait."""
+        return self._waiting[tenant] < self._most
+
+    def put(self, request: ServedRequest) -> None:
+        """Put a request at the end of its line; ask `has_room` before."""
         self._waiting[request.tenant] += 1
         self._lines.setdefault((request.tenant, request.cache_salt), deque()).append(request)
-        return True
 
     def take(self) -> ServedRequest:
         """The next request; its line goes to the end of the turns.

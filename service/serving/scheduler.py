@@ -64,15 +64,14 @@ class Scheduler:
             ShuttingDownError: the scheduler is closing.
         """
         with self._changed:
-            if self._closing:
-                raise ShuttingDownError("the service is shutting down; ask another one, or later")
-            if not self._queue.put(request):
-                retry_after_s = max(1, math.ceil(len(self._queue) * self._prefill_s))
-                raise QueueFullError(
-                    f"{self.config.max_waiting} requests wait already (max_waiting); try again in {retry_after_s} s",
-                    retry_after_s,
-                )
+            self._check_room(request.tenant)
+            self._queue.put(request)
             self._changed.notify_all()
+
+    def check_room(self, tenant: str) -> None:
+        """Refuse, as `submit` would, before a request is prepared for nothing."""
+        with self._changed:
+            self._check_room(tenant)
 
     @property
     def state(self) -> SchedulerState:
@@ -101,7 +100,25 @@ class Scheduler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _check_room(self, tenant: str) -> None:
+        if self._closing:
+            raise ShuttingDownError("the service is shutting down; ask another one, or later")
+        if not self._queue.has_room(tenant):
+            retry_after_s = max(1, math.ceil(len(self._queue) * self._prefill_s))
+            raise QueueFullError(
+                f"{self.config.max_waiting} requests wait already (max_waiting); try again in {retry_after_s} s", retry_after_s
+            )
+
     def _work(self) -> None:
+        try:
+            self._serve()
+        except Exception:  # a fault of this file; nobody may wait for an answer that will not come
+            logger.exception("the scheduler ended")
+            with self._changed:
+                self._closing = self._aborted = True
+            self._drop_ended()
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._running or len(self._queue))

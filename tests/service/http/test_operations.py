@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from api import MODEL, listening
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
 from fakes import FakeEmbedder
 
 from cacheblend.service import Engine, EngineConfig
@@ -125,6 +125,7 @@ def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> 
     try:
         assert client.get("/healthz", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
         made = client.get("/healthz", headers={"X-Request-Id": "not a word"}).headers["X-Request-Id"]
+        wait_until(lambda: stream.getvalue().count("\n") == 2)  # a line is written once its response is sent
     finally:
         logger.removeHandler(handler)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]

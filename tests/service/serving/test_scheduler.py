@@ -183,3 +183,14 @@ def test_closing_finishes_what_runs(engine: Engine) -> None:
         clients: list[Client] = [serve(engine, scheduler, QUESTION, max_tokens=10) for _ in range(3)]
     assert all(isinstance(client.end, Done) for client in clients)
     assert not [thread for thread in threading.enumerate() if thread.name == "scheduler"]
+
+
+def test_a_fault_of_the_scheduler_leaves_nobody_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the thread itself fails, every request is told, no more are taken, and closing works."""
+    with Scheduler(engine.fusor) as scheduler:
+        monkeypatch.setattr(scheduler, "_admit", lambda: 1 / 0)
+        client = serve(engine, scheduler, QUESTION)
+        assert isinstance(client.result().error, ShuttingDownError)
+        wait_until(lambda: not scheduler.is_alive)
+        with pytest.raises(ShuttingDownError):
+            serve(engine, scheduler, QUESTION)
