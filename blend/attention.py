@@ -90,7 +90,7 @@ def attend(
         return out_1QSD.transpose(1, 2).contiguous()
     kv_heads = k_1HND.shape[1]
     q_HGSD = q_1QSD[0].unflatten(0, (kv_heads, -1))
-    out_1SQD = q_HGSD.new_empty(1, len(rows), q_1QSD.shape[1], v_1HND.shape[-1])
+    out_1SQD: torch.Tensor = q_HGSD.new_empty(1, len(rows), q_1QSD.shape[1], v_1HND.shape[-1])
     out_HGSD = out_1SQD[0].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     done = 0
     for block in rows.blocks():

@@ -97,12 +97,13 @@ class Profile:
         later = any(sample.layer > 0 for sample in self.blend)
         if not self.prefill or all(sample.layer > 0 for sample in self.blend) or (self.layers > 1 and not later):
             raise ProfileError("a profile needs a full prefill, and of blends a layer 0 and a later one; measure it again")
-        seconds = [self.logits_s, *(sample.seconds for sample in (*self.prefill, *self.blend))]
+        samples: tuple[PrefillSample | LayerSample, ...] = (*self.prefill, *self.blend)
+        seconds = [self.logits_s, *(sample.seconds for sample in samples)]
         if not all(math.isfinite(took_s) and took_s >= 0 for took_s in seconds):
             raise ProfileError(f"a profile of {self.device} has seconds that cannot be: {min(seconds)} to {max(seconds)}")
         if missing := {"ram", "nvme"} - set(self.tiers):
             raise ProfileError(f"a profile of {self.device} lacks the tiers {', '.join(sorted(missing))}; measure it again")
-        counts = [self.layers, self.layer_token_bytes, *(sample.tokens for sample in (*self.prefill, *self.blend))]
+        counts = [self.layers, self.layer_token_bytes, *(sample.tokens for sample in samples)]
         if min(counts) < 1:
             raise ProfileError(f"a profile of {self.device} has a count of {min(counts)}; every count is at least 1")
 
