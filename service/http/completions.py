@@ -124,10 +124,14 @@ async def _respond(
         top_p=1.0 if body.top_p is None else body.top_p,
     )
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+    def deliver(event: Event) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
     served = ServedRequest(
         engine,
         prepared,
-        lambda event: loop.call_soon_threadsafe(events.put_nowait, event) and None,
+        deliver,
         tenant=request.state.tenant,
         cache_salt=body.cache_salt,
         seed=body.seed,

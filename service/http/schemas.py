@@ -87,8 +87,8 @@ class GenerationBody(StrictModel):
     stop: Annotated[Annotated[StopString, Tag("text")] | Annotated[StopList, Tag("list")], TextOrList] | None = None
     user: str | None = None
     n: Literal[1] | None = 1
-    presence_penalty: Literal[0, 0.0] | None = 0
-    frequency_penalty: Literal[0, 0.0] | None = 0
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     # RAG
     documents: list[DocumentBody] | None = None

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import signal
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.page import STATIC
 from cacheblend.service.http.request_log import JsonFormatter
+from cacheblend.service.http.run import run
 from cacheblend.service.http.tenants import hash_key, new_key
 from cacheblend.store.errors import ConfigError
 
@@ -155,3 +157,32 @@ def test_page(client: httpx.Client) -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|https?://|eval\(", file.read_text()), file
     ids = set(re.findall(r'\bid="(\w+)"', page.text))
     assert set(re.findall(r'\$\("(\w+)"\)', (STATIC / "page.js").read_text())) <= ids
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_leaves_by_the_front_door(
+    server: Server, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The signal that uvicorn raises once more when it has stopped does not end the process before the store is closed."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr("uvicorn.Server.run", lambda _: signal.raise_signal(number))
+    try:
+        with pytest.raises(SystemExit) as left:
+            run(server)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert left.value.code == 0
+
+
+def test_an_open_address_is_warned_of(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that everybody on the network may use says so."""
+    monkeypatch.setattr("uvicorn.Server.run", lambda _: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for host, warned in (("127.0.0.1", False), ("0.0.0.0", True)):
+        caplog.clear()
+        with Server(engine.config, http=HttpConfig(host=host), engine=engine) as server:
+            run(server)
+        assert ("open to everybody" in caplog.text) is warned
