@@ -38,14 +38,12 @@ def test_no_torn_character_is_given(words: str) -> None:
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_stop(words: str, stop: list[str]) -> None:
-    """The text ends before the first stop string, and nothing of it is given before."""
+    """The text ends before the stop string that is complete first, and nothing of it is given before."""
     token_ids = [tiny_tokenizer().convert_tokens_to_ids(letter) for letter in words]
     pieces, text = stream(token_ids, tuple(stop))
-    first = min((words.find(one) for one in stop if one in words), default=None)
-    if first is None:
-        assert not text.stopped
-        assert "".join(pieces) == words
-    else:
-        assert text.stopped
-        assert len("".join(pieces)) <= first
-        assert words.startswith("".join(pieces))
+    grown = (words[:length] for length in range(len(words) + 1))
+    until = next(
+        (part[: min(part.find(one) for one in stop if one in part)] for part in grown if any(one in part for one in stop)), None
+    )
+    assert text.stopped is (until is not None)
+    assert "".join(pieces) == text.text == (words if until is None else until)
