@@ -119,9 +119,9 @@ def demo(
 
 def _reader_demo(embedder: str, top_k: int, recompute_ratio: float | None, as_json: bool) -> None:
     from cacheblend.service import Engine, EngineConfig
-    from cacheblend.service.default_model import CHUNK_TOKENS, default_model
+    from cacheblend.service.default_model import CHUNK_TOKENS, bundled_corpus, default_model
 
-    from .demo import CLASSES, ask_all, bundled_corpus, bundled_questions, marked_tokens
+    from .demo import CLASSES, ask_all, bundled_questions, marked_tokens
 
     corpus, questions = bundled_corpus(), bundled_questions()
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder, options.progress_bars() as progress:

@@ -6,11 +6,10 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from cacheblend.service import Answer, Engine
-from cacheblend.service.default_model import CORPUS, QUESTIONS
+from cacheblend.service.default_model import QUESTIONS
 
 from .metrics import f1
 from .world.question import TESTED
@@ -58,15 +57,11 @@ class DemoResult:
         return {"methods": methods, "recall": dict(self.recall)}
 
 
-def bundled_corpus() -> list[dict[str, str]]:
-    """The articles that come with the reader, as documents."""
-    return [{key: document[key] for key in ("id", "title", "text")} for document in _lines(CORPUS)]
-
-
 def bundled_questions() -> list[DemoQuestion]:
     """The questions that come with the corpus, the classes in turn."""
     return [
-        DemoQuestion(line["question"], tuple(line["answers"]), line["class"], tuple(line["gold"])) for line in _lines(QUESTIONS)
+        DemoQuestion(line["question"], tuple(line["answers"]), line["class"], tuple(line["gold"]))
+        for line in map(json.loads, QUESTIONS.read_text(encoding="utf-8").splitlines())
     ]
 
 
@@ -126,7 +121,3 @@ def _score(rows: Sequence[tuple[str, float, float]], question_class: str) -> Sco
     return Score(
         statistics.fmean(quality for quality, _ in chosen), len(chosen), statistics.median(ttft_s for _, ttft_s in chosen)
     )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from cacheblend.store.errors import InputError
-
 from . import cli_options as options
 from .cli_options import DEFAULTS
 
 
 def ask(
     question: Annotated[str, typer.Argument(help="The question, in words.")],
-    model: options.Model,
+    model: options.OptionalModel = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     method: Annotated[str, typer.Option(help="blend, full_recompute, prefix_cache or full_reuse.")] = "blend",
     top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
@@ -38,22 +36,24 @@ def ask(
     """Answer a question from the ingested documents' stored KV.
 
     Examples:
+        cacheblend ask "Who founded Novex Systems?"
+
         cacheblend ask "Who founded the company?" --model ./model
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
-    if not store_dir.is_dir():
-        raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     options.hush_libraries()
     from .config import EngineConfig
+    from .default_model import bundled_corpus, choose_model
     from .engine import Engine
 
+    chosen = choose_model(model, chunk_tokens, store_dir)
     config = EngineConfig(
-        model=model,
+        model=chosen.model,
         store_dir=store_dir,
         device=device,
         dtype=dtype,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=chosen.chunk_tokens,
         chunk_overlap_tokens=chunk_overlap_tokens,
         embedder=embedder,
         ram_budget_bytes=ram_budget_bytes,
@@ -63,6 +63,9 @@ def ask(
         allow_unverified=allow_unverified,
     )
     with Engine(config) as engine:
+        if chosen.wants_corpus:
+            with options.progress_bars() as progress:
+                engine.ingest(bundled_corpus(), progress)
         answer = engine.answer(
             question,
             top_k=top_k,

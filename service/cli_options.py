@@ -22,6 +22,15 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Engine
 ENGINE = "Engine"
 
 Model = Annotated[str, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help="Model directory or hub id.")]
+OptionalModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        envvar="CACHEBLEND_MODEL",
+        help="Model directory or hub id; left out, the packaged reader, and its corpus where there is no store yet.",
+    ),
+]
 StoreDir = Annotated[
     Path, typer.Option("--store-dir", "-s", envvar="CACHEBLEND_STORE_DIR", help="Folder of the chunk KV and the index.")
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend.store.errors import InputError
@@ -25,3 +27,39 @@ def default_model() -> str:
             "this installation has no trained reader; give a model directory or hub id with --model (or CACHEBLEND_MODEL)"
         )
     return str(READER)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """What a command runs on.
+
+    Attributes:
+        model: a directory or hub id.
+        chunk_tokens: chunk size of its store.
+        wants_corpus: the store is yet to be made, of the bundled corpus.
+    """
+
+    model: str
+    chunk_tokens: int
+    wants_corpus: bool
+
+
+def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> ModelChoice:
+    """The model asked for, or the packaged reader with its own chunk size, over a store of its corpus where there is none yet.
+
+    Raises:
+        InputError: a model without a store, or no reader in this installation.
+    """
+    if model is not None:
+        if not store_dir.is_dir():
+            raise InputError(
+                f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir"
+            )
+        return ModelChoice(model, chunk_tokens, wants_corpus=False)
+    return ModelChoice(default_model(), CHUNK_TOKENS, wants_corpus=not store_dir.is_dir())
+
+
+def bundled_corpus() -> list[dict[str, str]]:
+    """The articles that come with the reader, as documents."""
+    lines = CORPUS.read_text(encoding="utf-8").splitlines()
+    return [{key: document[key] for key in ("id", "title", "text")} for document in map(json.loads, lines)]
