@@ -111,7 +111,8 @@ def test_damage_that_stays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     def damaged(*_: object) -> None:
         raise DamagedEntryError("damaged, and still there")
 
-    monkeypatch.setattr("cacheblend.store.Placement.read_layer", damaged)
+    for read in ("read_layer", "read_layer_into", "read_encoded"):
+        monkeypatch.setattr(f"cacheblend.store.Placement.{read}", damaged)
     answer = ask(engine)
     assert (answer.plan.hits, answer.plan.recompute_ratio) == (0, None)
     assert furthest(answer, ask(engine, "full_recompute")) <= 1e-4
