@@ -1,14 +1,14 @@
-# make demo    set up .venv and run the main job: a question over real passages, the four methods side by side
+# make demo    set up .venv and run the main job: the packaged reader asked by four methods; MODEL=dir for a model of yours
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := blend eval eval/data eval/figures eval/methods eval/metrics eval/run eval/world loader retriever service service/http service/langchain service/serving store
-MODEL ?= .demo/model
+MODEL ?=
 
 .PHONY: demo check lint types imports test format bench figures clean
 
-demo: $(BIN)/.linked $(MODEL)/config.json
+demo: $(BIN)/.linked
 	$(BIN)/cacheblend demo $(MODEL) $(if $(PASSAGES),--passages $(PASSAGES)) $(DEMO_ARGS)
 
 check: lint types imports test
@@ -38,9 +38,6 @@ figures: $(BIN)/.linked
 
 clean:
 	rm -rf .venv .demo build dist *.egg-info
-
-$(MODEL)/config.json: | $(BIN)/.linked
-	$(BIN)/python scripts/make_random_model.py $(MODEL)
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
