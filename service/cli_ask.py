@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from cacheblend.store.errors import InputError
+
 from . import cli_options as options
 from .cli_options import DEFAULTS
 
@@ -47,6 +49,8 @@ def ask(
     from .default_model import bundled_corpus, choose_model
     from .engine import Engine
 
+    if model is not None and not store_dir.is_dir():
+        raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     chosen = choose_model(model, chunk_tokens, store_dir)
     config = EngineConfig(
         model=chosen.model,

@@ -38,7 +38,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 def serve(
     context: typer.Context,
-    model: options.Model,
+    model: options.OptionalModel = None,
     config: Annotated[  # noqa: ARG001  # its callback has put the values where the other options find them
         Path | None,
         typer.Option(
@@ -84,22 +84,26 @@ def serve(
     """Serve the OpenAI-shaped HTTP API and the web page, until interrupted. Logs are JSON lines on stderr.
 
     Examples:
+        cacheblend serve
+
         cacheblend serve --model ./model --store-dir ./store
 
         cacheblend serve --config cacheblend.toml --port 9000
     """
     options.hush_libraries()
     from .config import EngineConfig
+    from .default_model import bundled_corpus, choose_model
     from .http import HttpConfig, Server
     from .http.request_log import log_json
     from .http.run import run
 
+    chosen = choose_model(model, chunk_tokens, store_dir)
     engine_config = EngineConfig(
-        model=model,
+        model=chosen.model,
         store_dir=store_dir,
         device=device,
         dtype=dtype,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=chosen.chunk_tokens,
         chunk_overlap_tokens=chunk_overlap_tokens,
         embedder=embedder,
         ram_budget_bytes=ram_budget_bytes,
@@ -121,6 +125,8 @@ def serve(
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
     with Server(engine_config, serving, http, tenants_of(tables)) as server:
+        if chosen.wants_corpus and not tables:
+            server.engines[""].ingest(bundled_corpus())
         run(server)
 
 

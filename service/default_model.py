@@ -48,13 +48,9 @@ def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> Model
     """The model asked for, or the packaged reader with its own chunk size, over a store of its corpus where there is none yet.
 
     Raises:
-        InputError: a model without a store, or no reader in this installation.
+        InputError: no reader in this installation.
     """
     if model is not None:
-        if not store_dir.is_dir():
-            raise InputError(
-                f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir"
-            )
         return ModelChoice(model, chunk_tokens, wants_corpus=False)
     return ModelChoice(default_model(), CHUNK_TOKENS, wants_corpus=not store_dir.is_dir())
 

@@ -97,6 +97,11 @@ class EntryFile:
         return file
 
     @property
+    def written_ns(self) -> int:
+        """When it was written; of the open file, since another process may have unlinked its name."""
+        return os.fstat(self._fd).st_mtime_ns
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
         return self._offsets[-1]

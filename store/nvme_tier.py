@@ -201,7 +201,7 @@ class NvmeTier:
         info = file.info
         if path != self.folder.entry_path(info.key.digest):
             raise DamagedEntryError(f"{path} is not where its entry belongs")
-        written_ns = min(path.stat().st_mtime_ns, time.time_ns())
+        written_ns = min(file.written_ns, time.time_ns())
         return CatalogueEntry(info.key, len(info.token_ids), info.layers, file.file_bytes, written_ns, written_ns)
 
     @contextmanager

@@ -78,7 +78,6 @@ def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: P
     (tmp_path / "broken.jsonl").write_text(json.dumps(case(0)) + "\n{\n")
     for arguments, says in (
         (("trivia",), "one of world, musique"),
-        (("world",), "--model"),
         (("world", "--model", "./no/model"), "config.json"),
         (("world", "--model", model_dir, "--methods", "magic"), "map_rerank"),
         (("world", "--model", model_dir, "--ratios", "0.1,lots"), "separated by commas"),

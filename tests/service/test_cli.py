@@ -10,6 +10,7 @@ from engines import DOCUMENTS, QUESTION
 
 from cacheblend.eval import cli
 from cacheblend.retriever import DEFAULT_EMBEDDER
+from cacheblend.service.default_model import bundled_corpus
 from cacheblend.store.errors import StoreError
 
 
@@ -228,6 +229,19 @@ def test_text_files_and_folders(run: CommandLine, tmp_path: Path) -> None:
     outcome = run.on_store("ingest", str(folder))
     assert outcome.code == 2
     assert "latin.txt" in outcome.err
+
+
+def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call makes the store of the bundled corpus, a second one finds it."""
+    corpus = bundled_corpus()[:6]
+    calls: list[int] = []
+    monkeypatch.setattr("cacheblend.service.default_model.bundled_corpus", lambda: calls.append(1) or corpus)
+    for _ in range(2):
+        question = f"Who knows {corpus[0]['title']}?"
+        answer = run("ask", question, "--store-dir", str(run.store), "--top-k", "3", "--max-tokens", "4", "--json")
+        assert answer.code == 0, answer.err
+        assert len(answer.json["chunks"]) == 3
+    assert len(calls) == 1
 
 
 def test_ask_makes_no_store(run: CommandLine) -> None:

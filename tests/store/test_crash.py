@@ -95,7 +95,7 @@ def test_killed_at_random(context: ForkServerContext, tmp_path: Path, faults: bo
     """Two processes on one store, killed again and again, never see or leave wrong bytes, on disks that lie too."""
     for seed in range(KILLS // 2):
         kill_writers(context, tmp_path / "store", seed, writers=2, faults=faults)
-        check(tmp_path / "store", faults=faults)
+        check(tmp_path / "store", faults=faults, repairs=True)
 
 
 def test_another_process_finishes_what_a_killed_one_left(
