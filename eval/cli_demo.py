@@ -24,7 +24,8 @@ NOTE = (
 
 READER_NOTE = (
     "The reader is small and its prompts are short, so there is little to save: `scripts/bench_fusor.py` shows times at 3,105 "
-    "tokens. It reads single facts; two_hop and compare stand near their guessing levels (docs/experiments.md)."
+    "tokens. It reads single facts, has not learnt two_hop and compare, and blending does not yet keep what full recompute "
+    "reads across chunks (docs/experiments.md)."
 )
 
 

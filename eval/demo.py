@@ -25,7 +25,7 @@ class DemoQuestion:
         question: in words.
         answers: the right answers.
         question_class: one of `CLASSES`.
-        gold: texts of the sentences' chunks that the answer rests on, as ids of articles.
+        gold: ids of the articles that the answer rests on.
     """
 
     question: str
