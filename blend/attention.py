@@ -43,6 +43,11 @@ class Rows:
         """Whether the rows are the positions 0..S-1."""
         return len(self) > 0 and int(self.positions_S[-1]) == len(self) - 1
 
+    @property
+    def last(self) -> Rows:
+        """The last row alone."""
+        return Rows(self.positions_S[-1:], self.on_device_S[-1:])
+
     def split(self, size: int) -> Iterator[Rows]:
         """Consecutive pieces of at most `size` rows."""
         if len(self) <= size:
@@ -88,54 +93,59 @@ def attend(
             q_1QSD, k_1HND[:, :, :stop], v_1HND[:, :, :stop], is_causal=stop > 1, scale=scaling, enable_gqa=True
         )
         return out_1QSD.transpose(1, 2).contiguous()
-    kv_heads = k_1HND.shape[1]
-    q_HGSD = q_1QSD[0].unflatten(0, (kv_heads, -1))
-    out_1SQD: torch.Tensor = q_HGSD.new_empty(1, len(rows), q_1QSD.shape[1], v_1HND.shape[-1])
-    out_HGSD = out_1SQD[0].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    # The G query heads of a KV head stand side by side as rows, X = B x G of a block, so that its keys are read once.
+    q_HSGD = q_1QSD[0].unflatten(0, (k_1HND.shape[1], -1)).transpose(1, 2)
+    kv_heads, _, groups, _ = q_HSGD.shape
+    out_1SQD: torch.Tensor = q_HSGD.new_empty(1, len(rows), kv_heads * groups, v_1HND.shape[-1])
+    out_HSGD = out_1SQD[0].unflatten(1, (kv_heads, groups)).transpose(0, 1)
     done = 0
     for block in rows.blocks():
         stop = int(block.positions_S[-1]) + 1
         start = max(0, int(block.positions_S[0]) - window + 1) if windowed and window is not None else 0
-        bias_BK = _mask(block, start, stop, window if windowed else None, q_1QSD.dtype)
         taken = slice(done, done + len(block))
-        out_HGSD[:, :, taken] = _attend_block(
-            q_HGSD[:, :, taken], k_1HND[0, :, start:stop], v_1HND[0, :, start:stop], bias_BK, scaling, softcap
+        out_HXD = _attend_block(
+            q_HSGD[:, taken].flatten(1, 2),
+            k_1HND[0, :, start:stop],
+            v_1HND[0, :, start:stop],
+            _mask(block, groups, start, stop, window if windowed else None, q_1QSD.dtype),
+            scaling,
+            softcap,
         )
+        out_HSGD[:, taken] = out_HXD.unflatten(1, (-1, groups))
         done += len(block)
     return out_1SQD
 
 
-def _mask(block: Rows, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores (B, K) of the keys from `start` to `stop`: 0 where a row sees a key, -inf elsewhere.
+def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores (X, K) of the keys from `start` to `stop`: 0 where a row sees a key, -inf elsewhere.
 
     Only keys past the block's first position, or behind the last one's window, can be hidden from some row: the rest is not
     compared.
     """
     first, last = int(block.positions_S[0]), int(block.positions_S[-1])
-    rows_B1 = block.on_device_S[:, None]
-    bias_BK = torch.zeros(len(block), stop - start, dtype=dtype, device=rows_B1.device)
-    future_K = torch.arange(first + 1, stop, device=rows_B1.device)
-    bias_BK[:, first + 1 - start :].masked_fill_(future_K > rows_B1, -torch.inf)
+    rows_B11 = block.on_device_S[:, None, None]
+    bias_BGK = torch.zeros(len(block), groups, stop - start, dtype=dtype, device=rows_B11.device)
+    future_K = torch.arange(first + 1, stop, device=rows_B11.device)
+    bias_BGK[..., first + 1 - start :] = torch.where(future_K > rows_B11, -torch.inf, 0.0)
     if window is not None:
-        past_K = torch.arange(start, max(start, last - window + 1), device=rows_B1.device)
-        bias_BK[:, : len(past_K)].masked_fill_(past_K <= rows_B1 - window, -torch.inf)
-    return bias_BK
+        past_K = torch.arange(start, max(start, last - window + 1), device=rows_B11.device)
+        bias_BGK[..., : len(past_K)] += torch.where(past_K <= rows_B11 - window, -torch.inf, 0.0)
+    return bias_BGK.flatten(0, 1)
 
 
 def _attend_block(
-    q_HGBD: torch.Tensor,
+    q_HXD: torch.Tensor,
     k_HKD: torch.Tensor,
     v_HKD: torch.Tensor,
-    bias_BK: torch.Tensor,
+    bias_XK: torch.Tensor,
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Output (H, G, B, D). KV heads stand where a batch would and keys are shared by their G query heads without a copy."""
-    groups = q_HGBD.shape[1]
+    """Output (H, X, D)."""
     if softcap is None:
-        k_HGKD, v_HGKD = (x_HKD[:, None].expand(-1, groups, -1, -1) for x_HKD in (k_HKD, v_HKD))
-        return scaled_dot_product_attention(q_HGBD, k_HGKD, v_HGKD, attn_mask=bias_BK[None, None], scale=scaling)
-    scores_HGBK = torch.matmul(q_HGBD, k_HKD[:, None].transpose(2, 3)) * scaling
-    scores_HGBK = torch.tanh(scores_HGBK / softcap) * softcap + bias_BK
-    weights_HGBK = torch.softmax(scores_HGBK, dim=-1, dtype=torch.float32).to(q_HGBD.dtype)
-    return torch.matmul(weights_HGBK, v_HKD[:, None])
+        q_1HXD, k_1HKD, v_1HKD = q_HXD[None], k_HKD[None], v_HKD[None]
+        return scaled_dot_product_attention(q_1HXD, k_1HKD, v_1HKD, attn_mask=bias_XK[None, None], scale=scaling)[0]
+    scores_HXK = torch.matmul(q_HXD, k_HKD.transpose(1, 2)) * scaling
+    scores_HXK = torch.tanh(scores_HXK / softcap) * softcap + bias_XK
+    weights_HXK = torch.softmax(scores_HXK, dim=-1, dtype=torch.float32).to(q_HXD.dtype)
+    return torch.matmul(weights_HXK, v_HKD)

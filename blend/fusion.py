@@ -1,12 +1,13 @@
 """One request's fusion: the state that walks from layer 0 to the last (paper §4.2, §4.3).
 
-Shapes: H KV heads, N tokens of the prompt, S rows that a layer runs, C candidates among them, D head size, M hidden size.
+Shapes: H KV heads, N tokens of the prompt, S rows that a layer runs, P of them at a time, C candidates
+among them, D head size, M hidden size.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 
@@ -20,13 +21,17 @@ from .selection import SelectionStep, Selector
 
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512
+# Stored keys that are rotated together on the CPU: what the model's own function makes on the way stays near the caches (3,072
+# keys of 4 heads of 64 take 1.5 ms a layer, and 2 to 20 at once, when their memory is new). On a GPU one launch does all.
+ROTATED_AT_ONCE = 1024
 
 
 class Fusion:
     """Runs a prompt through the decoder, each layer on fewer of the reusable tokens.
 
     Layer 0 runs for every token that is not exact: its stored KV would be exact as well, but its output is needed, so that
-    layer 1's K and V can be projected fresh for all of them. Whatever was projected fresh is kept.
+    layer 1's K and V can be projected fresh for all of them. Whatever was projected fresh is kept. In the last layer the rows'
+    K and V are projected, and only the prompt's last position goes through attention and MLP: no one reads the others' output.
 
     Args:
         decoder: the model, taken apart.
@@ -63,7 +68,12 @@ class Fusion:
             cos_sin_N = rotary[decoder.layer_types[layer]]
             self._rotate(whole, cos_sin_N, runs[layer == 0])
             fresh = self._filter(layer, whole, cos_sin_N) if layer > 0 else None
-            self._hidden_1SM = decoder.run_rows(layer, self._hidden_1SM, self._rows, cos_sin_N, whole, scatter=fresh is None)
+            rows = self._rows
+            if 0 < layer == decoder.geometry.layers - 1:
+                if fresh is None:
+                    fresh = self._project(layer, whole, cos_sin_N)
+                rows, self._hidden_1SM = rows.last, self._hidden_1SM[:, -1:]  # of the others nobody reads the output
+            self._hidden_1SM = decoder.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=fresh is None)
             fill_cache(cache, layer, whole)
             recomputed.append(self._rows.positions_S)
             projected.append(self._rows.positions_S if fresh is None else fresh)
@@ -93,7 +103,7 @@ class Fusion:
         def deviation_C() -> torch.Tensor:
             nonlocal projected
             projected = True
-            return self._project(layer, whole, cos_sin_N)
+            return self._compare(layer, whole, cos_sin_N)
 
         keep_S = self._choose(layer, before.positions_S, deviation_C)
         if not keep_S.all():
@@ -113,24 +123,33 @@ class Fusion:
         return keep_S
 
     def _project(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
-        """Put fresh K and V of all rows into the layer; give the candidates' deviation (C,) from what stood there."""
-        rows, done = self._rows, 0
-        deviations: list[torch.Tensor] = []
-        for piece in rows.split(PROJECTED_AT_ONCE):
-            at_S = piece.on_device_S
-            k_1HSD, v_1HSD = self._decoder.project_kv(layer, self._hidden_1SM[:, done : done + len(piece)])
-            k_1HSD = self._decoder.rotate(k_1HSD, (cos_sin_N[0][:, at_S], cos_sin_N[1][:, at_S]))
-            stored_k_1HSD, stored_v_1HSD = (x_1HND.index_select(2, at_S) for x_1HND in (whole.k_1HND, whole.v_1HND))
-            deviations.append(kv_deviation(k_1HSD, v_1HSD, stored_k_1HSD, stored_v_1HSD))
-            whole.k_1HND.index_copy_(2, at_S, k_1HSD)
-            whole.v_1HND.index_copy_(2, at_S, v_1HSD)
+        """Put fresh K and V of all rows into the layer; give the rows' positions."""
+        for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N):
+            whole.put(at_P, k_1HPD, v_1HPD)
+        return self._rows.positions_S
+
+    def _fresh_kv(self, layer: int, cos_sin_N: CosSin) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Fresh K, rotated, and V (1, H, P, D) of the rows, P at a time, and their positions (P,)."""
+        done = 0
+        for piece in self._rows.split(PROJECTED_AT_ONCE):
+            at_P = piece.on_device_S
+            k_1HPD, v_1HPD = self._decoder.project_kv(layer, self._hidden_1SM[:, done : done + len(piece)])
+            yield at_P, self._decoder.rotate(k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
             done += len(piece)
+
+    def _compare(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
+        """Put fresh K and V of all rows into the layer; give the candidates' deviation (C,) from what stood there."""
+        deviations: list[torch.Tensor] = []
+        for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N):
+            stored_k_1HPD, stored_v_1HPD = (x_1HND.index_select(2, at_P) for x_1HND in (whole.k_1HND, whole.v_1HND))
+            deviations.append(kv_deviation(k_1HPD, v_1HPD, stored_k_1HPD, stored_v_1HPD))
+            whole.put(at_P, k_1HPD, v_1HPD)
         deviation_S = torch.cat(deviations)
-        reusable_S = self._prompt.reusable_N[rows.positions_S]
+        reusable_S = self._prompt.reusable_N[self._rows.positions_S]
         deviation_C = deviation_S[reusable_S.to(deviation_S.device)]
         if not self._measured:
             self._measured = True
-            self._deviation_N[rows.positions_S[reusable_S]] = deviation_C.cpu()
+            self._deviation_N[self._rows.positions_S[reusable_S]] = deviation_C.cpu()
         if reusable_S[-1]:
             deviation_C[-1] = torch.inf  # runs in any case, so it counts as the first of the chosen
         return deviation_C
@@ -138,8 +157,11 @@ class Fusion:
     def _rotate(self, whole: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
         """Turn the stored keys to the positions where they now stand."""
         for start, stop in runs:
-            k_1HTD = whole.k_1HND[:, :, start:stop]
-            k_1HTD.copy_(self._decoder.rotate(k_1HTD, (cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])))
+            size = ROTATED_AT_ONCE if whole.k_1HND.device.type == "cpu" else stop - start
+            for first in range(start, stop, size):
+                last = min(first + size, stop)
+                k_1HTD = whole.k_1HND[:, :, first:last]
+                k_1HTD.copy_(self._decoder.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
 
 
 def _nothing_ran() -> torch.Tensor:

@@ -50,6 +50,11 @@ class LayerKV:
             torch.empty(shape, dtype=geometry.dtype, device=geometry.device),
         )
 
+    def put(self, positions_S: torch.Tensor, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor) -> None:
+        """Copy keys and values to these positions."""
+        self.k_1HND.index_copy_(2, positions_S, k_1HSD)
+        self.v_1HND.index_copy_(2, positions_S, v_1HSD)
+
     def place(self, start: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Copy a chunk's keys and values to the positions from `start` on."""
         stop = start + k_HTD.shape[1]

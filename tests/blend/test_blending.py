@@ -61,15 +61,15 @@ def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
             fusor.decoder, "rotate", lambda k, cos_sin: own_rotate(k, (cos_sin[0].roll(1, 1), cos_sin[1].roll(1, 1)))
         )
     else:
-        own_project = fusion.Fusion._project
+        own_compare = fusion.Fusion._compare
 
         def forgets_one(self: fusion.Fusion, layer: int, whole: fusion.LayerKV, cos_sin_N: fusion.CosSin) -> torch.Tensor:
             stale = whole.k_1HND[:, :, 20].clone()
-            deviation = own_project(self, layer, whole, cos_sin_N)
+            deviation = own_compare(self, layer, whole, cos_sin_N)
             whole.k_1HND[:, :, 20] = stale
             return deviation
 
-        monkeypatch.setattr(fusion.Fusion, "_project", forgets_one)
+        monkeypatch.setattr(fusion.Fusion, "_compare", forgets_one)
     bad = fusor.fuse(segments, config)
     logits, _ = replay(fusor.model, segments, bad)
     assert float((bad.logits - logits).abs().max()) > 1e-2
