@@ -57,10 +57,15 @@ class Rows:
             yield Rows(positions_S, on_device_S)
 
     def blocks(self) -> Iterator[Rows]:
-        """The pieces that attention takes them in."""
+        """The pieces that attention takes them in; what is left over stands first, where rows see the fewest keys."""
         size = BLOCK_ROWS.get(self.on_device_S.device.type, BLOCK_ROWS_ACCELERATOR)
         contiguous = len(self) > 0 and int(self.positions_S[-1] - self.positions_S[0]) == len(self) - 1
-        return self.split(max(size, BLOCK_ROWS_CONTIGUOUS) if contiguous else size)
+        size = max(size, BLOCK_ROWS_CONTIGUOUS) if contiguous else size
+        left_over = len(self) % size
+        if left_over:
+            yield Rows(self.positions_S[:left_over], self.on_device_S[:left_over])
+        if left_over < len(self):
+            yield from Rows(self.positions_S[left_over:], self.on_device_S[left_over:]).split(size)
 
 
 def attend(

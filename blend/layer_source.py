@@ -13,6 +13,7 @@ import torch
 from cacheblend.store import ChunkKV
 from cacheblend.store.errors import IncompatibleKVError
 
+from .layer_memory import empty_pair
 from .segment import Prompt
 
 
@@ -44,11 +45,7 @@ class LayerKV:
     @classmethod
     def empty(cls, geometry: KVGeometry, tokens: int) -> LayerKV:
         """Room for `tokens` tokens, not initialised."""
-        shape = (1, geometry.kv_heads, tokens, geometry.head_dim)
-        return cls(
-            torch.empty(shape, dtype=geometry.dtype, device=geometry.device),
-            torch.empty(shape, dtype=geometry.dtype, device=geometry.device),
-        )
+        return cls(*empty_pair((1, geometry.kv_heads, tokens, geometry.head_dim), geometry.dtype, geometry.device))
 
     def put(self, positions_S: torch.Tensor, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor) -> None:
         """Copy keys and values to these positions."""

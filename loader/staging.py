@@ -13,8 +13,6 @@ import torch
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.store import ChunkKV, Placement
 
-from .layer_memory import new_layer
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
@@ -50,8 +48,6 @@ class Staging:
         On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
         still write to it, and the copies do not wait for them.
         """
-        if self._stream is None:
-            return new_layer(self._geometry, tokens)
         with torch.cuda.stream(self._stream):
             return LayerKV.empty(self._geometry, tokens)
 

@@ -6,7 +6,7 @@
 Definitions: full prefill is the Hugging Face model's own forward (sdpa, `logits_to_keep=1`) to the first logits; blend is
 `Fusor.fuse` to the first logits, chunk KV in RAM. Medians over interleaved repeats after one warm-up each; `speedup` is
 their ratio. `ideal` counts multiply-adds: layer 0 whole, layer 1's K and V for all, the recomputed rows' own work with exact
-causal attention, nothing else. The last stdout line is one JSON object.
+causal attention (in the last layer their K and V), nothing else. The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def ideal_speedup(ratio: float, reusable: int, fresh: int) -> float:
     attention = 2 * hidden * (tokens / 2)  # a token sees half the prompt in the mean
     layer = tokens * (token + attention)
     rows = ratio * reusable * (token + attention) + fresh * (token + 2 * attention)
-    later = SHAPE["num_hidden_layers"] - 1
-    return SHAPE["num_hidden_layers"] * layer / (layer + tokens * kv + later * rows)
+    between = SHAPE["num_hidden_layers"] - 2
+    last = (ratio * reusable + fresh) * kv
+    return SHAPE["num_hidden_layers"] * layer / (layer + tokens * kv + between * rows + last)
 
 
 def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
