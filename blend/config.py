@@ -20,6 +20,8 @@ class FusionConfig:
         selector: "gradual" (paper §4.3, figure 9), "single_shot" (the choice at layer 1 kept for all layers), or any
             `Selector`.
         gradual_spread: how far the first and last ratio of gradual filtering lie from the mean, relative to it, 0..1.
+        context_weight: weight, 0 or more, of what a chunk's own document is known to do to its tokens beside the deviation
+            measured in the prompt (`Fusor.precompute_document`). 0 is the paper's choice.
 
     Raises:
         ConfigError: a value outside its range, or an unknown selector.
@@ -29,17 +31,20 @@ class FusionConfig:
     recompute_ratio: float = 0.15
     selector: str | Selector = "gradual"
     gradual_spread: float = 0.3
+    context_weight: float = 4.0
 
     def __post_init__(self) -> None:
         for name in ("recompute_ratio", "gradual_spread"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1:
                 raise ConfigError(name, value, "a number from 0 to 1")
+        if isinstance(self.context_weight, bool) or not math.isfinite(self.context_weight) or self.context_weight < 0:
+            raise ConfigError("context_weight", self.context_weight, "a number, 0 or more")
         if self.selector not in SELECTORS if isinstance(self.selector, str) else not hasattr(self.selector, "select"):
             raise ConfigError("selector", self.selector, f"one of {', '.join(sorted(SELECTORS))}, or a Selector")
 
     def resolve_selector(self) -> Selector:
         """The selector itself."""
         if isinstance(self.selector, str):
-            return SELECTORS[self.selector](self.recompute_ratio, self.gradual_spread)
+            return SELECTORS[self.selector](self.recompute_ratio, self.gradual_spread, self.context_weight)
         return self.selector

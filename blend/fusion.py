@@ -115,7 +115,12 @@ class Fusion:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
         reusable_S = self._prompt.reusable_N[positions_S]
         step = SelectionStep(
-            layer, self._decoder.geometry.layers, self._prompt.reusable_tokens, positions_S[reusable_S], deviation_C
+            layer,
+            self._decoder.geometry.layers,
+            self._prompt.reusable_tokens,
+            positions_S[reusable_S],
+            deviation_C,
+            self._prompt.context_N[positions_S[reusable_S]],
         )
         keep_S = ~reusable_S
         keep_S[reusable_S] = self._selector.select(step)

@@ -6,7 +6,8 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cacheblend.store.errors import InputError, PromptTooLongError, UnsupportedM
 from .config import FusionConfig
 from .continuation import continue_from
 from .decoder import Decoder
+from .document_context import document_contexts, windows
 from .families import VERIFIED, check_model
 from .fingerprint import fingerprint_module
 from .fused import FusedPrompt, LayerReport
@@ -26,6 +28,8 @@ from .layer_source import LayerSource, ResidentLayers
 from .model_files import load_model, load_tokenizer
 from .segment import Prompt, Segment
 
+# A longer document is read in windows when its chunks are precomputed.
+CONTEXT_TOKENS = 4096
 FusionSteps = Generator[LayerReport, None, FusedPrompt]
 
 
@@ -94,6 +98,32 @@ class Fusor:
         start = len(prefix_ids)
         layers = [(k[0, :, start:].cpu().contiguous(), v[0, :, start:].cpu().contiguous()) for k, v in kv]
         return ChunkKV(layers, token_ids, prefix_ids, self.fingerprint)
+
+    @torch.no_grad()
+    def precompute_document(
+        self, chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int] = (), which: Collection[int] | None = None
+    ) -> Iterator[ChunkKV]:
+        """`precompute` for chunks of a document, in its order, with what the document's earlier text does to each.
+
+        The KV is that of the chunk alone; `ChunkKV.context` stands beside it, and tells the selection which tokens must be
+        recomputed in a prompt that has earlier chunks of the document as well. It takes a second forward over the document,
+        in windows of `CONTEXT_TOKENS`, which bounds memory.
+
+        Args:
+            chunks: token ids of the document's chunks.
+            prefix_ids: see `precompute`.
+            which: indexes of the chunks to compute; None for all.
+
+        Raises:
+            InputError, PromptTooLongError: see `precompute`.
+
+        """
+        most = min(CONTEXT_TOKENS, self.max_positions or CONTEXT_TOKENS) - len(prefix_ids)
+        for window in windows([len(chunk) for chunk in chunks], most):
+            wanted = [index for index in range(window.new, window.last) if which is None or index in which]
+            alone = {index - window.first: self.precompute(chunks[index], prefix_ids) for index in wanted}
+            contexts = document_contexts(self.decoder, chunks[window.first : window.last], prefix_ids, alone)
+            yield from (replace(kv, context=contexts.get(index)) for index, kv in alone.items())
 
     def fuse(
         self, segments: Iterable[Segment], config: FusionConfig | None = None, source: LayerSource | None = None

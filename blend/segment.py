@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from cacheblend.store import DocumentContext, token_digest
 from cacheblend.store.errors import IncompatibleKVError, InputError
 
 
@@ -32,6 +33,10 @@ class SegmentKV(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
+
+    @property
+    def context(self) -> DocumentContext | None:
+        """What the text before the tokens in their document does to them; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +75,9 @@ class Segment:
 class Prompt:
     """Segments laid end to end, and which absolute positions are of which kind.
 
+    `context_N` has each token's deviation from `DocumentContext`, 0 where it is not known or where none of the document's
+    earlier chunks stands before it in this prompt.
+
     `exact_tokens` positions at the start are exact; `reusable_N` and `fresh_N` are boolean masks of the rest. The last
     position always runs, since its output gives the logits.
     """
@@ -80,6 +88,7 @@ class Prompt:
     exact_tokens: int
     reusable_N: torch.Tensor = field(repr=False)
     fresh_N: torch.Tensor = field(repr=False)
+    context_N: torch.Tensor = field(repr=False)
 
     @classmethod
     def of(cls, segments: Iterable[Segment]) -> Prompt:
@@ -108,7 +117,7 @@ class Prompt:
         reusable_N = torch.cat(kinds)
         fresh_N = ~reusable_N
         fresh_N[:exact_tokens] = False
-        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N)
+        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, _context(kept))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -166,3 +175,17 @@ class Prompt:
                     f"chunks computed behind different prefixes ({len(chunk_prefix)} and {len(prefix)} tokens) stand in one "
                     "prompt; precompute all chunks behind one prefix"
                 )
+
+
+def _context(segments: Sequence[Segment]) -> torch.Tensor:
+    """`Prompt.context_N` of segments."""
+    parts: list[torch.Tensor] = []
+    earlier: set[str] = set()
+    any_known = any(segment.kv is not None and segment.kv.context is not None for segment in segments)
+    for segment in segments:
+        context = None if segment.kv is None or segment.exact else segment.kv.context
+        applies = context is not None and not earlier.isdisjoint(context.before)
+        parts.append(torch.tensor(context.deviation) if context and applies else torch.zeros(len(segment.token_ids)))
+        if any_known:
+            earlier.add(token_digest(segment.token_ids))
+    return torch.cat(parts)

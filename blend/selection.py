@@ -30,6 +30,8 @@ class SelectionStep:
             layer before.
         deviation_C: call it to have fresh K and V of all candidates projected, kept, and compared with the stored ones;
             gives float32 (C,). Not available at layer 0, where nothing has run yet.
+        context_C: float32, what each candidate's own document does to it, known beforehand (`DocumentContext`); 0 where it is
+            not known or does not apply.
 
     """
 
@@ -38,6 +40,7 @@ class SelectionStep:
     reusable: int
     candidates_C: torch.Tensor
     deviation_C: Callable[[], torch.Tensor]
+    context_C: torch.Tensor
 
     def all(self) -> torch.Tensor:
         """The mask that keeps every candidate."""
@@ -63,11 +66,14 @@ class TopDeviation:
         ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 nothing is recomputed, in layer 0 neither.
         spread: how far the first and the last layer's ratio lie from the mean, relative to it. 0 is the single-shot choice:
             the tokens of layer 1 serve every layer.
+        context_weight: weight of the document's deviation beside the one measured here, each relative to its mean over the
+            candidates. 0 is the paper's choice.
 
     """
 
     ratio: float
     spread: float
+    context_weight: float = 0.0
 
     def select(self, step: SelectionStep) -> torch.Tensor:
         """Keep the candidates of largest deviation."""
@@ -79,8 +85,16 @@ class TopDeviation:
         if keep >= len(step.candidates_C):
             return step.all()
         chosen_C = step.none()
-        chosen_C[torch.topk(step.deviation_C(), keep).indices.cpu()] = True
+        chosen_C[torch.topk(self._score(step), keep).indices.cpu()] = True
         return chosen_C
+
+    def _score(self, step: SelectionStep) -> torch.Tensor:
+        deviation_C = step.deviation_C()
+        if not self.context_weight or not step.context_C.any():
+            return deviation_C
+        mean = deviation_C[deviation_C.isfinite()].mean().clamp_min(torch.finfo(torch.float32).tiny)
+        context_C = step.context_C.to(deviation_C.device)
+        return deviation_C / mean + self.context_weight * context_C / context_C.mean()
 
 
 class ExplicitPositions:
@@ -105,9 +119,9 @@ class ExplicitPositions:
         return chosen_C
 
 
-SELECTORS: dict[str, Callable[[float, float], Selector]] = {
+SELECTORS: dict[str, Callable[[float, float, float], Selector]] = {
     "gradual": TopDeviation,
-    "single_shot": lambda ratio, _spread: TopDeviation(ratio, spread=0.0),
+    "single_shot": lambda ratio, _spread, context_weight: TopDeviation(ratio, 0.0, context_weight),
 }
 
 

@@ -32,7 +32,8 @@ class FixedLayout:
 
     def pieces(self, chunks: list[Chunk]) -> PromptPieces:
         """The prompt over these chunks."""
-        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), self.tail)
+        ids = tuple(chunk.document_id for chunk in chunks)
+        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), self.tail, ids)
 
 
 class ChatLayouts:

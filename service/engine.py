@@ -121,13 +121,18 @@ class Engine:
             chunks |= own
             keys[document.id, document.version] = list(own)
         dropped = self.store.documents.put((*document, own) for document, own in keys.items())
-        missing = [key for key in chunks if key not in self.store]
-        for done, key in enumerate(missing, start=1):
-            kv = self.fusor.precompute(chunks[key], self._prompts.chunk_prefix_ids)
-            self.store.put(key, kv, flush=False)
-            if done % FLUSH_EVERY == 0:
-                self.store.flush()  # a full disk ends the run here, not hours later
-            report("precompute", done, len(missing))
+        missing = {key for key in chunks if key not in self.store}
+        to_compute, computed, tokens = len(missing), 0, 0
+        for own in keys.values():
+            which = [index for index, key in enumerate(own) if key in missing]  # what another document brought is not missing
+            kvs = self.fusor.precompute_document([chunks[key] for key in own], self._prompts.chunk_prefix_ids, which)
+            for index, kv in zip(which, kvs, strict=True):
+                self.store.put(own[index], kv, flush=False)
+                computed, tokens = computed + 1, tokens + len(kv.token_ids)
+                if computed % FLUSH_EVERY == 0:
+                    self.store.flush()  # a full disk ends the run here, not hours later
+                report("precompute", computed, to_compute)
+            missing -= {own[index] for index in which}
         self.store.flush()
         evicted = sum(key not in self.store for key in chunks)
         if evicted:
@@ -143,11 +148,11 @@ class Engine:
             replaced=added.replaced,
             unchanged=added.unchanged,
             chunks=len(chunks),
-            computed=len(missing),
-            already_stored=len(chunks) - len(missing),
+            computed=computed,
+            already_stored=len(chunks) - computed,
             evicted=evicted,
             dropped=dropped,
-            tokens=sum(len(chunks[key]) for key in missing),
+            tokens=tokens,
             seconds=time.perf_counter() - started,
         )
 

@@ -27,18 +27,27 @@ class HoleFiller:
     def __init__(self, fusor: Fusor, store: KVStore) -> None:
         self._fusor, self._store = fusor, store
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[ChunkKey, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
+        self._waiting: OrderedDict[ChunkKey, tuple[list[tuple[int, ...]], tuple[int, ...]]] = OrderedDict()
         self._busy = False
         self._requests = 0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
         self._thread.start()
 
-    def fill(self, key: ChunkKey, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> None:
-        """Have a chunk's KV computed behind a prefix and stored, some time after the running requests."""
+    def fill(
+        self, key: ChunkKey, token_ids: Sequence[int], prefix_ids: Sequence[int], before: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Have a chunk's KV computed behind a prefix and stored, some time after the running requests.
+
+        Args:
+            key: the chunk's.
+            token_ids: the chunk's.
+            prefix_ids: the prefix.
+            before: chunks that stand before it in its document, as far as they are known.
+        """
         with self._changed:
             if not self._closed and len(self._waiting) < MOST_WAITING:
-                self._waiting.setdefault(key, (tuple(token_ids), tuple(prefix_ids)))
+                self._waiting.setdefault(key, ([tuple(ids) for ids in (*before, token_ids)], tuple(prefix_ids)))
                 self._changed.notify_all()
 
     def __enter__(self) -> None:
@@ -76,11 +85,12 @@ class HoleFiller:
                 self._changed.wait_for(lambda: self._closed or not self._requests, timeout=POSTPONE_S)
                 if self._closed:
                     return
-                key, (token_ids, prefix_ids) = self._waiting.popitem(last=False)
+                key, (document, prefix_ids) = self._waiting.popitem(last=False)
                 self._busy = True
             try:
                 if key not in self._store:
-                    self._store.put(key, self._fusor.precompute(token_ids, prefix_ids), flush=False)
+                    (kv,) = self._fusor.precompute_document(document, prefix_ids, which=[len(document) - 1])
+                    self._store.put(key, kv, flush=False)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)
             except Exception:  # out of memory, say: without this thread no hole would ever be filled, and drain never return

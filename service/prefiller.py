@@ -191,9 +191,9 @@ class Prefiller:
                 )
             if controller is not None and loading is not None:
                 self._tell(controller, loading, prefilled, loader, looked_up + away.seconds)
-        for key, chunk, placement in zip(keys, pieces.chunks, placements, strict=True):
+        for index, (key, chunk, placement) in enumerate(zip(keys, pieces.chunks, placements, strict=True)):
             if placement is None:
-                self._holes.fill(key, chunk, self._chunk_prefix_ids)
+                self._holes.fill(key, chunk, self._chunk_prefix_ids, pieces.before(index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, **_loaded(loader))
 
     @staticmethod

@@ -18,16 +18,27 @@ AFTER_QUESTION = "\nAnswer:"
 
 @dataclass(frozen=True, slots=True)
 class PromptPieces:
-    """A prompt's token ids: `head`, every chunk's, and `tail`, which holds the question. Their concatenation is the prompt."""
+    """A prompt's token ids: `head`, every chunk's, and `tail`, which holds the question. Their concatenation is the prompt.
+
+    `document_ids` says which document each chunk is of; empty where nobody knows.
+    """
 
     head: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
+    document_ids: tuple[str, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The whole prompt."""
         return (*self.head, *(token for chunk in self.chunks for token in chunk), *self.tail)
+
+    def before(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """The chunks in front of one that are of its document."""
+        if not self.document_ids:
+            return ()
+        document_id = self.document_ids[index]
+        return tuple(chunk for chunk, id_ in zip(self.chunks[:index], self.document_ids, strict=False) if id_ == document_id)
 
 
 class Layout(Protocol):
@@ -103,7 +114,8 @@ class PromptBuilder:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
         text = self._before_question + question.strip() + self._after_question
         tail = (*self._plain.ids(text), *self._tail_end)
-        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail)
+        ids = tuple(chunk.document_id for chunk in chunks)
+        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail, ids)
 
     @staticmethod
     def _template_ids(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from .catalogue import CatalogueEntry
 from .chunk import ChunkKV, LayerPair
 from .config import StoreConfig
+from .document_context import DocumentContext, token_digest
 from .document_table import StoredDocument
 from .documents import StoreDocuments
 from .errors import (
@@ -28,6 +29,7 @@ __all__ = [
     "ChunkKey",
     "ConfigError",
     "DamagedEntryError",
+    "DocumentContext",
     "InputError",
     "KVStore",
     "LayerPair",
@@ -42,4 +44,5 @@ __all__ = [
     "StoredDocument",
     "TierStats",
     "VerifyReport",
+    "token_digest",
 ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .document_context import DocumentContext
 from .errors import InputError
 
 LayerPair = tuple[torch.Tensor, torch.Tensor]
@@ -25,6 +26,7 @@ class ChunkKV:
         token_ids: the T token ids of the chunk; the prefix is not among them.
         prefix_ids: the token ids that stood before the chunk while it was computed.
         model: fingerprint of the model that computed it; None where the caller does not know.
+        context: what the text before the chunk in its document does to it; None where that is not known.
 
     Raises:
         InputError: no layers, or tensors whose shape does not fit the token ids.
@@ -35,11 +37,16 @@ class ChunkKV:
     token_ids: Sequence[int]
     prefix_ids: Sequence[int] = ()
     model: str | None = None
+    context: DocumentContext | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple((k_HTD, v_HTD) for k_HTD, v_HTD in self.layers))
         object.__setattr__(self, "token_ids", _ids(self.token_ids))
         object.__setattr__(self, "prefix_ids", _ids(self.prefix_ids))
+        if self.context is not None and len(self.context.deviation) != len(self.token_ids):
+            raise InputError(
+                f"the context of a chunk of {len(self.token_ids)} tokens has deviations of {len(self.context.deviation)}"
+            )
         if not self.layers:
             raise InputError("a ChunkKV needs the keys and values of at least one layer; got none")
         for layer, (k_HTD, v_HTD) in enumerate(self.layers):

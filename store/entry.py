@@ -12,6 +12,7 @@ import torch
 from .chunk import ChunkKV, LayerPair
 from .codec import EncodedShape, LayerShape
 from .codecs import CODECS
+from .document_context import DocumentContext
 from .errors import InputError
 from .key import ChunkKey
 
@@ -29,6 +30,7 @@ class EntryInfo:
         model: what the `ChunkKV` said of its model: the key's model, or None.
         dtype: of the decoded keys and values.
         heads: KV heads and head size of each layer; hybrid models differ from layer to layer.
+        context: what the text before the chunk in its document does to it; None where that is not known.
 
     """
 
@@ -38,6 +40,7 @@ class EntryInfo:
     model: str | None
     dtype: torch.dtype
     heads: tuple[tuple[int, int], ...]
+    context: DocumentContext | None = None
 
     @property
     def layers(self) -> int:
@@ -95,6 +98,7 @@ class EncodedEntry:
             model=kv.model,
             dtype=kv.dtype,
             heads=tuple((k_HTD.shape[0], k_HTD.shape[2]) for k_HTD, _ in kv.layers),
+            context=kv.context,
         )
         return cls(info, tuple(codec.encode(k_HTD, v_HTD) for k_HTD, v_HTD in kv.layers))
 
@@ -112,4 +116,4 @@ class EncodedEntry:
         pairs = [self.info.decode(layer, encoded) for layer, encoded in enumerate(self.encoded)]
         if copy:
             pairs = [(k_HTD.clone(), v_HTD.clone()) for k_HTD, v_HTD in pairs]
-        return ChunkKV(pairs, self.info.token_ids, self.info.prefix_ids, self.info.model)
+        return ChunkKV(pairs, self.info.token_ids, self.info.prefix_ids, self.info.model, self.info.context)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
 
+from .document_context import DocumentContext
 from .entry import EncodedEntry, EntryInfo
 from .errors import InputError
 from .key import ChunkKey
@@ -59,6 +61,7 @@ class EntryHeader:
                 "prefix_ids": info.prefix_ids,
                 "token_ids": info.token_ids,
                 "checksums": self.checksums,
+                "context": info.context and {"before": info.context.before, "deviation": info.context.deviation},
             },
             separators=(",", ":"),
         )
@@ -94,6 +97,7 @@ class EntryHeader:
                 model=entry["kv_model"],
                 dtype=_DTYPES[entry["dtype"]],
                 heads=tuple((kv_heads, head_dim) for kv_heads, head_dim in entry["heads"]),
+                context=_context(entry.get("context")),
             )
             if table != _table(info):
                 raise ValueError("the table of tensors is not the one of the entry")
@@ -110,6 +114,11 @@ def checksum(encoded: torch.Tensor) -> str:
 def byte_view(encoded: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, not copied."""
     return encoded.view(-1).view(torch.uint8).numpy().data
+
+
+def _context(found: dict[str, list[Any]] | None) -> DocumentContext | None:
+    """Files that older versions wrote have none."""
+    return None if found is None else DocumentContext(tuple(found["before"]), tuple(found["deviation"]))
 
 
 def _table(info: EntryInfo) -> dict[str, dict[str, object]]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .chunk import LayerPair
+from .document_context import DocumentContext
 from .entry import EncodedEntry
 from .entry_file import EntryFile
 from .entry_header import byte_view
@@ -52,6 +53,11 @@ class Placement:
     def model(self) -> str | None:
         """Fingerprint of the model that computed the KV; None where the `ChunkKV` that was put did not say."""
         return self._info.model
+
+    @property
+    def context(self) -> DocumentContext | None:
+        """What the text before the chunk in its document does to it; None where that is not known."""
+        return self._info.context
 
     @property
     def raw(self) -> bool:

@@ -96,29 +96,31 @@ class FileSource:
                 retriever.add(document for example in examples for document in _documents(example))
             for index, example in enumerate(examples):
                 question = self.wording.question.format(question=example.question)
+                chunks = self._chunks(example, retriever, plain)
                 yield make_request(
                     example,
                     builder.head,
-                    self._chunks(example, retriever, plain),
+                    [token_ids for _, token_ids in chunks],
                     builder.build([], question).tail,
                     min(limits, default=None),
+                    document_ids=[id_ for id_, _ in chunks],
                     is_warm_up=index < warm_up,
                 )
 
-    def _chunks(self, example: Example, retriever: Retriever, plain: PlainTokenizer) -> list[Sequence[int]]:
-        """Token ids of a case's chunks, in the prompt's order."""
+    def _chunks(self, example: Example, retriever: Retriever, plain: PlainTokenizer) -> list[tuple[str, Sequence[int]]]:
+        """Document and token ids of a case's chunks, in the prompt's order."""
         documents = _documents(example)
         if not self._set.split:
-            return [plain.ids(document.content + retriever.config.separator) for document in documents]
+            return [(document.id, plain.ids(document.content + retriever.config.separator)) for document in documents]
         if not self._set.searched:
-            return [chunk.token_ids for document in documents for chunk in retriever.splitter.split(document)]
+            return [(document.id, chunk.token_ids) for document in documents for chunk in retriever.splitter.split(document)]
         if not self.preset.shared_corpus:
             retriever.add(documents)
         found = retriever.search(example.question, min(self.preset.top_k, len(retriever.chunks())))
         if not self.preset.shared_corpus:
             for document in retriever.documents():
                 retriever.delete(document.id)
-        return [scored.chunk.token_ids for scored in found]
+        return [(scored.chunk.document_id, scored.chunk.token_ids) for scored in found]
 
 
 def _documents(example: Example) -> list[Document]:

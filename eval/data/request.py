@@ -37,6 +37,7 @@ def make_request(
     tail: Sequence[int],
     limit: int | None,
     *,
+    document_ids: Sequence[str] = (),
     is_warm_up: bool = False,
 ) -> Request:
     """The request of an example, cut where its prompt is longer than `limit` tokens.
@@ -47,7 +48,7 @@ def make_request(
     Raises:
         PromptTooLongError: instruction and question alone are longer than the limit.
     """
-    kept = [tuple(chunk) for chunk in chunks]
+    kept, ids = [tuple(chunk) for chunk in chunks], list(document_ids)
     before = sum(map(len, kept))
     room = before if limit is None else limit - len(head) - len(tail)
     if room < 1:
@@ -56,12 +57,12 @@ def make_request(
             "beside the answer; use a model with more positions"
         )
     while len(kept) > 1 and sum(map(len, kept)) > room:
-        del kept[len(kept) // 2]
+        del ids[len(kept) // 2 : len(kept) // 2 + 1], kept[len(kept) // 2]
     if sum(map(len, kept)) > room:
         kept = [kept[0][:room]]
     return Request(
         example,
-        PromptPieces(tuple(head), tuple(kept), tuple(tail)),
+        PromptPieces(tuple(head), tuple(kept), tuple(tail), tuple(ids)),
         dropped_chunks=len(chunks) - len(kept),
         cut_tokens=before - sum(map(len, kept)),
         is_warm_up=is_warm_up,

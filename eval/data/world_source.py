@@ -80,7 +80,8 @@ class WorldSource:
                 category=str(case.question_class),
             )
             chunks = [plain.ids(chunk.text) for chunk in case.chunks]
-            yield make_request(example, builder.head, chunks, builder.build([], case.question).tail, limit)
+            tail, ids = builder.build([], case.question).tail, [chunk.document for chunk in case.chunks]
+            yield make_request(example, builder.head, chunks, tail, limit, document_ids=ids)
 
     def _config(self) -> CaseConfig:
         return CaseConfig(articles=self.articles, chunk_tokens=self.chunk_tokens)

@@ -41,11 +41,17 @@ class ResidentRequest:
 
     @cached_property
     def chunk_kv(self) -> tuple[ChunkKV | None, ...]:
-        """Each chunk's KV, computed alone; None for a chunk that is not cached."""
-        return tuple(
-            self._fusor.precompute(chunk, self._chunk_prefix_ids) if cached else None
-            for chunk, cached in zip(self.pieces.chunks, self._cached_chunks, strict=True)
-        )
+        """Each chunk's KV, computed alone, with what its document's chunks before it do to it; None where not cached."""
+        found: list[ChunkKV | None] = [None] * len(self.pieces.chunks)
+        documents: dict[str, list[int]] = {}
+        for index in range(len(found)):
+            documents.setdefault(self.pieces.document_ids[index] if self.pieces.document_ids else str(index), []).append(index)
+        for own in documents.values():
+            which = [place for place, index in enumerate(own) if self._cached_chunks[index]]
+            chunks = [self.pieces.chunks[index] for index in own]
+            for place, kv in zip(which, self._fusor.precompute_document(chunks, self._chunk_prefix_ids, which), strict=True):
+                found[own[place]] = kv
+        return tuple(found)
 
     @cached_property
     def head_kv(self) -> ChunkKV | None:

@@ -24,7 +24,7 @@ class Lesson:
         chunks: token ids of each chunk of the context, in order.
         gaps: positions left out before each chunk, and last before the questions.
         prompts: token ids of each question.
-        answers: token ids of each answer, without EOS.
+        answers: token ids of what is written to each, the working before the answer included, without EOS.
         questions: what is asked.
         guess: per question, the chance of a guess among the answers that its relation allows.
     """
@@ -59,7 +59,7 @@ def make_lesson(
     """
     context = [text for text in (preamble, *(passage.text for passage in scene.passages)) if text]
     texts = list(context)
-    texts += [question.prompt for question in asked] + [question.answer for question in asked]
+    texts += [question.prompt for question in asked] + [question.written for question in asked]
     encoded = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
     chunks, rest = encoded[: len(context)], encoded[len(context) :]
     prompts, answers = rest[: len(asked)], rest[len(asked) :]

@@ -43,6 +43,8 @@ class QuestionClass(StrEnum):
 
 # Share of questions without an opener.
 PLAIN = 0.6
+# Stands between a question's working and its answer, and nowhere in an answer.
+WORKING_ENDS = ": "
 
 TESTED = (QuestionClass.INSIDE, QuestionClass.ACROSS, QuestionClass.TWO_HOP, QuestionClass.COMPARE)
 _WITHOUT_CUE = frozenset({QuestionClass.CLOZE, QuestionClass.BRIDGE, QuestionClass.RECALL})
@@ -50,17 +52,27 @@ _WITHOUT_CUE = frozenset({QuestionClass.CLOZE, QuestionClass.BRIDGE, QuestionCla
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its one answer, and the told facts that it rests on (its gold)."""
+    """A question, its one answer, and the told facts that it rests on (its gold).
+
+    `working` is what the reader looks up on the way to the answer, and writes before it: the firm that a two-hop question
+    describes, the numbers that a comparison compares. A reader of a few layers learns each step, and not both at once.
+    """
 
     text: str
     answer: str
     question_class: QuestionClass
     gold: tuple[Told, ...]
+    working: str = ""
 
     @property
     def prompt(self) -> str:
         """What follows the context; some classes go on without a cue."""
         return self.text if self.question_class in _WITHOUT_CUE else prompt_of(self.text)
+
+    @property
+    def written(self) -> str:
+        """What the reader learns to write: the working, if any, and the answer."""
+        return self.working + WORKING_ENDS + self.answer if self.working else self.answer
 
 
 def prompt_of(question: str) -> str:
@@ -98,7 +110,7 @@ def two_hop(rng: random.Random, split: Split, first: Told, second: Told, plain: 
     """Asks for a fact about the value of another: "Where is the firm that employs Mara Quill based?"."""
     bridge = rng.choice(first.fact.relation.descriptions).format(S=first.fact.subject.name)
     text = _worded(rng, split, second.fact.relation.questions, plain).format(S=bridge)
-    return Question(text, second.fact.value, QuestionClass.TWO_HOP, (first, second))
+    return Question(text, second.fact.value, QuestionClass.TWO_HOP, (first, second), first.fact.value)
 
 
 def compare(rng: random.Random, split: Split, one: Told, other: Told, plain: float = PLAIN) -> Question:
@@ -110,7 +122,8 @@ def compare(rng: random.Random, split: Split, one: Told, other: Told, plain: flo
     first, second = (one, other) if rng.random() < 0.5 else (other, one)
     winner = one if one_wins else other
     text = text.format(A=first.fact.subject.name, B=second.fact.subject.name)
-    return Question(text, winner.fact.subject.name, QuestionClass.COMPARE, (one, other))
+    working = f"{first.fact.value}, {second.fact.value}"
+    return Question(text, winner.fact.subject.name, QuestionClass.COMPARE, (one, other), working)
 
 
 def bridge(rng: random.Random, told: Told) -> Question:

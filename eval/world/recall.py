@@ -51,7 +51,7 @@ def draw_recall(tokenizer: PreTrainedTokenizerFast, rng: random.Random, recall: 
         for key, value in rng.sample(told, pairs)
     )
     texts = [", ".join(f"{key} {_idle(rng, recall, after=' ')}{value}" for key, value in told) + ".\n"]
-    texts += [question.text for question in asked] + [question.answer for question in asked]
+    texts += [question.text for question in asked] + [question.written for question in asked]
     ids = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
     return Lesson([ids[0]], [0, 0], ids[1 : 1 + pairs], ids[1 + pairs :], asked, (1 / pairs,) * pairs)
 

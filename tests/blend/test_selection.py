@@ -40,7 +40,7 @@ def test_single_shot_never_scores_twice() -> None:
             asked.append(layer)
             return torch.arange(float(candidates))
 
-        return SelectionStep(layer, 5, 100, torch.arange(candidates), deviation)
+        return SelectionStep(layer, 5, 100, torch.arange(candidates), deviation, torch.zeros(candidates))
 
     single = TopDeviation(0.2, 0.0)
     kept = [int(single.select(step(layer, count)).sum()) for layer, count in ((0, 100), (1, 100), (2, 20), (3, 20))]
@@ -65,4 +65,4 @@ def test_explicit_positions_need_every_layer() -> None:
     """A plan of another depth is refused."""
     plan = ExplicitPositions([[0, 1], [0]])
     with pytest.raises(ConfigError, match="3 layers"):
-        plan.select(SelectionStep(0, 3, 2, torch.arange(2), lambda: torch.zeros(2)))
+        plan.select(SelectionStep(0, 3, 2, torch.arange(2), lambda: torch.zeros(2), torch.zeros(2)))

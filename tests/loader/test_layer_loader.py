@@ -356,7 +356,7 @@ def test_other_sources_of_kv(fusor: Fusor) -> None:
     """KV that is neither a placement nor in memory is refused by its type."""
 
     class Elsewhere:
-        token_ids, prefix_ids, model, dtype = tuple(draw_ids(6, seed=1)), (), None, torch.float32
+        token_ids, prefix_ids, model, dtype, context = tuple(draw_ids(6, seed=1)), (), None, torch.float32, None
 
     with LayerLoader() as loader, pytest.raises(TypeError, match="Elsewhere"):
         fusor.fuse([Segment(Elsewhere.token_ids, Elsewhere()), Segment(draw_ids(3, seed=2))], source=loader)
