@@ -11,6 +11,7 @@ from typing import Any
 from cacheblend.service import Answer, Engine
 from cacheblend.service.default_model import QUESTIONS
 
+from .data.wording import WORLD
 from .metrics import f1
 from .world.question import TESTED
 
@@ -84,8 +85,7 @@ def ask_all(
         start = index % len(methods)
         for method in methods[start:] + methods[:start]:
             answer = engine.answer(item.question, top_k=top_k, method=method, recompute_ratio=recompute_ratio)
-            prediction = answer.text.strip().split("\n", 1)[0]
-            rows[method].append((item.question_class, f1(prediction, item.answers), answer.timings.ttft_s))
+            rows[method].append((item.question_class, f1(WORLD.answer_in(answer.text), item.answers), answer.timings.ttft_s))
         retrieved = {scored.chunk.document_id for scored in answer.chunks}
         found.append((item.question_class, len(retrieved & set(item.gold)) / len(set(item.gold))))
         on_progress("ask", index + 1, len(questions))

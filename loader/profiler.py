@@ -99,6 +99,7 @@ class _NoKV:
     model: str
     dtype: torch.dtype
     prefix_ids: Sequence[int] = ()
+    context: None = None
 
 
 class _OneLayer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cacheblend.eval.world import WORKING_ENDS
 from cacheblend.service.config import INSTRUCTION
 from cacheblend.service.prompt import AFTER_QUESTION, BEFORE_QUESTION
 
@@ -18,6 +19,7 @@ class Wording:
         before_question: in front of it.
         after_question: behind it, where the model has no chat template.
         first_line: the answer ends at the first line break; models without a chat template go on with other questions.
+        working_ends: what stands between a working that the model may write first and its answer; empty for none.
     """
 
     instruction: str = INSTRUCTION
@@ -25,14 +27,17 @@ class Wording:
     before_question: str = BEFORE_QUESTION
     after_question: str = AFTER_QUESTION
     first_line: bool = True
+    working_ends: str = ""
 
     def answer_in(self, text: str) -> str:
         """The answer in a generated text."""
         text = text.strip()
-        return text.split("\n", 1)[0].strip() if self.first_line else text
+        if self.first_line:
+            text = text.split("\n", 1)[0].strip()
+        return text.rpartition(self.working_ends)[2].strip() if self.working_ends else text
 
 
-WORLD = Wording()
+WORLD = Wording(working_ends=WORKING_ENDS)
 # The paper's words (§7.1): they keep answers as short as the data sets' own.
 SHORT_ANSWER = Wording(question="{question} Answer within 5 words.")
 DIALOGUE = Wording(

@@ -8,10 +8,11 @@ from .case import Case, CaseChunk, CaseConfig, make_cases, world_of
 from .corpus import documents, write_corpus
 from .guessing import guessing_levels
 from .names import Split
-from .question import QuestionClass, prompt_of
+from .question import WORKING_ENDS, QuestionClass, prompt_of
 from .world import World, make_world
 
 __all__ = [
+    "WORKING_ENDS",
     "Case",
     "CaseChunk",
     "CaseConfig",

@@ -47,6 +47,7 @@ class Stage:
         linked: share of contexts whose articles are pairs that a question of two hops joins.
         questions: at most this many questions a lesson.
         gaps: whether positions have random gaps (`make_lesson`).
+        cut: share of lessons whose articles are cut as the engine cuts documents (`make_lesson`).
         without: classes that are not asked.
         plain_questions: share of questions without an opener; shorter questions, quicker steps.
         recall: what its recall lessons are like; None for lessons about articles.
@@ -60,6 +61,7 @@ class Stage:
     linked: float = 0.0
     questions: int = 16
     gaps: bool = False
+    cut: float = 0.0
     without: frozenset[QuestionClass] = frozenset()
     plain_questions: float = PLAIN
     recall: Recall | None = None
@@ -77,6 +79,7 @@ def _brief(facts: int, named: float) -> Style:
     return Style(chunks=1, chunk_tokens=0, facts=facts, named_early=named, restated=0.2, plain=1.0)
 
 
+_CUT_TOKENS = 48, 128
 _LATER = frozenset({QuestionClass.COMPARE, QuestionClass.TWO_HOP})
 
 STAGES: tuple[Stage, ...] = (
@@ -140,6 +143,7 @@ STAGES: tuple[Stage, ...] = (
         linked=0.5,
         questions=24,
         gaps=True,
+        cut=0.3,
         pass_mark=0.9,
     ),
     Stage(
@@ -149,6 +153,7 @@ STAGES: tuple[Stage, ...] = (
         linked=0.5,
         questions=32,
         gaps=True,
+        cut=0.3,
         pass_mark=2.0,
     ),
 )
@@ -170,7 +175,8 @@ def draw_lesson(tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: str, spl
     scene = _draw_scene(rng, stage, seed, split)
     asked = _choose(rng, scene, stage)
     preamble = INSTRUCTION if rng.random() < 0.5 else ""
-    return make_lesson(tokenizer, scene, asked, preamble=preamble, gaps=rng if stage.gaps else None)
+    cut_at = rng.randint(*_CUT_TOKENS) if rng.random() < stage.cut else None
+    return make_lesson(tokenizer, scene, asked, preamble=preamble, gaps=rng if stage.gaps else None, cut_at=cut_at)
 
 
 def _draw_scene(rng: random.Random, stage: Stage, seed: str, split: Split) -> Scene:

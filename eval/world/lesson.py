@@ -9,8 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerFast
+
+from cacheblend.retriever import PlainTokenizer
+from cacheblend.retriever.config import SEPARATOR
 
 from .question import Question
 from .scene import Scene
@@ -44,6 +48,7 @@ def make_lesson(
     *,
     preamble: str = "",
     gaps: random.Random | None = None,
+    cut_at: int | None = None,
     longest: int = 2048,
 ) -> Lesson:
     """The lesson of a scene and the questions to ask about it.
@@ -55,9 +60,12 @@ def make_lesson(
         preamble: text before the first chunk.
         gaps: a source of random gaps between the positions of neighbouring chunks, so that positions generalise to contexts
             longer than the lesson; None for none.
+        cut_at: cut the articles, under a title line, into chunks of so many tokens, wherever that falls, as the engine cuts
+            documents; None keeps the chunks as they were written.
         longest: no position reaches this.
     """
-    context = [text for text in (preamble, *(passage.text for passage in scene.passages)) if text]
+    written = [passage.text for passage in scene.passages] if cut_at is None else _cut(tokenizer, scene, cut_at)
+    context = [text for text in (preamble, *written) if text]
     texts = list(context)
     texts += [question.prompt for question in asked] + [question.written for question in asked]
     encoded = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -66,6 +74,16 @@ def make_lesson(
     used = 2 + sum(map(len, chunks)) + max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     guess = tuple(1 / len(set(scene.candidates(question))) for question in asked)
     return Lesson(chunks, _gaps(gaps, len(chunks) + 1, longest - used), prompts, answers, tuple(asked), guess)
+
+
+def _cut(tokenizer: PreTrainedTokenizerFast, scene: Scene, tokens: int) -> list[str]:
+    """The scene's articles as the engine's retriever would cut them."""
+    plain = PlainTokenizer(tokenizer)
+    texts: list[str] = []
+    for name, passages in groupby(scene.passages, key=lambda passage: passage.article.subject.name):
+        content = f"{name}\n{''.join(passage.text for passage in passages)}"
+        texts += [text + SEPARATOR for text in plain.cut(content, tokens, 0)]
+    return texts
 
 
 def _gaps(rng: random.Random | None, count: int, spare: int) -> list[int]:

@@ -55,6 +55,13 @@ def test_ratio_outside_0_to_1_is_refused(ratio: object) -> None:
         FusionConfig(recompute_ratio=ratio)
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("inf"), True])
+def test_a_weight_below_0_is_refused(weight: float) -> None:
+    """A weight that is no number of 0 or more names itself in the error."""
+    with pytest.raises(ConfigError, match=r"context_weight=.*0 or more"):
+        FusionConfig(context_weight=weight)
+
+
 def test_unknown_selector_is_refused() -> None:
     """An unknown selector's error lists the known ones."""
     with pytest.raises(ConfigError, match="gradual, single_shot"):

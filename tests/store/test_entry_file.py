@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from chunks import HEADS, file_of, make_chunk, same
 from safetensors import safe_open
 
-from cacheblend.store import ChunkKV, DamagedEntryError
+from cacheblend.store import ChunkKV, DamagedEntryError, DocumentContext
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.entry_file import EntryFile, write_file
 from cacheblend.store.entry_header import EntryHeader
@@ -170,3 +172,20 @@ def test_a_chunk_whose_model_is_unknown(open_store) -> None:
     with EntryFile.open(file_of(store, key), str(key)) as file:
         assert same(file.load().chunk(copy=False), anonymous)
         assert file.info.key == key
+
+
+def test_a_chunks_context_comes_back(tmp_path: Path) -> None:
+    """What its document does to a chunk is in the header; files of versions that did not know it have none."""
+    key, kv = make_chunk(3)
+    context = DocumentContext(("0f" * 16, "1e" * 16), tuple(0.001 * index for index in range(len(kv.token_ids))))
+    entry = EncodedEntry.of(key, replace(kv, context=context))
+    with EntryFile.open(write(tmp_path, entry), str(key)) as file:
+        assert file.info.context == context
+        assert file.load().chunk(copy=True).context == context
+    raw = EntryHeader.of(EncodedEntry.of(key, kv)).pack()[8:]
+    table = json.loads(raw)
+    description = json.loads(table["__metadata__"]["entry"])
+    del description["context"]
+    text = json.dumps(description)
+    table["__metadata__"] = {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+    assert EntryHeader.parse(json.dumps(table).encode(), str(key)).info.context is None
