@@ -41,13 +41,18 @@ class Blend(PrefillMethod):
 
 
 def gradual(fusor: Fusor, ratio: float) -> Blend:
-    """Gradual filtering, the paper's scheme (§4.3, figure 9)."""
+    """Gradual filtering, by the deviation measured in the prompt and by the one known of the chunk's document."""
     return Blend(fusor, FusionConfig(recompute_ratio=ratio))
 
 
+def measured_alone(fusor: Fusor, ratio: float) -> Blend:
+    """Gradual filtering by the deviation measured in the prompt alone: the paper's scheme (§4.3, figure 9)."""
+    return Blend(fusor, FusionConfig(recompute_ratio=ratio, context_weight=0.0))
+
+
 def single_shot(fusor: Fusor, ratio: float) -> Blend:
-    """The choice at layer 1 kept for all layers."""
-    return Blend(fusor, FusionConfig(recompute_ratio=ratio, selector="single_shot"))
+    """The paper's choice at layer 1 kept for all layers, as others ship it."""
+    return Blend(fusor, FusionConfig(recompute_ratio=ratio, selector="single_shot", context_weight=0.0))
 
 
 def full_reuse(fusor: Fusor) -> Blend:
