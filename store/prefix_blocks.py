@@ -1,0 +1,221 @@
+"""Blocks of prompts' KV in RAM, found again by whoever's prompt begins with the same tokens.
+
+Shapes: H KV heads, T tokens that a layer keeps of a block, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .block_hash import BLOCK_TOKENS, BlockChain
+from .chunk import LayerPair
+from .errors import ConfigError
+from .prefix_run import PrefixRun, blocks_needed, tokens_kept
+
+ReadLayer = Callable[[int, int, int], LayerPair]
+_Name = tuple[bytes, int | None]  # a block's hash, and the window of the layers that a part of it is of
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A block's KV in all layers of one window."""
+
+    pairs: tuple[LayerPair, ...]
+    nbytes: int
+    users: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """What is held now, and what happened since the start.
+
+    Args:
+        parts: blocks held, each counted once a kind of layer (full, or of one window).
+        bytes: of their keys and values.
+        budget_bytes: at most so many.
+        lookups: prompts that were looked up.
+        hits: those of which at least one block was found.
+        evictions: parts that made room for others.
+    """
+
+    parts: int
+    bytes: int
+    budget_bytes: int
+    lookups: int
+    hits: int
+    evictions: int
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain numbers, for JSON."""
+        return dataclasses.asdict(self)
+
+
+class PrefixBlocks:
+    """Full blocks of 16 tokens by their chained hash, up to a byte budget. Thread-safe.
+
+    The layers of one window, and those of full attention, are held and evicted apart: behind a prefix a full layer needs all of
+    its blocks, a layer with a window those in the window. The least recently used goes first, and of a chain that was used at
+    once its tail goes before its parents. What is in use stays.
+
+    Args:
+        budget_bytes: keys and values held at most.
+        windows: each layer's sliding window; None for full attention.
+        model: fingerprint of the model.
+
+    Raises:
+        ConfigError: a budget that is not a positive whole number.
+    """
+
+    def __init__(self, budget_bytes: int, windows: Sequence[int | None], model: str) -> None:
+        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes <= 0:
+            raise ConfigError("budget_bytes", budget_bytes, "give a whole number of bytes above 0")
+        self._budget_bytes, self._windows, self._model = budget_bytes, tuple(windows), model
+        self._layers = {window: [at for at, other in enumerate(windows) if other == window] for window in windows}
+        self._lock = threading.Lock()
+        self._parts: dict[_Name, _Part] = {}
+        self._idle: OrderedDict[_Name, None] = OrderedDict()  # held and not in use; the first one goes first
+        self._bytes = self._lookups = self._hits = self._evictions = 0
+
+    @contextmanager
+    def match(self, token_ids: Sequence[int], chains: Sequence[BlockChain]) -> Iterator[PrefixRun | None]:
+        """The longest run of blocks that `token_ids` begin with; None for none. Nothing of it is evicted inside the context.
+
+        Args:
+            token_ids: the tokens that may be matched: at most all but the prompt's last one, whose logits are wanted.
+            chains: of the prompt; a block is taken from the first of them that has it.
+        """
+        with self._lock:
+            digests = self._longest(chains, len(token_ids) // BLOCK_TOKENS)
+            self._lookups += 1
+            self._hits += bool(digests)
+            names = [(digest, window) for window in self._layers for digest in self._needed(digests, window)]
+            self._take(names)
+            held = {
+                window: [self._parts[digest, window].pairs for digest in self._needed(digests, window)]
+                for window in self._layers
+            }
+        try:
+            first = next((at for at, digest in enumerate(digests) if digest != chains[0].digests[at]), len(digests))
+            tokens = tuple(token_ids[: len(digests) * BLOCK_TOKENS])
+            yield PrefixRun(tokens, tuple(digests), first, self._model, self._windows, held) if digests else None
+        finally:
+            held.clear()
+            with self._lock:
+                self._release(names, digests)
+
+    def insert(self, digests: Sequence[bytes], first: int, read: ReadLayer) -> int:
+        """Hold a prompt's blocks from the `first` on, as far as there is room; those that are held already stay as they are.
+
+        Args:
+            digests: of the prompt's blocks, from its start.
+            first: the blocks before it were found by `match`, and their KV is not at hand.
+            read: gives `k_HTD`, rotated, and `v_HTD` of a layer's positions from a start to a stop; they are copied.
+
+        Returns:
+            How many of the prompt's blocks, from its start, are held now.
+        """
+        names: list[_Name] = []
+        with self._lock:
+            done = 0
+            for index, digest in enumerate(digests):
+                if not self._hold(index, digest, read if index >= first else None, names):
+                    break
+                done = index + 1
+            self._release(names, digests)
+            return done
+
+    def clear(self) -> None:
+        """Let go of all that is not in use."""
+        with self._lock:
+            while self._idle:
+                self._drop(next(iter(self._idle)))
+
+    def stats(self) -> PrefixStats:
+        """What is held, and what happened."""
+        with self._lock:
+            parts, lookups, hits = len(self._parts), self._lookups, self._hits
+            return PrefixStats(parts, self._bytes, self._budget_bytes, lookups, hits, self._evictions)
+
+    def _longest(self, chains: Sequence[BlockChain], most: int) -> list[bytes]:
+        """Hashes of the longest run that all kinds of layers have what they need of."""
+        found: list[bytes] = []
+        unbroken = dict.fromkeys(self._layers, 0)  # blocks in a row that end here
+        longest = 0
+        for candidates in zip(*(chain.digests[:most] for chain in chains), strict=True):
+            held = [digest for digest in candidates if any((digest, window) in self._parts for window in self._layers)]
+            digest = held[0] if held else candidates[0]
+            found.append(digest)
+            for window in self._layers:
+                unbroken[window] = unbroken[window] + 1 if (digest, window) in self._parts else 0
+            if None in unbroken and unbroken[None] < len(found):
+                break  # a full layer needs every block
+            if all(unbroken[window] >= blocks_needed(window, len(found)) for window in self._layers):
+                longest = len(found)
+        return found[:longest]
+
+    @staticmethod
+    def _needed(digests: Sequence[bytes], window: int | None) -> Sequence[bytes]:
+        """The blocks of a run that layers of this window need."""
+        return digests[len(digests) - blocks_needed(window, len(digests)) :]
+
+    def _hold(self, index: int, digest: bytes, read: ReadLayer | None, names: list[_Name]) -> bool:
+        """Have a block's parts held and in use, and note their names; False where one is missing and cannot be had."""
+        for window in self._layers:
+            name = (digest, window)
+            if name not in self._parts:
+                if read is None:
+                    if window is None:
+                        return False  # behind a missing parent no full layer would be found again
+                    continue
+                stop = (index + 1) * BLOCK_TOKENS
+                pairs = [read(layer, stop - tokens_kept(window), stop) for layer in self._layers[window]]
+                nbytes = sum(x_HTD.nbytes for pair in pairs for x_HTD in pair)
+                if not self._make_room(nbytes):
+                    return False
+                self._parts[name] = _Part(_copies(pairs), nbytes)
+                self._bytes += nbytes
+            self._take([name])
+            names.append(name)
+        return True
+
+    def _make_room(self, nbytes: int) -> bool:
+        if nbytes > self._budget_bytes:
+            return False
+        while self._bytes + nbytes > self._budget_bytes:
+            if not self._idle:
+                return False
+            self._drop(next(iter(self._idle)))
+            self._evictions += 1
+        return True
+
+    def _drop(self, name: _Name) -> None:
+        del self._idle[name]
+        self._bytes -= self._parts.pop(name).nbytes
+
+    def _take(self, names: Sequence[_Name]) -> None:
+        """Put parts in use."""
+        for name in names:
+            self._parts[name].users += 1
+            self._idle.pop(name, None)
+
+    def _release(self, names: Sequence[_Name], digests: Sequence[bytes]) -> None:
+        """Put parts out of use, the last of the chain first, which then is the first to go."""
+        depth = {digest: index for index, digest in enumerate(digests)}
+        for name in sorted(names, key=lambda name: depth[name[0]], reverse=True):
+            part = self._parts[name]
+            part.users -= 1
+            if not part.users:
+                self._idle[name] = None
+
+
+def _copies(pairs: Sequence[LayerPair]) -> tuple[LayerPair, ...]:
+    """The pairs on the CPU, in memory of their own: a view would keep the whole prompt's alive."""
+    copied_LCHTD = torch.stack([torch.stack(pair) for pair in pairs]).cpu()
+    return tuple((k_HTD, v_HTD) for k_HTD, v_HTD in copied_LCHTD)

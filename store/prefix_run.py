@@ -1,0 +1,118 @@
+"""The KV of a prompt's first blocks, as `PrefixBlocks` found it.
+
+Shapes: L layers, H KV heads, T tokens of the run, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .block_hash import BLOCK_TOKENS
+from .chunk import LayerPair
+from .document_context import DocumentContext
+from .errors import InputError, StoreError
+
+
+def blocks_needed(window: int | None, blocks: int) -> int:
+    """How many of a prompt's first `blocks` blocks, its last ones, the token after them needs in a layer of this window."""
+    return blocks if window is None else min(blocks, -(-max(window - 1, 1) // BLOCK_TOKENS))
+
+
+def tokens_kept(window: int | None) -> int:
+    """How many of a block's last tokens a layer of this window holds: more are never seen from behind the block."""
+    return BLOCK_TOKENS if window is None else min(BLOCK_TOKENS, max(window - 1, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixRun:
+    """KV of the T tokens that a prompt begins with; it is valid inside `PrefixBlocks.match`.
+
+    Its keys are rotated already: a prefix stands at the same positions in every prompt that begins with it. Layers with a
+    sliding window hold what the tokens after the run can see, and zeros before that.
+
+    Attributes:
+        token_ids: the T token ids.
+        digests: the hash of each block, in the chain that it was found in.
+        first_chain_blocks: how many of the blocks, from the first on, were found in the first of the chains asked for.
+        model: fingerprint of the model that computed it.
+        windows: each layer's sliding window; None for full attention.
+        held: per window, the pairs (one a layer of that window) of the blocks that are needed, in order.
+    """
+
+    token_ids: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    first_chain_blocks: int
+    model: str
+    windows: tuple[int | None, ...]
+    held: Mapping[int | None, Sequence[Sequence[LayerPair]]] = field(repr=False)
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Nothing stands before a prefix."""
+        return ()
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the keys stand rotated: always."""
+        return True
+
+    @property
+    def context(self) -> DocumentContext | None:
+        """A prefix is never chosen from."""
+        return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the keys and values."""
+        return self._any_pair[0].dtype
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.windows)
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads and head size of one layer."""
+        k_HTD = self._pairs(layer)[-1][0]
+        return k_HTD.shape[0], k_HTD.shape[2]
+
+    def read_layer(self, layer: int) -> LayerPair:
+        """`k_HTD` and `v_HTD` of one layer on the CPU."""
+        kv_heads, head_dim = self.heads(layer)
+        pair_2HTD = torch.empty((2, kv_heads, len(self.token_ids), head_dim), dtype=self.dtype)
+        self.read_layer_into(layer, pair_2HTD[0], pair_2HTD[1])
+        return pair_2HTD[0], pair_2HTD[1]
+
+    def read_layer_into(self, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
+        """Copy one layer to where it is needed, which is memory of the CPU.
+
+        Raises:
+            InputError: the memory has another shape or dtype than the layer.
+            StoreError: the run was released.
+        """
+        pairs = self._pairs(layer)
+        kv_heads, head_dim = self.heads(layer)
+        start = len(self.token_ids) - len(pairs) * pairs[0][0].shape[1]
+        for which, x_HTD in enumerate((k_HTD, v_HTD)):
+            if x_HTD.shape != (kv_heads, len(self.token_ids), head_dim) or x_HTD.dtype != self.dtype:
+                raise InputError(
+                    f"layer {layer} of a prefix is {self.dtype} {(kv_heads, len(self.token_ids), head_dim)}, and the memory "
+                    f"for it {x_HTD.dtype} {tuple(x_HTD.shape)}"
+                )
+            x_HTD[:, :start] = 0
+            torch.cat([pair[which] for pair in pairs], dim=1, out=x_HTD[:, start:])
+
+    @property
+    def _any_pair(self) -> LayerPair:
+        return self._pairs(0)[-1]
+
+    def _pairs(self, layer: int) -> list[LayerPair]:
+        """The layer's pairs of the blocks that are needed, in order."""
+        window = self.windows[layer]
+        if window not in self.held:
+            raise StoreError("a prefix's KV was read after it was released; read inside `with blocks.match`")
+        rank = self.windows[:layer].count(window)
+        return [block[rank] for block in self.held[window]]

@@ -1,0 +1,359 @@
+"""Prefixes of letters, 16 equal tokens a letter; KV whose values tell which prefix and layer they are of.
+
+Shapes: H KV heads, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.store import InputError, StoreError
+from cacheblend.store.block_hash import BLOCK_TOKENS, BlockChain, chain_root
+from cacheblend.store.errors import ConfigError
+from cacheblend.store.prefix_blocks import PrefixBlocks
+from cacheblend.store.prefix_run import PrefixRun
+
+HEADS, HEAD_DIM = 2, 3
+FULL: tuple[int | None, ...] = (None, None)
+HYBRID: tuple[int | None, ...] = (20, None, 20, None)  # behind a prefix, 19 tokens, and so two blocks, are in the window
+SLIDING: tuple[int | None, ...] = (20, 20)
+SHORT: tuple[int | None, ...] = (12, None)  # a window below a block
+MUCH = 2**30
+LAYER_BYTES = 2 * 4 * HEADS * BLOCK_TOKENS * HEAD_DIM
+BLOCK_BYTES = len(FULL) * LAYER_BYTES
+ROOTS = {"exact": chain_root(b"model", b"exact"), "blended": chain_root(b"model", b"blended")}
+
+
+def tokens_of(letters: str) -> list[int]:
+    return [ord(letter) for letter in letters for _ in range(BLOCK_TOKENS)]
+
+
+def chain(letters: str, root: str = "exact", extra_keys: Sequence[bytes] = ()) -> BlockChain:
+    made = BlockChain(ROOTS[root], extra_keys)
+    made.extend(tokens_of(letters))
+    return made
+
+
+def layer_kv(letters: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """KV of a whole prompt: each position's values depend on the prefix up to its block, the layer and the position."""
+    seeds = [hash((letters[: at // BLOCK_TOKENS + 1], layer, at)) % 2**20 for at in range(BLOCK_TOKENS * len(letters))]
+    k_HTD = torch.tensor(seeds, dtype=torch.float32)[None, :, None].repeat(HEADS, 1, HEAD_DIM)
+    return k_HTD, -k_HTD
+
+
+def insert(blocks: PrefixBlocks, letters: str, first: int = 0, digests: Sequence[bytes] | None = None) -> int:
+    def read(layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k_HTD, v_HTD = layer_kv(letters, layer)
+        return k_HTD[:, start:stop], v_HTD[:, start:stop]
+
+    return blocks.insert(chain(letters).digests if digests is None else digests, first, read)
+
+
+def matched(blocks: PrefixBlocks, letters: str, *roots: str, extra_keys: Sequence[bytes] = ()) -> str:
+    with blocks.match(tokens_of(letters), [chain(letters, root, extra_keys) for root in roots or ("exact",)]) as run:
+        return "" if run is None else letters[: len(run.digests)]
+
+
+def make(windows: tuple[int | None, ...] = FULL, budget_bytes: int = MUCH) -> PrefixBlocks:
+    return PrefixBlocks(budget_bytes, windows, "model")
+
+
+@pytest.mark.parametrize(("windows", "seen"), [(FULL, (None, None)), (HYBRID, (32, None, 32, None)), (SHORT, (11, None))])
+def test_a_run_holds_what_was_inserted(windows: tuple[int | None, ...], seen: tuple[int | None, ...]) -> None:
+    """A run gives each layer's KV, bit for bit where tokens behind it can see it, and zeros before."""
+    blocks = make(windows)
+    assert insert(blocks, "abcd") == 4
+    with blocks.match(tokens_of("abcx"), [chain("abcx")]) as run:
+        assert run is not None
+        assert run.token_ids == tuple(tokens_of("abc"))
+        assert (run.model, run.layers, run.dtype, run.rotated) == ("model", len(windows), torch.float32, True)
+        for layer, last in enumerate(seen):
+            start = 0 if last is None else 3 * BLOCK_TOKENS - last
+            for got_HTD, whole_HTD in zip(run.read_layer(layer), layer_kv("abcd", layer), strict=True):
+                assert torch.equal(got_HTD[:, start:], whole_HTD[:, start : 3 * BLOCK_TOKENS])
+                assert not got_HTD[:, :start].any()
+    with pytest.raises(StoreError, match="after it was released"):
+        run.read_layer(0)
+
+
+def test_only_a_common_prefix_is_found() -> None:
+    """A prompt finds the blocks that it begins with and no others, of its own root and extra keys alone."""
+    blocks = make()
+    insert(blocks, "abc")
+    assert [matched(blocks, letters) for letters in ("abcd", "abc", "abx", "ab", "xbc", "bc", "")] == [
+        *("abc", "abc", "ab", "ab"),
+        *("", "", ""),
+    ]
+    assert matched(blocks, "abc", "blended") == ""
+    assert matched(blocks, "abc", extra_keys=(b"salt",)) == ""
+    stats = blocks.stats()
+    assert (stats.parts, stats.bytes, stats.lookups, stats.hits) == (3, 3 * BLOCK_BYTES, 9, 4)
+
+
+def test_a_part_of_a_block_is_not_matched() -> None:
+    """A block whose last token may not be matched, since its logits are wanted, is not."""
+    blocks = make()
+    insert(blocks, "ab")
+    with blocks.match(tokens_of("ab")[:-1], [chain("ab")]) as run:
+        assert run is not None
+        assert len(run.token_ids) == BLOCK_TOKENS
+
+
+def test_a_second_chain_goes_on_where_the_first_ends() -> None:
+    """Asked for two chains a run has the first one's blocks as far as they go, and the second one's behind them."""
+    blocks = make()
+    exact, blended = chain("abcd"), chain("abcd", "blended")
+    insert(blocks, "abcd", digests=[*exact.digests[:2], *blended.digests[2:]])
+    with blocks.match(tokens_of("abcd"), [exact, blended]) as run:
+        assert run is not None
+        assert run.digests == (*exact.digests[:2], *blended.digests[2:])
+        assert run.first_chain_blocks == 2
+    assert matched(blocks, "abcd", "exact") == "ab"
+    assert matched(blocks, "abcd", "blended") == ""
+
+
+def test_the_tail_goes_first() -> None:
+    """Of a chain used at once the last block is evicted first; of two chains the one used longer ago."""
+    blocks = make(budget_bytes=6 * BLOCK_BYTES)
+    insert(blocks, "abc")
+    insert(blocks, "xyz")
+    assert matched(blocks, "abc") == "abc"
+    insert(blocks, "m")
+    assert (matched(blocks, "abc"), matched(blocks, "xyz")) == ("abc", "xy")
+    insert(blocks, "mn")
+    insert(blocks, "mno")
+    assert (matched(blocks, "abc"), matched(blocks, "xyz"), matched(blocks, "mno")) == ("a", "xy", "mno")
+    assert blocks.stats().evictions == 3
+
+
+def test_a_child_keeps_its_parents_young() -> None:
+    """A block that is added to an old chain makes the chain young, so that no child outlives its parent."""
+    blocks = make(budget_bytes=4 * BLOCK_BYTES)
+    insert(blocks, "ab")
+    insert(blocks, "x")
+    insert(blocks, "abc", first=2)
+    insert(blocks, "z")
+    assert (matched(blocks, "abc"), matched(blocks, "x"), matched(blocks, "z")) == ("abc", "", "z")
+
+
+def test_what_is_in_use_stays() -> None:
+    """Blocks of a run that is in use are not evicted, by however many it is used; room that cannot be had is not taken."""
+    blocks = make(budget_bytes=3 * BLOCK_BYTES)
+    insert(blocks, "abc")
+    with ExitStack() as first, blocks.match(tokens_of("ab"), [chain("ab")]):
+        run = first.enter_context(blocks.match(tokens_of("ab"), [chain("ab")]))
+        assert run is not None
+        assert insert(blocks, "xyz") == 1
+        first.close()
+        assert insert(blocks, "xyz") == 1
+        assert matched(blocks, "ab") == "ab"
+    assert insert(blocks, "xyz") == 3
+    assert blocks.stats().bytes == 3 * BLOCK_BYTES
+
+
+def test_a_prompt_longer_than_the_budget() -> None:
+    """Of a prompt that does not fit its first blocks are held; nothing where not even one does."""
+    assert insert(blocks := make(budget_bytes=2 * BLOCK_BYTES + 1), "abcd") == 2
+    assert matched(blocks, "abcd") == "ab"
+    assert insert(blocks := make(budget_bytes=BLOCK_BYTES - 1), "abcd") == 0
+    assert blocks.stats().parts == 0
+
+
+def test_no_block_without_its_parents() -> None:
+    """Blocks behind ones that were evicted meanwhile are not taken in: nobody would find them."""
+    blocks = make(budget_bytes=2 * BLOCK_BYTES)
+    insert(blocks, "ab")
+    insert(blocks, "xy")
+    assert insert(blocks, "abc", first=2) == 0
+    assert matched(blocks, "xy") == "xy"
+
+
+def test_a_window_needs_its_last_blocks_alone() -> None:
+    """A hit is what full and sliding layers both have: all blocks of the ones, the window's of the others."""
+    full = sliding = 2 * LAYER_BYTES
+    blocks = make(HYBRID, budget_bytes=4 * full + 4 * sliding)
+    insert(blocks, "abcd")
+    assert matched(blocks, "abcd") == "abcd"  # in use were all full blocks, and the sliding ones of c and d
+    insert(blocks, "x")
+    assert matched(blocks, "abcd") == "abcd"  # a's and b's sliding parts made room
+    assert matched(blocks, "abc") == ""  # which a prompt that leaves the chain at c would have needed
+    assert matched(blocks, "x") == "x"
+
+
+def test_sliding_layers_alone() -> None:
+    """Where every layer has a window, a prefix whose beginning is gone is still found."""
+    blocks = make(SLIDING, budget_bytes=4 * BLOCK_BYTES)
+    insert(blocks, "abcd")
+    assert matched(blocks, "abcd") == "abcd"
+    insert(blocks, "xy")
+    assert matched(blocks, "abcd") == "abcd"
+    assert matched(blocks, "ab") == ""
+
+
+def test_views_are_not_kept() -> None:
+    """A block is a copy: changing the prompt's memory afterwards does not change it."""
+    blocks, k_HTD = make(), torch.ones(HEADS, BLOCK_TOKENS, HEAD_DIM)
+    blocks.insert(chain("a").digests, 0, lambda _, start, stop: (k_HTD[:, start:stop], k_HTD[:, start:stop]))
+    k_HTD.zero_()
+    with blocks.match(tokens_of("a"), [chain("a")]) as run:
+        assert run is not None
+        assert all(x_HTD.all() for x_HTD in run.read_layer(1))
+        with pytest.raises(InputError, match="the memory for it"):
+            run.read_layer_into(0, *torch.empty(2, HEADS, BLOCK_TOKENS + 1, HEAD_DIM))
+
+
+def test_clear() -> None:
+    """Clearing leaves what is in use."""
+    blocks = make()
+    insert(blocks, "abc")
+    with blocks.match(tokens_of("a"), [chain("a")]):
+        blocks.clear()
+        assert blocks.stats().bytes == BLOCK_BYTES
+    assert matched(blocks, "abc") == "a"
+    blocks.clear()
+    assert blocks.stats().bytes == 0
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 2.5, "1"])
+def test_bad_budget(budget: object) -> None:
+    """A budget that is no positive whole number is refused."""
+    with pytest.raises(ConfigError, match="budget_bytes"):
+        PrefixBlocks(budget, FULL, "model")  # type: ignore[arg-type]  # that is the test
+
+
+@dataclass
+class PlainBlocks:
+    """What `PrefixBlocks` does, with a dict of last uses and a scan for each question."""
+
+    windows: tuple[int | None, ...]
+    budget_bytes: int
+    held: dict[tuple[str, str, int | None], int] = field(default_factory=dict)  # (prefix, root, window) -> last use
+    now: int = 0
+
+    def run(self, letters: str, roots: Sequence[str]) -> list[tuple[str, str]]:
+        for length in range(len(letters), 0, -1):
+            names = [self.name(letters[: at + 1], roots) for at in range(length)]
+            if all((*name, window) in self.held for window in set(self.windows) for name in self.needed(names, window)):
+                return names
+        return []
+
+    def name(self, prefix: str, roots: Sequence[str]) -> tuple[str, str]:
+        return next(
+            ((prefix, root) for root in roots if any((prefix, root, w) in self.held for w in self.windows)), (prefix, roots[0])
+        )
+
+    @staticmethod
+    def needed(names: list[tuple[str, str]], window: int | None) -> list[tuple[str, str]]:
+        count = len(names) if window is None else min(len(names), -(-(window - 1) // BLOCK_TOKENS))
+        return names[len(names) - count :]
+
+    def match(self, letters: str, roots: Sequence[str]) -> list[tuple[str, str]]:
+        self.now += 1
+        names = self.run(letters, roots)
+        self.held |= {(*name, window): self.now for window in set(self.windows) for name in self.needed(names, window)}
+        return names
+
+    def insert(self, names: list[tuple[str, str]], first: int) -> None:
+        self.now += 1
+        in_use: set[tuple[str, str, int | None]] = set()
+        for index, name in enumerate(names):
+            for window in dict.fromkeys(self.windows):
+                part = (*name, window)
+                if part not in self.held:
+                    if index < first:
+                        if window is None:
+                            return
+                        continue
+                    while self.bytes + self.size(window) > self.budget_bytes:
+                        order = list(dict.fromkeys(self.windows))
+                        idle = [other for other in self.held if other not in in_use]
+                        if not idle:
+                            return
+                        del self.held[min(idle, key=lambda one: (self.held[one], -len(one[0]), order.index(one[2])))]
+                self.held[part] = self.now
+                in_use.add(part)
+
+    def size(self, window: int | None) -> int:
+        kept = BLOCK_TOKENS if window is None else min(BLOCK_TOKENS, window - 1)
+        return self.windows.count(window) * LAYER_BYTES // BLOCK_TOKENS * kept
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.size(window) for _, _, window in self.held)
+
+
+LETTERS = st.text("ab", min_size=1, max_size=6)
+
+
+@given(
+    windows=st.sampled_from([FULL, HYBRID, SLIDING, SHORT]),
+    budget_parts=st.integers(1, 14),
+    steps=st.lists(st.tuples(LETTERS, st.booleans(), st.integers(0, 6)), max_size=25),
+)
+@settings(max_examples=150, deadline=None)
+def test_against_a_plain_model(windows: tuple[int | None, ...], budget_parts: int, steps: list[tuple[str, bool, int]]) -> None:
+    """Requests that match and then add their blocks find and hold what a plain dict model does, and never other KV."""
+    budget_bytes = budget_parts * BLOCK_BYTES
+    blocks, plain = make(windows, budget_bytes), PlainBlocks(windows, budget_bytes)
+    for letters, blends, exact_blocks in steps:
+        roots = ["exact", "blended"] if blends else ["exact"]
+        chains = [chain(letters, root) for root in roots]
+        with blocks.match(tokens_of(letters), chains) as run:
+            expected = plain.match(letters, roots)
+            found = 0 if run is None else len(run.digests)
+            assert found == len(expected)
+            if run is not None:
+                check_content(run, letters, windows)
+        names = [
+            *expected,
+            *((letters[: at + 1], roots[-1] if at >= exact_blocks else "exact") for at in range(found, len(letters))),
+        ]
+        digests = [chain(prefix, root).digests[-1] for prefix, root in names]
+        plain.insert(names, found)
+        insert(blocks, letters, found, digests)
+        stats = blocks.stats()
+        assert (stats.parts, stats.bytes) == (len(plain.held), plain.bytes)
+        assert stats.bytes <= budget_bytes
+    assert not [part for part in blocks._parts.values() if part.users]
+
+
+def check_content(run: PrefixRun, letters: str, windows: tuple[int | None, ...]) -> None:
+    for layer, window in enumerate(windows):
+        for got_HTD, whole_HTD in zip(run.read_layer(layer), layer_kv(letters, layer), strict=True):
+            seen = len(run.token_ids) if window is None else min(len(run.token_ids), window - 1)
+            stop = len(run.token_ids)
+            assert torch.equal(got_HTD[:, stop - seen :], whole_HTD[:, stop - seen : stop])
+
+
+def test_threads() -> None:
+    """Threads that match and insert at once see whole runs of their own prompts, and leave nothing in use."""
+    blocks, errors = make(HYBRID, budget_bytes=12 * LAYER_BYTES), list[BaseException]()
+
+    def work(seed: int) -> None:
+        prompts = ("abcd", "abxy", "ab", "xyz", "abca")[seed:]
+        try:
+            for _ in range(30):
+                for letters in prompts:
+                    with blocks.match(tokens_of(letters), [chain(letters)]) as run:
+                        if run is not None:
+                            check_content(run, letters, HYBRID)
+                    insert(blocks, letters, 0 if run is None else len(run.digests))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not [part for part in blocks._parts.values() if part.users]
+    assert blocks.stats().bytes <= 12 * LAYER_BYTES
