@@ -73,6 +73,21 @@ class Database:
                     self._writer.execute("ROLLBACK")
                 raise
 
+    def settle(self) -> None:
+        """Make what is seen now what the next opening sees; needed before anything else follows from what is seen.
+
+        A process that dies in its commit may leave it whole in the write-ahead log, but not yet announced to the others: they
+        do not see it, while an opening after all have ended reads the log and does. A commit of ours takes its place there.
+
+        Raises:
+            StoreFullError: the disk is full.
+            StoreDirectoryError: the file cannot be written.
+
+        """
+        with self.transaction() as transaction:
+            ((version,),) = transaction.execute("PRAGMA user_version").fetchall()
+            transaction.execute(f"PRAGMA user_version = {version}")  # writes its page also where the number stays
+
     def check(self) -> None:
         """Raise where the file's own structure is broken.
 

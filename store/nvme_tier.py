@@ -59,7 +59,7 @@ class NvmeTier:
         with self._lock:
             if self._lock.depth == 1 and (unfinished := self._journal.unfinished()):
                 logger.warning("a process died while it changed %d entries of %s", len(unfinished), self.folder.root)
-                self._end_change(unfinished)
+                self._finish(unfinished)
             yield
 
     @contextmanager
@@ -153,14 +153,7 @@ class NvmeTier:
                         file.read_layer(layer)
                 return
             except DamagedEntryError as damage:
-                logger.warning("entry %s is a miss and set aside in %s: %s", digest, self.folder.damaged, damage)
-            self.damaged += 1
-            try:
-                with self.changing([digest]):
-                    self.catalogue.change(remove=[digest])
-                    self.folder.set_aside(path)
-            except (StoreError, OSError) as error:
-                logger.error("the damaged entry %s cannot be set aside: %s", digest, error)
+                self._drop_damaged(digest, damage)
 
     def adopt(self, path: Path) -> None:
         """Enter a whole file into the catalogue, in place of what that says of it; set it aside if it is damaged."""
@@ -170,6 +163,9 @@ class NvmeTier:
                     file.load()
                     self.catalogue.change(add=self.row_of(file, path))
             except DamagedEntryError as damage:
+                if path.name in self.catalogue:
+                    self._drop_damaged(path.name, damage)
+                    return
                 logger.warning("a file without an entry is set aside in %s: %s", self.folder.damaged, damage)
                 self.folder.set_aside(path)
 
@@ -227,6 +223,26 @@ class NvmeTier:
             self.evictions += len(victims)
         finally:
             self._pins.stop_leaving(victims)
+
+    def _drop_damaged(self, digest: str, damage: DamagedEntryError) -> None:
+        logger.warning("entry %s is a miss and set aside in %s: %s", digest, self.folder.damaged, damage)
+        self.damaged += 1
+        try:
+            with self.changing([digest]):
+                self.catalogue.change(remove=[digest])
+                self.folder.set_aside(self.folder.entry_path(digest))
+        except (StoreError, OSError) as error:
+            logger.error("the damaged entry %s cannot be set aside: %s", digest, error)
+
+    def _finish(self, digests: Sequence[str]) -> None:
+        """End the change of a process that died in it: what the catalogue shows is made, what it does not show is not."""
+        try:
+            self.catalogue.database.settle()
+            lost = [digest for digest in digests if digest in self.catalogue and not self.folder.entry_path(digest).exists()]
+            self.catalogue.change(remove=lost)  # on a full disk files go first
+        except StoreFullError as error:  # deleting entries must work all the same
+            logger.warning("%s; should this process die too, run `cacheblend store verify`", error)
+        self._end_change(digests)
 
     def _end_change(self, digests: Sequence[str]) -> None:
         try:

@@ -10,7 +10,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
-from crashes import KEYS, OPERATIONS, PAIRS, check, die_at, file_of, kill_writers, open_store, prepare, processes
+from crashes import KEYS, OPERATIONS, PAIRS, check, die_at, die_in_commit, file_of, kill_writers, open_store, prepare, processes
 
 from cacheblend.store import StoreDirectoryError
 
@@ -95,7 +95,7 @@ def test_killed_at_random(context: ForkServerContext, tmp_path: Path, faults: bo
     """Two processes on one store, killed again and again, never see or leave wrong bytes, on disks that lie too."""
     for seed in range(KILLS // 2):
         kill_writers(context, tmp_path / "store", seed, writers=2, faults=faults)
-        check(tmp_path / "store", faults=faults, repairs=True)
+        check(tmp_path / "store", faults=faults)
 
 
 def test_another_process_finishes_what_a_killed_one_left(
@@ -118,6 +118,43 @@ def test_another_process_finishes_what_a_killed_one_left(
             assert store.verify().ok
     assert found
     assert "a process died" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "operation", ["put, which evicts", "delete", "clear", "new version of a document", "delete a document"]
+)
+def test_killed_in_a_commit_that_others_do_not_see(
+    context: ForkServerContext, prepared: Path, tmp_path: Path, operation: str
+) -> None:
+    """A commit that is in the log and was never announced is undone by who finishes the change, and stays undone."""
+    directory, left = tmp_path / "store", tmp_path / "left"
+    shutil.copytree(prepared, directory)
+    with open_store(directory) as store:
+        process = context.Process(target=die_in_commit, args=(directory, operation))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        shutil.copytree(directory, tmp_path / "both killed")
+        store.delete(KEYS[7])  # there is none: no change but what the dead process left to finish
+        shutil.copytree(directory, left)  # as if this process were killed now
+    check(tmp_path / "both killed")
+    check(left)
+    with open_store(left) as store:
+        assert [key in store for key in KEYS[:5]] == [True] * 4 + [False]
+    check(directory)
+
+
+def test_repair_of_a_row_whose_file_was_damaged_meanwhile(prepared: Path, tmp_path: Path) -> None:
+    """What is to be entered into the catalogue and turns out to be damaged leaves no row behind."""
+    directory = tmp_path / "store"
+    shutil.copytree(prepared, directory)
+    with open_store(directory) as store:
+        path = file_of(directory, 3)
+        path.write_bytes(b"torn")
+        store._nvme.adopt(path)
+        assert KEYS[3] not in store
+        assert store.stats().damaged == 1
+    check(directory)
 
 
 def test_catalogue_older_than_the_files(prepared: Path, tmp_path: Path) -> None:
