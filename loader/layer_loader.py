@@ -5,6 +5,7 @@ Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
@@ -15,11 +16,14 @@ from types import TracebackType
 from typing import Self
 
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
-from cacheblend.store import ChunkKV, Placement
+from cacheblend.store import ChunkKV, Placement, PrefixRun
 from cacheblend.store.errors import FusionCancelledError, IncompatibleKVError
 
 from .config import LoaderConfig
 from .staging import Arrival, Staging
+from .threads import DaemonThreads
+
+THREADS = DaemonThreads("layer-loader")  # of all loaders
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +58,7 @@ class LayerLoader:
         self._consumed, self._under_way, self._under_way_since = 0, 0, 0.0
         self._stopped = False
         self._error: BaseException | None = None
-        self._threads: list[threading.Thread] = []
+        self._tasks: list[threading.Event] = []
         self.bytes_by_tier: dict[str, int] = defaultdict(int)
         self.load_s = 0.0
 
@@ -65,12 +69,14 @@ class LayerLoader:
             FusionCancelledError: the loader was closed before.
             IncompatibleKVError: a chunk's KV does not have the model's number of layers.
         """
-        if self._threads:
+        if self._tasks:
             raise RuntimeError("a LayerLoader serves one fusion; make one for each")
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
         for start, _, kv in prompt.cached():
-            layers = kv.layers if isinstance(kv, Placement) else len(kv.layers) if isinstance(kv, ChunkKV) else geometry.layers
+            if not isinstance(kv, Placement | PrefixRun | ChunkKV):
+                raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
+            layers = len(kv.layers) if isinstance(kv, ChunkKV) else kv.layers
             if layers != geometry.layers:
                 raise IncompatibleKVError(
                     f"the KV at position {start} has {layers} layers and the model {geometry.layers}; precompute it with this "
@@ -84,12 +90,8 @@ class LayerLoader:
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
         most = max(1, len(prompt.cached()))
-        self._threads = [
-            threading.Thread(target=_load_all, args=(weakref.ref(self), self._changed), name="layer-loader", daemon=True)
-            for _ in range(min(self._config.reads_in_flight, most))
-        ]
-        for thread in self._threads:
-            thread.start()
+        load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
+        self._tasks = [THREADS.run(load_all) for _ in range(min(self._config.reads_in_flight, most))]
 
     def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
         """Bring one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
@@ -101,9 +103,9 @@ class LayerLoader:
             start: the chunk's first position.
             stop: the one after its last.
         """
-        if not isinstance(kv, Placement | ChunkKV):
-            raise TypeError(f"segments must bring a Placement or a ChunkKV, not {type(kv).__name__}")
-        kv_heads, head_dim = kv.heads(layer) if isinstance(kv, Placement) else kv.layers[layer][0].shape[::2]
+        if not isinstance(kv, Placement | PrefixRun | ChunkKV):
+            raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
+        kv_heads, head_dim = kv.heads(layer)
         needed = (self._geometry.kv_heads, self._geometry.head_dim)
         if (kv_heads, head_dim) != needed:  # copying would broadcast one head to all
             raise IncompatibleKVError(
@@ -122,7 +124,7 @@ class LayerLoader:
         if layer != self._consumed:
             raise RuntimeError(f"layers are handed over in order: layer {self._consumed} is next, not {layer}")
         with self._changed:
-            if not self._threads and not self._stopped:
+            if not self._tasks and not self._stopped:
                 raise RuntimeError("start the LayerLoader before the first layer is asked for")
             self._changed.wait_for(lambda: layer in self._ready or self._error is not None or self._stopped)
             if self._error is not None:
@@ -135,12 +137,12 @@ class LayerLoader:
         return arrival.wait()
 
     def close(self) -> None:
-        """Stop loading, wait for the threads, and drop what was loaded. Reads under way are read to their end."""
+        """Stop loading, wait for the threads to be done, and drop what was loaded. Reads under way are read to their end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        for ended in self._tasks:
+            ended.wait()
         self._ready.clear()
         self._rooms.clear()
         self._error = None  # its traceback holds a layer and this loader
@@ -152,7 +154,7 @@ class LayerLoader:
         self.close()
 
     def __del__(self) -> None:
-        if self._threads and not self._stopped:
+        if self._tasks and not self._stopped:
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()

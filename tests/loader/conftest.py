@@ -1,12 +1,12 @@
 """A tiny fusor, and the check that no test leaves a loader's thread behind."""
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 from tiny_models import tiny_model
 
 from cacheblend.blend import Fusor
+from cacheblend.loader.layer_loader import THREADS
 
 
 @pytest.fixture(scope="session")
@@ -17,4 +17,4 @@ def fusor() -> Fusor:
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "layer-loader"]
+    assert not THREADS.busy

@@ -14,6 +14,7 @@ from prompts import BOS, chunk, draw_ids, largest_difference
 
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, LayerKV, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
+from cacheblend.loader.layer_loader import THREADS
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
 from cacheblend.store.errors import DamagedEntryError, FusionCancelledError, StoreError
 
@@ -44,8 +45,8 @@ def key_of(segment: Segment) -> ChunkKey:
     return ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model)
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "layer-loader"]
+def threads() -> int:
+    return THREADS.busy
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

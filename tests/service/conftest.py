@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from engines import CHUNK_TOKENS, DOCUMENTS, OpenEngine, make_model
 from fakes import FakeEmbedder
 
 from cacheblend.blend import Fusor
+from cacheblend.loader.layer_loader import THREADS
 from cacheblend.service import Engine, EngineConfig
 
 
@@ -79,4 +79,4 @@ def engine(open_ingested: OpenEngine) -> Engine:
 @pytest.fixture(autouse=True)
 def _no_loader_stays() -> Iterator[None]:
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "layer-loader"]
+    assert not THREADS.busy

@@ -1,0 +1,42 @@
+"""Threads that are kept: every task begins at once, and none is started where one is idle."""
+
+import threading
+import weakref
+
+from cacheblend.loader.threads import DaemonThreads
+
+
+def test_tasks_never_wait_for_each_other() -> None:
+    """Each of many tasks that are under way together has a thread, and the next ones take those threads."""
+    threads, gate, met = DaemonThreads("kept"), threading.Event(), threading.Barrier(9)
+
+    def task() -> None:
+        met.wait(10)
+        gate.wait(10)
+
+    first = [threads.run(task) for _ in range(8)]
+    met.wait(10)  # all eight run
+    assert threads.busy == 8
+    gate.set()
+    assert all(ended.wait(10) for ended in first)
+    assert threads.busy == 0
+    for _ in range(20):
+        assert threads.run(lambda: None).wait(10)
+    kept = [thread for thread in threading.enumerate() if thread.name == "kept"]
+    assert len(kept) == 8
+    assert all(thread.daemon for thread in kept)
+
+
+def test_a_task_is_let_go() -> None:
+    """What a task held is collected at its end, though its thread goes on."""
+
+    class Large:
+        def task(self) -> None:
+            """Nothing."""
+
+    threads, gone, large = DaemonThreads("let go"), threading.Event(), Large()
+    weakref.finalize(large, gone.set)
+    ended = threads.run(large.task)
+    del large
+    assert ended.wait(10)
+    assert gone.wait(10)
