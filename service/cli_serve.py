@@ -21,6 +21,7 @@ HTTP: dict[str, Any] = {field.name: field.default for field in fields(HttpConfig
 SERVING: dict[str, Any] = {field.name: field.default for field in fields(ServingConfig)}
 API = "API"
 LIMITS = "Limits"
+GUARD = "Quality guard"
 
 
 def _option(name: str, help_: str, panel: str = API) -> Any:
@@ -65,6 +66,14 @@ def serve(
     max_waiting: Annotated[int, _option("max_waiting", "Waiting requests of a tenant.", LIMITS)] = SERVING["max_waiting"],
     deadline_s: Annotated[float, _option("deadline_s", "Seconds for a request.", LIMITS)] = SERVING["deadline_s"],
     grace_s: Annotated[float, _option("grace_s", "Seconds to finish in when stopped.", LIMITS)] = SERVING["grace_s"],
+    guard_share: Annotated[
+        float, _option("guard_share", "0..1 of the blended requests checked against full prefill when idle.", GUARD)
+    ] = SERVING["guard_share"],
+    guard_tokens: Annotated[int, _option("guard_tokens", "First tokens that are compared.", GUARD)] = SERVING["guard_tokens"],
+    guard_floor: Annotated[
+        float, _option("guard_floor", "0..1; below this mean agreement more is recomputed. 0 measures alone.", GUARD)
+    ] = SERVING["guard_floor"],
+    guard_window: Annotated[int, _option("guard_window", "Checked requests of the mean.", GUARD)] = SERVING["guard_window"],
     max_tokens: Annotated[
         int, _option("max_tokens", "Most tokens to generate, unless a request says otherwise.", LIMITS)
     ] = DEFAULTS["max_tokens"],
@@ -113,7 +122,16 @@ def serve(
         max_tokens=max_tokens,
         allow_unverified=allow_unverified,
     )
-    serving = ServingConfig(max_running=max_running, max_waiting=max_waiting, deadline_s=deadline_s, grace_s=grace_s)
+    serving = ServingConfig(
+        max_running=max_running,
+        max_waiting=max_waiting,
+        deadline_s=deadline_s,
+        grace_s=grace_s,
+        guard_share=guard_share,
+        guard_tokens=guard_tokens,
+        guard_floor=guard_floor,
+        guard_window=guard_window,
+    )
     http = HttpConfig(
         host=host,
         port=port,

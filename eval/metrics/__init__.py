@@ -1,8 +1,8 @@
 """Answer quality, differences between methods, and KV deviation."""
 
-from .answer_text import exact_match, f1, normalize
 from cacheblend.blend.deviation_left import deviation_left
 
+from .answer_text import exact_match, f1, normalize
 from .difference import Difference, paired_difference
 from .rouge_l import rouge_l
 

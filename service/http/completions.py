@@ -136,6 +136,7 @@ async def _respond(
         cache_salt=body.cache_salt,
         seed=body.seed,
         stop=body.stop_strings(),
+        own_ratio=body.recompute_ratio is not None,
     )
     server.scheduler.submit(served)
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}

@@ -1,4 +1,4 @@
-"""Counters for Prometheus. No label names a tenant, a salt, a document or a question."""
+"""Counters for Prometheus. No label names a salt, a document or a question; those of the quality guard alone name a tenant."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from prometheus_client.registry import Collector
 
 from ..engine import Engine
 from ..serving import Done, Failed, Scheduler, ServedRequest
+from .guard_metrics import GuardMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DEVIATION = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
 
 
 class Metrics:
-    """Counts the requests of one server, in a registry of its own."""
+    """Counts the requests of one server, in a registry of its own.
 
-    def __init__(self) -> None:
+    Args:
+        model: its name.
+    """
+
+    def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry()
+        self.guard = GuardMetrics(registry, model)
         self._requests = Counter("cacheblend_requests", "Requests that ended.", ["method", "outcome"], registry=registry)
         self._ttft_s = Histogram(
             "cacheblend_ttft_seconds",

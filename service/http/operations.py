@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -31,10 +32,12 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/store")
 async def store(request: Request) -> dict[str, Any]:
-    """What the tenant's store holds and has done since the service started."""
+    """What the tenant's store holds and has done since the service started, and how good the answers from it are."""
+    server: Server = request.app.state.server
     engine: Engine = request.state.engine
     stats = await run_in_threadpool(engine.store.stats)
-    return {"object": "store", **stats.as_dict()}
+    quality = server.scheduler.quality(request.state.tenant)
+    return {"object": "store", **stats.as_dict(), "quality": asdict(quality)}
 
 
 @router.get("/healthz")

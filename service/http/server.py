@@ -70,8 +70,10 @@ class Server:
                 )
             any_engine = next(iter(self.engines.values()))
             self.layouts = ChatLayouts(any_engine.fusor.tokenizer, engine_config.instruction)
-            self.metrics = Metrics()
-            self.scheduler = opened.enter_context(Scheduler(any_engine.fusor, serving, self.metrics.observe))
+            self.metrics = Metrics(self.model_name)
+            self.scheduler = opened.enter_context(
+                Scheduler(any_engine.fusor, serving, self.metrics.observe, self.metrics.guard.observe)
+            )
             self.metrics.watch(self.scheduler, self.engines.values())
             self._opened = opened.pop_all()
 

@@ -1,7 +1,21 @@
 """Many requests at once on one model: a bounded, fair queue, and one thread that fuses and decodes in turns."""
 
+from .comparison import Comparison
 from .config import ServingConfig
 from .request import Done, Event, Failed, Piece, ServedRequest
 from .scheduler import Scheduler, SchedulerState
+from .shadow import CheckReport, QualityStatus
 
-__all__ = ["Done", "Event", "Failed", "Piece", "Scheduler", "SchedulerState", "ServedRequest", "ServingConfig"]
+__all__ = [
+    "CheckReport",
+    "Comparison",
+    "Done",
+    "Event",
+    "Failed",
+    "Piece",
+    "QualityStatus",
+    "Scheduler",
+    "SchedulerState",
+    "ServedRequest",
+    "ServingConfig",
+]

@@ -1,4 +1,4 @@
-"""How many requests are served at once, and how long each may take."""
+"""How many requests are served at once, how long each may take, and how closely their quality is watched."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from cacheblend.store.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Limits of a `Scheduler`.
+    """Limits of a `Scheduler`, and its quality guard (`QualityGuard`).
+
+    By default one blended request in a hundred is checked, which costs nothing while others run, and nothing is done about it:
+    what agreement is good enough differs by model and by use, so `guard_floor` is the operator's to set.
 
     Args:
         max_running: requests that hold a KV cache at once: those that decode together, and the one that is prefilled.
         max_waiting: requests of one tenant that may wait; the next one is refused.
         deadline_s: a request that is not answered so long after it came is given up.
         grace_s: how long running requests may go on when the service stops.
+        guard_share: share, 0..1, of the blended requests that are prefilled in full once more when nothing else runs.
+        guard_tokens: first greedy tokens that are compared.
+        guard_floor: least mean agreement of those, 0..1; below it the recompute ratio is raised. 0 measures alone.
+        guard_window: checked requests that the mean is over.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -26,14 +33,26 @@ class ServingConfig:
     max_waiting: int = 64
     deadline_s: float = 300.0
     grace_s: float = 30.0
+    guard_share: float = 0.01
+    guard_tokens: int = 8
+    guard_floor: float = 0.0
+    guard_window: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting"):
+        for name in ("max_running", "max_waiting", "guard_tokens", "guard_window"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, value, "a whole number of at least 1")
         for name, least in (("deadline_s", "above 0"), ("grace_s", "0 or above")):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name == "deadline_s"):
+            if not _is_number(value) or value < 0 or (value == 0 and name == "deadline_s"):
                 raise ConfigError(name, value, f"seconds, {least}")
+        for name in ("guard_share", "guard_floor"):
+            if not _is_number(value := getattr(self, name)) or not 0 <= value <= 1:
+                raise ConfigError(name, value, "a number from 0 to 1")
+        if self.guard_floor and not self.guard_share:
+            raise ConfigError("guard_floor", self.guard_floor, "0 where guard_share=0, since nothing is checked then")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

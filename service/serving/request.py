@@ -63,6 +63,7 @@ class ServedRequest:
         cache_salt: requests of another salt neither use nor fill the KV of this one's.
         seed: of the sampling.
         stop: strings that end the answer.
+        own_ratio: the caller chose the recompute ratio, so the quality guard neither raises it nor judges by the answer.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class ServedRequest:
         cache_salt: str = "",
         seed: int | None = None,
         stop: Sequence[str] = (),
+        own_ratio: bool = False,
     ) -> None:
         self.engine, self.prepared, self.deliver = engine, prepared, deliver
         self.tenant, self.cache_salt, self.seed, self.stop = tenant, cache_salt, seed, tuple(stop)
+        self.own_ratio = own_ratio
         self.submitted = time.perf_counter()
         self._cancelled = threading.Event()
 

@@ -11,19 +11,21 @@ from cacheblend.blend import NextToken, SequenceKV
 
 from ..prefiller import Prefilled
 from ..prepared import StageTimes, assemble_answer
-from .request import Done, Piece, ServedRequest
+from .request import Done, Piece
+from .shadow import GuardedRequest
 from .text_stream import TextStream
 
 
 class RunningRequest:
     """Takes one step after another in the scheduler's thread; `close` frees all it holds, whatever state it is in."""
 
-    def __init__(self, request: ServedRequest) -> None:
-        self.request = request
+    def __init__(self, guarded: GuardedRequest) -> None:
+        self.guarded, self.request = guarded, guarded.request
+        request = guarded.request
         self._started = time.perf_counter()
         self._held = ExitStack()
         self._held.enter_context(request.engine.holes)
-        self._steps = request.engine.prefill_steps(request.prepared, request.cache_salt)
+        self._steps = request.engine.prefill_steps(guarded.prepared, request.cache_salt)
         self._held.callback(self._steps.close)
         self._text = TextStream(request.engine.fusor.tokenizer, request.stop)
         self._prefilled: Prefilled | None = None
@@ -46,6 +48,12 @@ class RunningRequest:
         return self.is_prefilled and self._draw(self._first_logits_V)
 
     @property
+    def prefilled(self) -> Prefilled:
+        """How the prompt was prefilled; its cache is empty unless the request is sampled."""
+        assert self._prefilled is not None
+        return self._prefilled
+
+    @property
     def last_token(self) -> int:
         """The token that the next step of the batch appends."""
         return self._tokens.token_ids[-1]
@@ -56,25 +64,25 @@ class RunningRequest:
 
     def done(self) -> Done:
         """The whole answer."""
-        assert self._prefilled is not None
         rest = self._text.finish()
         times = StageTimes(prefill_done=self._prefill_done, first_token=self._first_token, ended=time.perf_counter())
-        answer = assemble_answer(self.request.prepared, self._prefilled, self._tokens.token_ids, self._text.text, times)
+        answer = assemble_answer(self.guarded.prepared, self.prefilled, self._tokens.token_ids, self._text.text, times)
         reason = "stop" if self._text.stopped else self._tokens.finish_reason
         assert reason is not None
-        return Done(answer, reason, rest, self._started - self.request.submitted, self._prefilled.fused.deviation)
+        return Done(answer, reason, rest, self._started - self.request.submitted, self.prefilled.fused.deviation)
 
     def close(self) -> None:
         """Stop loading, release pins, drop the KV."""
         self._held.close()
 
     def _begin(self, prefilled: Prefilled) -> None:
-        prepared, fusor = self.request.prepared, self.request.engine.fusor
+        prepared, fusor = self.guarded.prepared, self.request.engine.fusor
         fused = prefilled.fused
         self._prefilled, self._prefill_done, self._first_logits_V = prefilled, time.perf_counter(), fused.logits
         self._tokens = NextToken(fusor.model, fused.token_ids, prepared.max_tokens, self.request.seed, **prepared.sampling)
         self.kv = SequenceKV(fused.cache, fusor.decoder.windows)
-        fused.cache.layers.clear()  # the copy is what grows; one of the two is enough
+        if not self.guarded.sampled:
+            fused.cache.layers.clear()  # the copy is what grows; without a check one of the two is enough
 
     def _draw(self, logits_V: torch.Tensor) -> bool:
         first = not self._tokens.token_ids

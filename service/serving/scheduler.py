@@ -18,6 +18,7 @@ from .config import ServingConfig
 from .queue import FairQueue
 from .request import Done, Failed, ServedRequest
 from .running import RunningRequest
+from .shadow import CheckReport, QualityStatus, ShadowChecks
 
 logger = logging.getLogger(__name__)
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
@@ -37,20 +38,28 @@ class Scheduler:
 
     One request is prefilled at a time, since two at once would both come later. Between two layers of its prefill the batch of
     those that decode takes one step. A request that ends, fails, is cancelled or is late leaves before the next step, and all
-    it held is free then.
+    it held is free then. Where nothing runs or waits, sampled requests are held against full prefill, a layer at a time.
 
     Args:
         fusor: the model that all requests' engines share.
         config: limits.
         observer: told of every request that ends, and how; None where it was cancelled. Must return at once.
+        check_observer: told of every request that was sampled to be checked. Must return at once.
     """
 
-    def __init__(self, fusor: Fusor, config: ServingConfig | None = None, observer: Observer = lambda *_: None) -> None:
+    def __init__(
+        self,
+        fusor: Fusor,
+        config: ServingConfig | None = None,
+        observer: Observer = lambda *_: None,
+        check_observer: Callable[[CheckReport], None] = lambda _: None,
+    ) -> None:
         self.config = config or ServingConfig()
         self._fusor, self._observer = fusor, observer
         self._changed = threading.Condition()
         self._queue = FairQueue(self.config.max_waiting)
         self._running: list[RunningRequest] = []
+        self._checks = ShadowChecks(self.config, check_observer)
         self._closing = self._aborted = False
         self._prefill_s = 0.5  # a running mean, for Retry-After
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
@@ -79,6 +88,10 @@ class Scheduler:
         with self._changed:
             decoding = sum(running.is_prefilled for running in self._running)
             return SchedulerState(len(self._queue), len(self._running) - decoding, decoding)
+
+    def quality(self, tenant: str) -> QualityStatus:
+        """How a tenant's blended answers stand beside full prefill's."""
+        return self._checks.status(tenant)
 
     @property
     def is_alive(self) -> bool:
@@ -117,17 +130,26 @@ class Scheduler:
             with self._changed:
                 self._closing = self._aborted = True
             self._drop_ended()
+        finally:
+            self._checks.close()
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._running or len(self._queue))
-                if self._closing and not self._running and not len(self._queue):
+                self._changed.wait_for(lambda: self._closing or self._is_busy() or self._checks.has_work)
+                busy = self._is_busy()
+                if self._closing and not busy:
                     return
+            if not busy:
+                self._checks.step()
+                continue
             self._drop_ended()
             self._admit()
             self._prefill()
             self._decode()
+
+    def _is_busy(self) -> bool:
+        return bool(self._running) or len(self._queue) > 0
 
     def _drop_ended(self) -> None:
         """Let go of requests that are cancelled, late, or given up."""
@@ -156,7 +178,7 @@ class Scheduler:
                     return
                 request = self._queue.take()
             try:
-                running = RunningRequest(request)
+                running = RunningRequest(self._checks.admit(request, sum(one.guarded.sampled for one in self._running)))
             except Exception as error:
                 self._tell(request, Failed(error))
                 continue
@@ -199,6 +221,8 @@ class Scheduler:
     def _finish(self, running: RunningRequest) -> None:
         try:
             how: Done | Failed = running.done()
+            if running.guarded.sampled:
+                self._checks.add(running.guarded, running.prefilled)
         except Exception as error:
             how = Failed(error)
         self._leave(running, how)

@@ -47,12 +47,15 @@ def serve(
     tenant: str = "",
     cache_salt: str = "",
     stop: Sequence[str] = (),
+    own_ratio: bool = False,
     **options: Any,
 ) -> Client:
     """Submit a question; the options are `Engine.prepare`'s."""
     client = Client(on_token)
     prepared = engine.prepare(question, **{"top_k": 2, **options})
-    request = ServedRequest(engine, prepared, client.deliver, tenant=tenant, cache_salt=cache_salt, stop=stop)
+    request = ServedRequest(
+        engine, prepared, client.deliver, tenant=tenant, cache_salt=cache_salt, stop=stop, own_ratio=own_ratio
+    )
     client.cancel = request.cancel
     scheduler.submit(request)
     return client

@@ -21,6 +21,7 @@ from cacheblend.service.http.page import STATIC
 from cacheblend.service.http.request_log import JsonFormatter
 from cacheblend.service.http.run import run
 from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.serving import ServingConfig
 from cacheblend.store.errors import ConfigError
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
@@ -77,7 +78,9 @@ def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
     tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in keys.items()]
     config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
     with (
-        Server(config, http=HttpConfig(model_name=MODEL), tenants=tenants, embedder=FakeEmbedder()) as server,
+        Server(
+            config, ServingConfig(guard_share=0.0), HttpConfig(model_name=MODEL), tenants, embedder=FakeEmbedder()
+        ) as server,
         listening(server) as address,
         httpx.Client(base_url=address, timeout=60) as client,
     ):

@@ -1,0 +1,80 @@
+"""What the guard finds is told by tenant and model, and by no salt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
+from fakes import FakeEmbedder
+
+from cacheblend.service import EngineConfig
+from cacheblend.service.http import HttpConfig, Server, TenantConfig
+from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.serving import ServingConfig
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+KEYS = {name: new_key() for name in ("one", "two")}
+
+
+@pytest.fixture
+def client(model_dir: Path, tmp_path: Path) -> Iterator[httpx.Client]:
+    """A service of two tenants that checks every blended request against a floor that cannot be met."""
+    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
+    serving = ServingConfig(guard_share=1.0, guard_floor=1.0, guard_window=1, guard_tokens=40)
+    with (
+        Server(config, serving, HttpConfig(model_name=MODEL), tenants, embedder=FakeEmbedder()) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_metrics_and_store(client: httpx.Client) -> None:
+    """Counters and `/v1/store` tell how many were checked, how they agreed, and that the ratio is raised, tenant by tenant."""
+    one, two = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+    assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
+
+    def ask(checked: int, **options: object) -> float | None:
+        answer = client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).json()
+        wait_until(lambda: client.get("/v1/store", headers=one).json()["quality"]["checked"] >= checked)
+        return answer["cacheblend"]["recompute_ratio"]
+
+    ratios = [ask(number) for number in (1, 2, 3, 4)]
+    assert ratios == sorted(set(ratios))
+    assert ratios[0] == 0.15
+    assert ask(4, cache_salt="secret-salt") is None
+    assert ask(4, recompute_ratio=0.3) == 0.3
+    assert ask(5) is None  # the level below is tried out on it
+    quality = client.get("/v1/store", headers=one).json()["quality"]
+    assert quality["full_recompute"]
+    assert quality["floor"] == quality["least_recompute_ratio"] == 1.0
+    assert client.get("/v1/store", headers=two).json()["quality"] == {
+        "checked": 0,
+        "agreement": None,
+        "floor": 1.0,
+        "least_recompute_ratio": 0.0,
+        "full_recompute": False,
+    }
+    metrics = client.get("/metrics").text
+
+    def value(name: str, **labels: str) -> float:
+        wanted = ",".join(f'{key}="{label}"' for key, label in sorted(labels.items()))
+        found = re.search(rf"^cacheblend_guard_{name}{{{wanted}}} (\S+)$", metrics, re.MULTILINE)
+        assert found, f"{name}{{{wanted}}}"
+        return float(found[1])
+
+    common = {"namespace": "one", "model": MODEL}
+    assert value("checks_total", **common, outcome="compared") == 5
+    assert value("least_recompute_ratio", **common) == 1.0
+    for histogram in ("agreement", "first_token_kl_nats", "kv_deviation_left"):
+        assert value(f"{histogram}_count", **common, prefill="served") == 4
+        assert value(f"{histogram}_sum", **common, prefill="served") > 0
+        assert value(f"{histogram}_count", **common, prefill="lower") >= 3
+    assert "secret-salt" not in metrics
+    assert 'namespace="two"' not in metrics

@@ -1,0 +1,184 @@
+"""Sampled requests are held against full prefill when nothing else runs, and the ratio follows what that shows."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engines import QUESTION, key_of, wait_until
+from served import Client, serve
+
+from cacheblend.blend.deviation_left import deviation_left
+from cacheblend.service import Engine
+from cacheblend.service.serving import CheckReport, Done, Scheduler, ServingConfig
+from cacheblend.service.serving.guard import STEP
+
+Reports = list[CheckReport]
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return []
+
+
+def guarded(engine: Engine, reports: Reports, **settings: float) -> Scheduler:
+    """A scheduler that checks every blended request."""
+    config = ServingConfig(**{"guard_share": 1.0, "guard_window": 1, **settings})
+    return Scheduler(engine.fusor, config, check_observer=reports.append)
+
+
+def ask(engine: Engine, scheduler: Scheduler, reports: Reports, **options: object) -> Done:
+    """A question whose check has ended."""
+    before = len(reports)
+    done = serve(engine, scheduler, QUESTION, **{"top_k": 4, **options}).result()
+    wait_until(lambda: len(reports) > before)
+    return done
+
+
+def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Reports) -> None:
+    """Agreement, divergence and deviation are those between the served prompt and `full_recompute`'s, computed alone."""
+    with guarded(engine, reports, guard_tokens=5) as scheduler:
+        done = ask(engine, scheduler, reports, temperature=1.0, max_tokens=1)  # neither sampling nor a short answer matters
+        quality = scheduler.quality("")
+    blended, full = (engine.answer(QUESTION, top_k=4, max_tokens=5, method=method) for method in ("blend", "full_recompute"))
+    assert torch.equal(done.answer.first_logits, blended.first_logits)
+    same = [one == other for one, other in zip(blended.token_ids, full.token_ids, strict=True)]
+    served = reports[0].comparisons["served"]
+    assert served.agreement == (same.index(False) if False in same else 5) / 5
+    log_full, log_blended = (answer.first_logits.double().log_softmax(-1) for answer in (full, blended))
+    assert served.first_token_kl == pytest.approx(float((log_full.exp() * (log_full - log_blended)).sum()), rel=1e-3)
+    caches = []
+    for method in ("blend", "full_recompute"):
+        prepared = engine.prepare(QUESTION, top_k=4, method=method)
+        caches.append(engine._prefiller.run(prepared.pieces, method, 0.15).fused.cache)
+    assert served.deviation_left == pytest.approx(deviation_left(*caches), rel=1e-3)
+    assert served.deviation_left > 0
+    assert served.recompute_ratio == 0.15
+    assert [report.outcome for report in reports] == ["compared"]
+    assert (quality.checked, quality.agreement, quality.least_recompute_ratio) == (1, served.agreement, 0.0)
+
+
+def test_a_floor_that_cannot_be_met(engine: Engine, reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
+    """Where answers never agree, the ratio rises step by step to full recompute, and that is logged and told."""
+    caplog.set_level(logging.WARNING)
+    ratios, methods = [], []
+    with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
+        for _ in range(5):
+            plan = ask(engine, scheduler, reports, max_tokens=2).answer.plan
+            ratios.append(plan.recompute_ratio)
+            methods.append(plan.method)
+            assert plan.recomputed_tokens == pytest.approx((plan.recompute_ratio or 0) * plan.reusable_tokens, abs=1)
+        quality = scheduler.quality("")
+    assert ratios == pytest.approx([0.15, 0.15 + STEP, 0.15 + 2 * STEP, 0.15 + 3 * STEP, None])
+    assert methods == ["blend"] * 4 + ["full_recompute"]
+    assert quality.full_recompute
+    assert [report.level for report in reports] == pytest.approx([*ratios[1:4], 1.0, 1.0])
+    assert set(reports[-1].comparisons) == {"lower"}
+    assert caplog.text.count("agree too little") == 4
+    assert "recomputed in full" in caplog.text
+
+
+def test_coming_down(engine: Engine, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the trial of the level below agrees with full prefill, requests run at it again."""
+    with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
+        for _ in range(4):
+            ask(engine, scheduler, reports, max_tokens=2)
+        assert scheduler.quality("").full_recompute
+        monkeypatch.setattr(scheduler._checks, "_config", ServingConfig(guard_share=1.0, guard_tokens=1))
+        agreeing = "cacheblend.service.serving.shadow.first_tokens"
+        monkeypatch.setattr(agreeing, lambda _, prompts, *__: (yield) or [[1]] * len(prompts))
+        levels = []
+        for _ in range(4):
+            ask(engine, scheduler, reports, max_tokens=2)
+            levels.append(scheduler.quality("").least_recompute_ratio)
+        assert levels == pytest.approx([0.15 + 3 * STEP, 0.15 + 2 * STEP, 0.15 + STEP, 0.0])
+        assert ask(engine, scheduler, reports, max_tokens=2).answer.plan.recompute_ratio == 0.15
+
+
+@pytest.mark.parametrize("options", [{"method": "full_reuse"}, {"method": "full_recompute"}, {"own_ratio": True}])
+def test_what_the_caller_chose_is_left_alone(engine: Engine, reports: Reports, options: dict[str, object]) -> None:
+    """Another method, and a ratio of the caller's own, are neither checked nor raised."""
+    with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
+        ask(engine, scheduler, reports)
+        assert scheduler.quality("").least_recompute_ratio > 0.15
+        plan = serve(engine, scheduler, QUESTION, top_k=4, **options).result().answer.plan
+        assert plan.recompute_ratio in (0.0, 0.15, None)
+        ask(engine, scheduler, reports)
+    assert len(reports) == 2
+
+
+def test_tenants_are_judged_alone(engine: Engine, reports: Reports) -> None:
+    """One tenant's ratio is not raised for what another's answers are."""
+    with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
+        serve(engine, scheduler, QUESTION, top_k=4, tenant="one", cache_salt="salt").result()
+        engine.drain()
+        assert not reports  # no chunk was stored, so nothing was blended
+        ask(engine, scheduler, reports, tenant="one", cache_salt="salt")
+        assert scheduler.quality("one").least_recompute_ratio > 0
+        assert scheduler.quality("two").least_recompute_ratio == 0
+        assert ask(engine, scheduler, reports, tenant="two").answer.plan.recompute_ratio == 0.15
+    assert {report.tenant for report in reports} == {"one", "two"}
+
+
+def test_checks_wait_for_an_idle_moment(engine: Engine, reports: Reports) -> None:
+    """While requests run no check does, few are kept waiting, and the others are dropped and counted."""
+    with guarded(engine, reports) as scheduler:
+        gate = threading.Event()
+        blocker = serve(engine, scheduler, QUESTION, max_tokens=300, method="full_recompute", on_token=gate.wait)
+        wait_until(lambda: scheduler.state.waiting == 0)
+        clients: list[Client] = [serve(engine, scheduler, QUESTION, top_k=3, max_tokens=2) for _ in range(4)]
+        threading.Timer(0.2, gate.set).start()
+        for client in clients:
+            assert isinstance(client.result(), Done)
+        assert [report.outcome for report in reports] == ["dropped"] * 2
+        blocker.cancel()
+        wait_until(lambda: len(reports) == 4)
+    assert [report.outcome for report in reports[2:]] == ["compared"] * 2
+
+
+def test_a_request_interrupts_a_check(engine: Engine, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes during a check is served before the check's next layer."""
+    order: list[str] = []
+    fuse_steps = engine.fusor.fuse_steps
+
+    with guarded(engine, reports) as scheduler:
+
+        def watched(segments: list[object], *rest: object) -> Iterator[object]:
+            if rest:
+                return (yield from fuse_steps(segments, *rest))
+            steps = fuse_steps(segments)
+            while True:
+                try:
+                    report = next(steps)
+                except StopIteration as done:
+                    return done.value
+                order.append("layer of the check")
+                if order == ["layer of the check"]:
+                    options = {"method": "full_reuse", "max_tokens": 2, "on_token": lambda: order.append("token")}
+                    serve(engine, scheduler, QUESTION, **options)
+                yield report
+
+        monkeypatch.setattr(engine.fusor, "fuse_steps", watched)
+        ask(engine, scheduler, reports)
+    assert order == ["layer of the check", "token", "token", *["layer of the check"] * 3]
+
+
+def test_a_check_that_fails_hurts_nobody(engine: Engine, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a check is logged and counted, and requests are served as before."""
+    with guarded(engine, reports) as scheduler:
+        with monkeypatch.context() as patch:
+            patch.setattr("cacheblend.service.serving.shadow.compare", lambda *_: 1 / 0)
+            ask(engine, scheduler, reports)
+        assert isinstance(ask(engine, scheduler, reports), Done)
+    assert [report.outcome for report in reports] == ["failed", "compared"]
+
+
+def test_closing_drops_checks(engine: Engine, reports: Reports) -> None:
+    """The service does not wait for checks when it stops, and one in work leaves no pin."""
+    with guarded(engine, reports) as scheduler:
+        answers = [serve(engine, scheduler, QUESTION, top_k=4).result() for _ in range(2)]
+    for scored in answers[0].answer.chunks:
+        assert not engine.store._pins.is_pinned(key_of(engine.fusor, scored).digest)
