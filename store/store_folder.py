@@ -23,9 +23,15 @@ from .errors import StoreDirectoryError
 
 STORE_FORMAT = 1
 _KIND = "cacheblend-store"
-_NEW_MARKER = "store.json.new"
+_MARKER = "store.json"
+_NEW_MARKER = f"{_MARKER}.new"
 _KEPT_DAMAGED = 8
 _IGNORED = ("lost+found", _NEW_MARKER)  # the root of a fresh file system is an empty folder too
+
+
+def holds_store(root: Path) -> bool:
+    """Whether a folder was made by `StoreFolder`; looks, and makes nothing."""
+    return (root / _MARKER).is_file()
 
 
 class StoreFolder:
@@ -43,7 +49,7 @@ class StoreFolder:
         self.root = root
         self.catalogue, self.lock, self.journal = (root / name for name in ("catalogue.sqlite", "lock", "journal"))
         self._marker, self._entries, self.writing, self.damaged = (
-            root / name for name in ("store.json", "entries", "writing", "damaged")
+            root / name for name in (_MARKER, "entries", "writing", "damaged")
         )
         if root.exists() and not root.is_dir():
             raise StoreDirectoryError(f"{root} is a file, not a store; name a folder")
