@@ -59,7 +59,7 @@ class Fusion:
         token_ids_N = torch.tensor(prompt.token_ids, device=decoder.device)
         self._hidden_1SM = decoder.embed(token_ids_N[self._rows.on_device_S])
         rotary = decoder.rotary(torch.arange(len(prompt), device=decoder.device), self._hidden_1SM)
-        runs = {False: prompt.cached_runs(), True: prompt.cached_runs(exact_only=bool(keep_S.all()))}
+        runs = {False: prompt.runs_to_rotate(), True: prompt.runs_to_rotate(exact_only=bool(keep_S.all()))}
 
         for layer in range(decoder.geometry.layers):
             started = time.perf_counter()
@@ -160,7 +160,7 @@ class Fusion:
         return deviation_C
 
     def _rotate(self, whole: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
-        """Turn the stored keys to the positions where they now stand."""
+        """Turn the stored keys of these runs to the positions where they now stand."""
         for start, stop in runs:
             size = ROTATED_AT_ONCE if whole.k_1HND.device.type == "cpu" else stop - start
             for first in range(start, stop, size):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend.store import ChunkKV
+from cacheblend.store import ChunkKV, PrefixRun
 from cacheblend.store.errors import IncompatibleKVError
 
 from .layer_memory import empty_pair
@@ -36,7 +36,8 @@ class KVGeometry:
 class LayerKV:
     """One layer's keys and values of the whole prompt, `k_1HND` and `v_1HND`, on the model's device.
 
-    As it comes from a source, cached positions hold stored values (keys not yet rotated) and the others are not initialised.
+    As it comes from a source, cached positions hold stored values (keys not yet rotated, but for a `PrefixRun`'s) and the
+    others are not initialised.
     """
 
     k_1HND: torch.Tensor
@@ -70,7 +71,7 @@ class LayerSource(Protocol):
 
 
 class ResidentLayers:
-    """A source over `ChunkKV`s that are already in memory: nothing to wait for."""
+    """A source over `ChunkKV`s and `PrefixRun`s, which are already in memory: nothing to wait for."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """See `LayerSource.start`.
@@ -79,12 +80,13 @@ class ResidentLayers:
             IncompatibleKVError: a chunk's KV does not have the model's shape.
         """
         for start, _, kv in prompt.cached():
-            if not isinstance(kv, ChunkKV):
-                raise TypeError(f"segments without a LayerSource must bring a ChunkKV, not {type(kv).__name__}")
-            shapes = {(k_HTD.shape[0], k_HTD.shape[2]) for k_HTD, _ in kv.layers}
-            if len(kv.layers) != geometry.layers or shapes != {(geometry.kv_heads, geometry.head_dim)}:
+            if not isinstance(kv, ChunkKV | PrefixRun):
+                raise TypeError(f"segments without a LayerSource must bring KV in memory, not a {type(kv).__name__}")
+            layers = len(kv.layers) if isinstance(kv, ChunkKV) else kv.layers
+            shapes = {kv.heads(layer) for layer in range(layers)}
+            if layers != geometry.layers or shapes != {(geometry.kv_heads, geometry.head_dim)}:
                 raise IncompatibleKVError(
-                    f"the KV at position {start} has {len(kv.layers)} layers of (heads, head size) {sorted(shapes)}; the model "
+                    f"the KV at position {start} has {layers} layers of (heads, head size) {sorted(shapes)}; the model "
                     f"has {geometry.layers} layers of {(geometry.kv_heads, geometry.head_dim)}; precompute it with this model"
                 )
         self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
@@ -93,6 +95,6 @@ class ResidentLayers:
         """Copy the layer of every cached segment to its place."""
         whole = LayerKV.empty(self._geometry, len(self._prompt))
         for start, _, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
-            assert isinstance(kv, ChunkKV)  # checked in start
-            whole.place(start, *kv.layers[layer])
+            assert isinstance(kv, ChunkKV | PrefixRun)  # checked in start
+            whole.place(start, *(kv.layers[layer] if isinstance(kv, ChunkKV) else kv.read_layer(layer)))
         return whole

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend.store import DocumentContext, token_digest
+from cacheblend.store import DocumentContext, PrefixRun, token_digest
 from cacheblend.store.errors import IncompatibleKVError, InputError
 
 
@@ -51,7 +51,7 @@ class Segment:
             the ratio; allowed only as an unbroken run at the prompt's start.
 
     Raises:
-        InputError: `exact` without `kv`.
+        InputError: `exact` without `kv`, or a `PrefixRun` that is not `exact`.
         IncompatibleKVError: the KV is of other tokens.
 
     """
@@ -64,6 +64,8 @@ class Segment:
         object.__setattr__(self, "token_ids", tuple(int(token) for token in self.token_ids))
         if self.exact and self.kv is None:
             raise InputError("Segment(exact=True) needs its kv: exact says that the kv is full prefill's own")
+        if isinstance(self.kv, PrefixRun) and not self.exact:
+            raise InputError("a PrefixRun's keys are rotated, and right at the prompt's start alone: use Segment(exact=True)")
         if self.kv is not None and tuple(self.kv.token_ids) != self.token_ids:
             raise IncompatibleKVError(
                 f"a segment of {len(self.token_ids)} tokens brings the KV of {len(self.kv.token_ids)} other tokens; "
@@ -135,10 +137,12 @@ class Prompt:
             if segment.kv is not None and (segment.exact or not exact_only)
         ]
 
-    def cached_runs(self, *, exact_only: bool = False) -> list[tuple[int, int]]:
-        """(start, stop) of the positions whose KV is read, adjoining segments joined."""
+    def runs_to_rotate(self, *, exact_only: bool = False) -> list[tuple[int, int]]:
+        """(start, stop) of the positions whose KV is read with keys that are not rotated yet, adjoining segments joined."""
         runs: list[tuple[int, int]] = []
-        for start, stop, _ in self.cached(exact_only=exact_only):
+        for start, stop, kv in self.cached(exact_only=exact_only):
+            if isinstance(kv, PrefixRun):
+                continue
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop)
             else:

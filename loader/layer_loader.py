@@ -74,9 +74,8 @@ class LayerLoader:
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
         for start, _, kv in prompt.cached():
-            if not isinstance(kv, Placement | PrefixRun | ChunkKV):
-                raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
-            layers = len(kv.layers) if isinstance(kv, ChunkKV) else kv.layers
+            stored = isinstance(kv, Placement | PrefixRun)
+            layers = kv.layers if stored else len(kv.layers) if isinstance(kv, ChunkKV) else geometry.layers
             if layers != geometry.layers:
                 raise IncompatibleKVError(
                     f"the KV at position {start} has {layers} layers and the model {geometry.layers}; precompute it with this "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.blend import KVGeometry, LayerKV
-from cacheblend.store import ChunkKV, Placement
+from cacheblend.store import ChunkKV, Placement, PrefixRun
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class Staging:
         with torch.cuda.stream(self._stream):
             return LayerKV.empty(self._geometry, tokens)
 
-    def bring(self, kv: Placement | ChunkKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+    def bring(self, kv: Placement | PrefixRun | ChunkKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
         """Read a chunk's layer to the positions from `start` to `stop`.
 
         Encoded KV goes to a GPU as it is stored, and is decoded there.
@@ -78,9 +78,9 @@ class Staging:
         return Arrival(whole, None if self._stream is None else self._stream.record_event())
 
 
-def _read(kv: Placement | ChunkKV, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
+def _read(kv: Placement | PrefixRun | ChunkKV, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
     """Read a chunk's layer to CPU memory."""
-    if isinstance(kv, Placement):
+    if not isinstance(kv, ChunkKV):
         kv.read_layer_into(layer, k_HTD, v_HTD)
         return
     for to_HTD, x_HTD in zip((k_HTD, v_HTD), kv.layers[layer], strict=True):

@@ -1,5 +1,6 @@
 """Keeps the KV of every text chunk, by content hash, in RAM and on NVMe."""
 
+from .block_hash import BLOCK_TOKENS, BlockChain, chain_root
 from .catalogue import CatalogueEntry
 from .chunk import ChunkKV, LayerPair
 from .config import StoreConfig
@@ -19,10 +20,14 @@ from .eviction import NamespaceShare
 from .key import ChunkKey
 from .kv_store import KVStore
 from .placement import Placement
+from .prefix_blocks import PrefixBlocks, PrefixStats
+from .prefix_run import PrefixRun
 from .stats import StoreStats, TierStats
 from .verify import VerifyReport
 
 __all__ = [
+    "BLOCK_TOKENS",
+    "BlockChain",
     "CacheBlendError",
     "CatalogueEntry",
     "ChunkKV",
@@ -35,6 +40,9 @@ __all__ = [
     "LayerPair",
     "NamespaceShare",
     "Placement",
+    "PrefixBlocks",
+    "PrefixRun",
+    "PrefixStats",
     "StoreConfig",
     "StoreDirectoryError",
     "StoreDocuments",
@@ -44,5 +52,6 @@ __all__ = [
     "StoredDocument",
     "TierStats",
     "VerifyReport",
+    "chain_root",
     "token_digest",
 ]

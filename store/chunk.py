@@ -63,6 +63,11 @@ class ChunkKV:
         """The dtype that all its tensors share."""
         return self.layers[0][0].dtype
 
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads and head size of one layer."""
+        k_HTD = self.layers[layer][0]
+        return k_HTD.shape[0], k_HTD.shape[2]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""

@@ -55,11 +55,6 @@ class PrefixRun:
         return ()
 
     @property
-    def rotated(self) -> bool:
-        """Whether the keys stand rotated: always."""
-        return True
-
-    @property
     def context(self) -> DocumentContext | None:
         """A prefix is never chosen from."""
         return None
