@@ -23,6 +23,7 @@ from .document import Document
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 30.0
+_STATE = ("generation", "dimensions")  # what of `meta` is no setting
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -113,7 +114,12 @@ class Catalogue:
         value = self._meta("dimensions")
         return None if value is None else int(value)
 
-    def put(self, document: Document, chunks: Sequence[Chunk], vectors_ND: NDArray[np.float32]) -> Change:
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the documents were added with; empty before the first."""
+        return {key: value for key, value in self._rows("SELECT key, value FROM meta") if key not in _STATE}
+
+    def put(self, document: Document | CataloguedDocument, chunks: Sequence[Chunk], vectors_ND: NDArray[np.float32]) -> Change:
         """Add a document, in place of the one with its id, in one transaction.
 
         Raises:
@@ -179,9 +185,12 @@ class Catalogue:
         [row] = self._rows(_SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
         return _chunk(row)
 
-    def vectors(self) -> tuple[list[int], NDArray[np.float32]]:
-        """Index ids, ascending, and their vectors, float32 (N, D)."""
-        rows = self._rows("SELECT id, vector FROM chunks ORDER BY id")
+    def vectors(self, document_id: str | None = None) -> tuple[list[int], NDArray[np.float32]]:
+        """Index ids of a document's chunks, or of all, ascending, and their vectors, float32 (N, D)."""
+        if document_id is None:
+            rows = self._rows("SELECT id, vector FROM chunks ORDER BY id")
+        else:
+            rows = self._rows("SELECT id, vector FROM chunks WHERE document_id = ? ORDER BY id", (document_id,))
         vectors_ND = np.frombuffer(b"".join(vector for _, vector in rows), dtype="<f4").reshape(len(rows), -1 if rows else 0)
         return [id_ for id_, _ in rows], vectors_ND.astype(np.float32, copy=False)
 

@@ -160,7 +160,8 @@ class IngestReport:
         chunks: chunks of all of them.
         computed: chunks whose KV was computed now.
         already_stored: chunks whose KV was stored before.
-        evicted: chunks whose KV is not stored all the same, since the budget has no room for all.
+        evicted: chunks whose KV is not stored all the same, since the budget has no room for all; of a stream, all that were
+            evicted meanwhile.
         dropped: chunks of replaced documents that no document has any more; their KV was removed.
         tokens: tokens of the chunks computed now.
         seconds: wall clock of it all.
@@ -177,6 +178,11 @@ class IngestReport:
     dropped: int
     tokens: int
     seconds: float
+
+    def __add__(self, other: IngestReport) -> IngestReport:
+        """Both in one; a chunk that both have counts twice."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return IngestReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -8,7 +8,8 @@ import typer
 
 from . import cli_options as options
 from .cli_options import DEFAULTS
-from .document_files import read_documents
+from .document_stream import DocumentStream, Shard
+from .ingest_progress import IngestProgress
 
 
 def ingest(
@@ -27,16 +28,32 @@ def ingest(
     nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
     codec: options.Codec = DEFAULTS["codec"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    document_context: Annotated[
+        bool,
+        typer.Option(
+            help="Read each document once more as a whole: a better choice of tokens to recompute, at twice the work.",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = DEFAULTS["document_context"],
+    shard: Annotated[
+        str,
+        typer.Option(metavar="I/N", help="Ingest the I-th of N shares; give each its own --store-dir, then `store merge`."),
+    ] = "1/1",
     as_json: options.Json = False,
 ) -> None:
     """Split, index and precompute documents. What is stored already is skipped, so an interrupted run goes on where it was.
+
+    Documents are read one by one, files twice: once to check and count them all, before the model is loaded.
 
     Examples:
         cacheblend ingest handbook/ --model ./model
 
         cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
+
+        cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
     """
-    documents = [document for source in sources for document in read_documents(source)]
+    stream = DocumentStream(sources, Shard.parse(shard))
+    size = stream.measure()
     options.hush_libraries()
     from .config import EngineConfig
     from .engine import Engine
@@ -53,9 +70,10 @@ def ingest(
         nvme_budget_bytes=nvme_budget_bytes,
         codec=codec,
         allow_unverified=allow_unverified,
+        document_context=document_context,
     )
-    with Engine(config) as engine, options.progress_bars() as progress:
-        report = engine.ingest(documents, progress)
+    with Engine(config) as engine, IngestProgress(options.stderr, stream, size) as progress:
+        report = engine.ingest_stream(stream, progress.update)
     if as_json:
         options.print_json(report.as_dict())
         return

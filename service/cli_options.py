@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .config import EngineConfig
-from .engine import Progress as OnProgress
+from .ingester import Progress as OnProgress
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 ENGINE = "Engine"

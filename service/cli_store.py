@@ -1,4 +1,4 @@
-"""`cacheblend store`: look at, check and empty a store, without a model."""
+"""`cacheblend store`: look at, check, empty and merge stores, without a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from cacheblend.store import KVStore, StoreConfig
 from cacheblend.store.errors import StoreDirectoryError
 
 from . import cli_options as options
+from .config import KV_FOLDER
+from .store_merge import merge_stores
 
-app = typer.Typer(help="List, measure, check and empty a store of chunk KV.", no_args_is_help=True)
+app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
 UNBOUNDED = 2**62  # looking at a store must not evict from it
 
 
@@ -136,13 +138,41 @@ def clear(
         options.stdout.print(f"{entries} entries removed")
 
 
+@app.command("merge")
+def merge(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Store folders to copy from, such as an ingest's shards.")
+    ],
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    as_json: options.Json = False,
+) -> None:
+    """Copy the index and the KV of store folders into --store-dir, checked while copied; what it has already is kept once.
+
+    Nothing is split, embedded or computed again. A document that several folders have in different versions is the last one's.
+    An interrupted merge goes on when it is run again. The folders copied from stay as they are.
+
+    Example: cacheblend store merge shard-1 shard-2 --store-dir ./store
+    """
+    with options.progress_bars() as progress:
+        report = merge_stores(sources, store_dir, progress)
+    if as_json:
+        options.print_json(report.as_dict())
+        return
+    kv = report.kv
+    options.stdout.print(
+        f"{kv.entries} entries copied ({kv.bytes:,} bytes), {kv.already_stored} there before, {kv.damaged} damaged; "
+        f"{kv.documents} documents, {report.indexed} of them new in the index",
+        highlight=False,
+    )
+
+
 def open_store(store_dir: Path) -> KVStore:
     """The store of a folder, looked at without evicting from it.
 
     Raises:
         StoreDirectoryError: the folder holds no store.
     """
-    directory = store_dir / "kv"
+    directory = store_dir / KV_FOLDER
     if not directory.is_dir():
         raise StoreDirectoryError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
     return KVStore(StoreConfig(directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))

@@ -17,6 +17,7 @@ from cacheblend.store.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
+KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
 
@@ -44,6 +45,8 @@ class EngineConfig:
         chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
         max_tokens: most tokens to generate, unless a question says otherwise.
         allow_unverified: take a model of an unverified family if the built-in check passes.
+        document_context: `ingest` reads each document once more as a whole, so that the selection knows which tokens of a chunk
+            need the text before it. Off, ingesting takes about half the time, and the selection goes by deviation alone.
         loader: look-ahead and controller settings.
 
     Raises:
@@ -67,6 +70,7 @@ class EngineConfig:
     chunk_prefix: str = ""
     max_tokens: int = 32
     allow_unverified: bool = False
+    document_context: bool = True
     loader: LoaderConfig = field(default_factory=LoaderConfig)
 
     def __post_init__(self) -> None:
@@ -101,7 +105,7 @@ class EngineConfig:
     def retriever_config(self) -> RetrieverConfig:
         """The retriever's part."""
         return RetrieverConfig(
-            directory=Path(self.store_dir) / "index",
+            directory=Path(self.store_dir) / INDEX_FOLDER,
             chunk_tokens=self.chunk_tokens,
             chunk_overlap_tokens=self.chunk_overlap_tokens,
             embedder=self.embedder,
@@ -110,7 +114,7 @@ class EngineConfig:
     def store_config(self) -> StoreConfig:
         """The store's part."""
         return StoreConfig(
-            directory=Path(self.store_dir) / "kv",
+            directory=Path(self.store_dir) / KV_FOLDER,
             ram_budget_bytes=self.ram_budget_bytes,
             nvme_budget_bytes=self.nvme_budget_bytes,
             direct_reads=self.direct_reads,

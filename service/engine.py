@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -14,7 +14,7 @@ from typing import Self
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController, Profile
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, in_reading_order
-from cacheblend.store import ChunkKey, KVStore
+from cacheblend.store import KVStore
 from cacheblend.store.errors import InputError
 
 from .answer import Answer, IngestReport
@@ -22,7 +22,8 @@ from .config import DTYPES, EngineConfig, check_max_tokens
 from .documents import Documents
 from .first_token import FirstTokenClock
 from .hole_filler import HoleFiller
-from .lengths import check_chunks, check_length
+from .ingester import Ingester, Progress, StreamProgress
+from .lengths import check_length
 from .planning import find_controller, make_controller
 from .prefiller import Prefiller, PrefillSteps
 from .prepared import PreparedRequest, StageTimes, assemble_answer
@@ -30,8 +31,6 @@ from .prompt import Layout, PromptBuilder
 from .sampling import sampling_options
 
 logger = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
-FLUSH_EVERY = 64  # chunks; the writer keeps up meanwhile
 
 
 class Engine:
@@ -71,6 +70,14 @@ class Engine:
                 self._prompts.head,
                 self._prompts.chunk_prefix_ids,
             )
+            self._ingester = Ingester(
+                self.fusor,
+                self.retriever,
+                self.store,
+                self._prefiller.key,
+                self._prompts.chunk_prefix_ids,
+                document_context=config.document_context,
+            )
             self._opened = opened.pop_all()
         self._closed = False
 
@@ -107,54 +114,24 @@ class Engine:
                 error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        started = time.perf_counter()
-        given = [Document.of(document) for document in documents]
-        if not given:
-            raise InputError("no documents to ingest; give at least one")
-        check_chunks(given, self.retriever.splitter, self.fusor.max_positions, len(self._prompts.chunk_prefix_ids))
-        report = on_progress or (lambda *_: None)
-        added = self.retriever.add(given, lambda done, total: report("index", done, total))
-        chunks: dict[ChunkKey, Sequence[int]] = {}
-        keys: dict[tuple[str, str], list[ChunkKey]] = {}
-        for document in {document.id: document for document in given}.values():
-            own = {self._prefiller.key(chunk.token_ids): chunk.token_ids for chunk in self.retriever.chunks(document.id)}
-            chunks |= own
-            keys[document.id, document.version] = list(own)
-        dropped = self.store.documents.put((*document, own) for document, own in keys.items())
-        missing = {key for key in chunks if key not in self.store}
-        to_compute, computed, tokens = len(missing), 0, 0
-        for own in keys.values():
-            which = [index for index, key in enumerate(own) if key in missing]  # what another document brought is not missing
-            kvs = self.fusor.precompute_document([chunks[key] for key in own], self._prompts.chunk_prefix_ids, which)
-            for index, kv in zip(which, kvs, strict=True):
-                self.store.put(own[index], kv, flush=False)
-                computed, tokens = computed + 1, tokens + len(kv.token_ids)
-                if computed % FLUSH_EVERY == 0:
-                    self.store.flush()  # a full disk ends the run here, not hours later
-                report("precompute", computed, to_compute)
-            missing -= {own[index] for index in which}
-        self.store.flush()
-        evicted = sum(key not in self.store for key in chunks)
-        if evicted:
-            logger.warning(
-                "the KV of %d of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all",
-                evicted,
-                len(chunks),
-                self.config.nvme_budget_bytes,
-            )
-        return IngestReport(
-            documents=len(given),
-            added=added.added,
-            replaced=added.replaced,
-            unchanged=added.unchanged,
-            chunks=len(chunks),
-            computed=computed,
-            already_stored=len(chunks) - computed,
-            evicted=evicted,
-            dropped=dropped,
-            tokens=tokens,
-            seconds=time.perf_counter() - started,
-        )
+        return self._ingester.ingest(documents, on_progress)
+
+    def ingest_stream(
+        self, documents: Iterable[Document | Mapping[str, object]], on_progress: StreamProgress | None = None
+    ) -> IngestReport:
+        """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
+
+        Where it ends early, by an error or a kill, what was done is kept, and the same call goes on from there.
+
+        Args:
+            documents: see `ingest`; best in an order that stays.
+            on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
+
+        Raises:
+            InputError, StoreFullError: see `ingest`; the batches before it are ingested.
+        """
+        self._check_open()
+        return self._ingester.ingest_stream(documents, on_progress)
 
     def answer(
         self,

@@ -63,7 +63,7 @@ def merge(sources: Sequence[Path], target: Path, *, on_progress: Callable[[int, 
         StoreFullError: the disk is full.
 
     """
-    _check(sources, target)
+    check_stores(sources, target)
     with ExitStack() as opened:
         given = [_open(source, opened) for source in sources]
         into = _open(target, opened)
@@ -85,14 +85,17 @@ def merge(sources: Sequence[Path], target: Path, *, on_progress: Callable[[int, 
     return MergeReport(entries, copied_bytes, already_stored, damaged, documents, dropped)
 
 
-def _check(sources: Sequence[Path], target: Path) -> None:
+def check_stores(sources: Sequence[Path], target: Path) -> None:
+    """Refuse folders that cannot be merged, before anything is copied; raises as `merge` does."""
     if not sources:
         raise InputError("no store to merge; name at least one")
     for source in sources:
-        if not holds_store(source):  # opening it would make one
+        if not holds_store(source):  # to open it would be to make one
             raise StoreDirectoryError(f"{source} holds no store; name the folder of one")
         if source.resolve() == target.resolve():
             raise InputError(f"{source} is both merged and merged into; leave it out of the stores to merge")
+    for folder in (*sources, *([target] if holds_store(target) else [])):
+        StoreFolder(folder)
 
 
 def _open(root: Path, opened: ExitStack) -> NvmeTier:
