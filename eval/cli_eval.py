@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from cacheblend.service import cli_options as options
 from cacheblend.store.errors import ConfigError
 
+from . import cli_load
 from .data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
 from .methods import DEFAULT_RATIO, METHODS
 
@@ -29,7 +30,7 @@ class _DataSetGroup(TyperGroup):
         """The command of a data set."""
         command = super().get_command(ctx, cmd_name)
         if command is None:
-            raise ConfigError("data set", cmd_name, f"one of world, {', '.join(DATA_SETS)}; or report, or figures")
+            raise ConfigError("data set", cmd_name, f"one of world, {', '.join(DATA_SETS)}; or load, report, figures")
         return command
 
 
@@ -123,6 +124,9 @@ def data_set(
 
 for _name, _set in DATA_SETS.items():
     app.command(_name, short_help=f"{_set.file}, from {_set.source}.")(data_set)
+
+
+app.command("load")(cli_load.load)
 
 
 @app.command("report")

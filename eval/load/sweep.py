@@ -1,0 +1,159 @@
+"""A whole load run: targets by turns at every rate, into a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cacheblend.eval.run.environment import commit
+from cacheblend.eval.run.folder import RunFolder
+from cacheblend.store.errors import InputError, ServiceError
+
+from .arrivals import poisson_arrivals
+from .config import LoadConfig
+from .equal_ttft import equal_ttft
+from .open_loop import send_on_time
+from .request_set import LoadRequest, split_requests
+from .sample import Sample, ask
+from .step import Step, step_of
+from .target import Target
+
+Progress = Callable[[str, int, int], None]
+DOCUMENTS_AT_ONCE = 100
+
+
+def run_load(
+    config: LoadConfig,
+    targets: Sequence[Target],
+    requests: Sequence[LoadRequest],
+    folder: Path,
+    *,
+    on_progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Sweep the rates over the targets and give the summary; rows and summary are in the folder as well.
+
+    The first target is the reference of the table at equal TTFT. An interrupt (Ctrl-C) gives up what is under way and leaves
+    the summary of what has ended, with `interrupted`.
+
+    Args:
+        config: rates, requests, seed.
+        targets: whom to ask; at each rate one after the other.
+        requests: of the data set.
+        folder: new.
+        on_progress: called with the stage, requests ended, and requests in all.
+
+    Raises:
+        InputError: a label twice, too few requests, or a folder that exists.
+        ServiceError: a target does not answer the warm-up, or our own service refuses the documents.
+    """
+    labels = [target.label for target in targets]
+    if not labels or len(set(labels)) < len(labels):
+        raise InputError(f"the targets are {labels}: give at least one, and each its own name")
+    warm_up, by_rate = split_requests(requests, config.warm_up, len(config.rates_rps), config.requests)
+    run = RunFolder.create(folder, _setup(config, targets))
+    if config.source.caches_all:
+        _ingest(targets, [request for group in (warm_up, *by_rate) for request in group], on_progress)
+    steps: list[Step] = []
+    whole = asyncio.run(_sweep(config, targets, warm_up, by_rate, run, steps, on_progress))
+    summary = {
+        "run": str(folder),
+        "data": config.source.name,
+        "interrupted": not whole,
+        "reference": labels[0],
+        "steps": [dataclasses.asdict(step) for step in steps],
+        "equal_ttft": equal_ttft(steps, labels[0]),
+    }
+    run.write_summary(summary)
+    return summary
+
+
+async def _sweep(
+    config: LoadConfig,
+    targets: Sequence[Target],
+    warm_up: Sequence[LoadRequest],
+    by_rate: Sequence[Sequence[LoadRequest]],
+    run: RunFolder,
+    steps: list[Step],
+    on_progress: Progress,
+) -> bool:
+    """Run all steps; False where it was cancelled."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx.Timeout(config.timeout_s, pool=None)
+    async with httpx.AsyncClient(limits=limits, timeout=timeout) as client:
+        try:
+            for target in targets:
+                await _warm_up(client, target, warm_up, config.max_tokens, on_progress)
+            for place, (rate_rps, requests) in enumerate(zip(config.rates_rps, by_rate, strict=True)):
+                arrivals_s = poisson_arrivals(rate_rps, len(requests), config.seed + place)
+                for target in targets:
+                    await _step(client, target, rate_rps, requests, arrivals_s, config.max_tokens, run, steps, on_progress)
+        except asyncio.CancelledError:
+            return False
+    return True
+
+
+async def _warm_up(
+    client: httpx.AsyncClient, target: Target, requests: Sequence[LoadRequest], max_tokens: int, on_progress: Progress
+) -> None:
+    for place, request in enumerate(requests, start=1):
+        sample = await ask(client, target, request, max_tokens, started=time.perf_counter(), due_s=0.0)
+        if sample.outcome != "answered":
+            raise ServiceError(f"{target.label} at {target.url} does not answer a request of the warm-up: {sample.detail}")
+        on_progress(f"{target.label}, warm-up", place, len(requests))
+
+
+async def _step(
+    client: httpx.AsyncClient,
+    target: Target,
+    rate_rps: float,
+    requests: Sequence[LoadRequest],
+    arrivals_s: Sequence[float],
+    max_tokens: int,
+    run: RunFolder,
+    steps: list[Step],
+    on_progress: Progress,
+) -> None:
+    samples: list[Sample] = []
+
+    def keep(sample: Sample) -> None:
+        samples.append(sample)
+        on_progress(f"{target.label} at {rate_rps:g}/s", len(samples), len(requests))
+
+    try:
+        await send_on_time(client, target, requests, arrivals_s, max_tokens, keep)
+    finally:  # cancelled or not
+        for sample in samples:
+            run.append({"target": target.label, "rate_rps": rate_rps, **dataclasses.asdict(sample)})
+        if samples:
+            steps.append(step_of(target.label, rate_rps, samples))
+
+
+def _ingest(targets: Sequence[Target], requests: Sequence[LoadRequest], on_progress: Progress) -> None:
+    """Have our own services precompute every chunk, as the data set says that all were met before."""
+    chunks = list(dict.fromkeys(chunk for request in requests for chunk in request.chunks))
+    for target in {target.address: target for target in targets if target.method is not None}.values():
+        for start in range(0, len(chunks), DOCUMENTS_AT_ONCE):
+            documents = [{"text": chunk} for chunk in chunks[start : start + DOCUMENTS_AT_ONCE]]
+            url = f"{target.address}/v1/documents"
+            response = httpx.post(url, json={"documents": documents}, headers=target.headers, timeout=None)
+            if response.is_error:
+                raise ServiceError(f"{url} refuses the documents of the run: {response.text}")
+            on_progress("ingest", start + len(documents), len(chunks))
+
+
+def _setup(config: LoadConfig, targets: Sequence[Target]) -> dict[str, Any]:
+    told = [{**dataclasses.asdict(target), "api_key": None} for target in targets]
+    return {
+        "config": {**dataclasses.asdict(config), "source": {"name": config.source.name, **dataclasses.asdict(config.source)}},  # type: ignore[call-overload]  # every source is a dataclass
+        "targets": told,
+        "client": {"python": platform.python_version(), "processors": os.cpu_count(), "machine": platform.machine()},
+        "commit": commit(),
+    }

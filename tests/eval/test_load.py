@@ -1,0 +1,330 @@
+"""Load: arrivals, what a client sees of a stream, the sums of a step, throughput at equal TTFT, and whole runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from peers import peer, piece, refuse, sse
+
+from cacheblend.blend import Fusor
+from cacheblend.eval import cli
+from cacheblend.eval.data import WorldSource
+from cacheblend.eval.load import Curve, LoadConfig, LoadRequest, Target, load_report, peer_target, run_load, throughput_at
+from cacheblend.eval.load.arrivals import poisson_arrivals
+from cacheblend.eval.load.equal_ttft import Reached, equal_ttft
+from cacheblend.eval.load.open_loop import send_on_time
+from cacheblend.eval.load.own_server import own_server
+from cacheblend.eval.load.request_set import load_requests, split_requests
+from cacheblend.eval.load.sample import Sample, ask
+from cacheblend.eval.load.step import Step, step_of
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.http import HttpConfig, Server
+from cacheblend.store.errors import ConfigError, InputError, ServiceError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
+from api import listening
+
+SOURCE = WorldSource(seed=3, cases=6)
+WORDING = SOURCE.wording
+REQUEST = LoadRequest("one", "Where?", ("Here is a place.", "There is another."))
+USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
+
+
+def asked(address: str, *, count: int = 1, arrivals_s: list[float] | None = None, **changes: Any) -> list[Sample]:
+    """What becomes of requests to a peer."""
+    target = peer_target("peer", address, WORDING, **changes)
+    samples: list[Sample] = []
+
+    async def send() -> None:
+        async with httpx.AsyncClient(timeout=20) as client:
+            await send_on_time(client, target, [REQUEST] * count, arrivals_s or [0.0] * count, 4, samples.append)
+
+    asyncio.run(send())
+    return samples
+
+
+def sample(ttft_s: float | None, *, due_s: float = 0.0, end_s: float = 1.0, outcome: str = "answered", **more: Any) -> Sample:
+    return Sample(id="x", due_s=due_s, sent_s=due_s + 0.01, end_s=end_s, outcome=outcome, ttft_s=ttft_s, **more)
+
+
+def test_poisson_arrivals() -> None:
+    """Arrivals rise, are the seed's, keep the asked rate, scatter as a Poisson process's, and stretch with the rate."""
+    moments = poisson_arrivals(4.0, 4000, seed=1)
+    gaps = np.diff([0.0, *moments])
+    assert (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(0.25, rel=0.05)
+    assert gaps.std() == pytest.approx(0.25, rel=0.05)
+    assert moments == poisson_arrivals(4.0, 4000, seed=1) != poisson_arrivals(4.0, 4000, seed=2)
+    assert [2 * moment for moment in moments] == pytest.approx(poisson_arrivals(2.0, 4000, seed=1))
+
+
+def test_ttft_is_the_first_text() -> None:
+    """An empty first piece, as role pieces are, is no text; usage comes from the last event."""
+    with peer(lambda *_: sse(piece(""), 0.3, piece("a"), 0.2, piece("b", "stop"), USAGE, "[DONE]")) as address:
+        (seen,) = asked(address)
+    assert seen.outcome == "answered"
+    assert seen.ttft_s is not None
+    assert 0.3 <= seen.ttft_s < seen.end_s - 0.19
+    assert (seen.text, seen.prompt_tokens, seen.cached_tokens, seen.completion_tokens) == ("ab", 40, 30, 2)
+
+
+def test_requests_are_sent_when_due() -> None:
+    """A request is sent at its moment though those before it have no answer, and its TTFT counts from that moment."""
+    with peer(lambda number, _: sse(0.0 if number else 1.0, piece("a", "stop"))) as address:
+        seen = asked(address, count=3, arrivals_s=[0.0, 0.1, 0.2])
+    assert [one.due_s for one in sorted(seen, key=lambda one: one.due_s)] == [0.0, 0.1, 0.2]
+    assert all(0 <= one.sent_s - one.due_s < 0.5 for one in seen)
+    assert max(one.sent_s for one in seen) < 1.0 < max(one.end_s for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "named"),
+    [
+        (lambda *_: refuse(429), "rejected", "429"),
+        (lambda *_: refuse(503), "failed", "503"),
+        (lambda *_: sse(piece("a"), {"error": {"message": "gone"}}), "failed", "gone"),
+        (lambda *_: sse(piece("a")), "failed", "ended before"),
+        (lambda *_: sse("{"), "failed", "JSON"),
+        (lambda *_: sse({"choices": 3}), "failed", "TypeError"),
+        (lambda *_: sse(piece(None, "stop")), "answered", ""),
+    ],
+    ids=["full", "broken", "error in the stream", "cut off", "no JSON", "odd JSON", "an empty answer"],
+)
+def test_what_a_server_may_do(answer: Any, outcome: str, named: str) -> None:
+    """Whatever comes back is counted, and raises nothing."""
+    with peer(answer) as address:
+        (seen,) = asked(address)
+    assert seen.outcome == outcome
+    assert named in seen.detail
+    assert (seen.ttft_s is not None) == (outcome == "answered")
+
+
+def test_a_server_that_is_not_there() -> None:
+    """A connection that is refused is a failed request, and an address without a server is told before a run."""
+    target = Target(label="x", address="http://127.0.0.1:9", model="m", wording=WORDING)
+
+    async def one() -> Sample:
+        async with httpx.AsyncClient() as client:
+            return await ask(client, target, REQUEST, 4, started=time.perf_counter(), due_s=0.0)
+
+    assert asyncio.run(one()).outcome == "failed"
+    with pytest.raises(InputError, match="/v1/models"):
+        peer_target("x", "http://127.0.0.1:9", WORDING)
+
+
+def test_what_a_peer_is_asked() -> None:
+    """Another server gets instruction, chunks and question as one text, OpenAI's own fields alone, and its key."""
+    bodies: list[dict[str, Any]] = []
+    with peer(lambda _, body: bodies.append(body) or sse(piece("a", "stop"))) as address:
+        asked(address, api_key="secret")
+        asked(address, completions=True)
+    chat, text = bodies
+    (message,) = chat.pop("messages")
+    assert (
+        message["content"] == f"{WORDING.instruction}Here is a place.\n\nThere is another.\n\n{WORDING.before_question}Where?"
+    )
+    assert (chat["path"], chat["authorization"]) == ("chat/completions", "Bearer secret")
+    assert set(chat) == {"model", "max_tokens", "temperature", "stream", "stream_options", "path", "authorization"}
+    assert text["prompt"] == message["content"] + WORDING.after_question
+    assert (text["path"], text["model"]) == ("completions", "peer-model")
+
+
+def test_sums_of_a_step() -> None:
+    """Percentiles are over the answered, throughput over first arrival to last answer, the hit rate over tokens."""
+    samples = [
+        sample(ttft_s, due_s=1.0 + place, end_s=2.0 + place, prompt_tokens=100, cached_tokens=50 * place, completion_tokens=8)
+        for place, ttft_s in enumerate((0.1, 0.5, 0.2))
+    ]
+    samples += [sample(None, due_s=9.0, end_s=90.0, outcome=outcome) for outcome in ("rejected", "failed", "failed")]
+    step = step_of("blend", 2.0, samples)
+    assert (step.requests, step.answered, step.rejected, step.failed) == (6, 3, 1, 2)
+    assert step.ttft_median_s == 0.2
+    assert step.ttft_p99_s == pytest.approx(0.2 + 0.98 * 0.3)
+    assert step.throughput_rps == pytest.approx(3 / (4.0 - 1.0))
+    assert step.tokens_per_s == pytest.approx(24 / 3.0)
+    assert step.hit_rate == pytest.approx(150 / 300)
+    assert step.latest_send_s == pytest.approx(0.01)
+    none = step_of("blend", 2.0, [sample(None, outcome="failed")])
+    assert (none.ttft_median_s, none.ttft_p99_s, none.throughput_rps, none.hit_rate) == (None, None, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "reached"),
+    [
+        (0.05, Reached(None)),
+        (0.1, Reached(1.0)),
+        (0.15, Reached(1.5)),
+        (0.2, Reached(2.0)),
+        (1.2, Reached(2.5)),
+        (2.2, Reached(3.0)),
+        (9.0, Reached(2.8, at_least=True)),
+    ],
+)
+def test_throughput_at(ttft_s: float, reached: Reached) -> None:
+    """Between two points the throughput is on the line between them; outside it is none, or at least the last."""
+    found = throughput_at(Curve(((1.0, 0.1), (2.0, 0.2), (3.0, 2.2), (2.8, 5.0))), ttft_s)
+    assert found.at_least is reached.at_least
+    assert found.rps == (None if reached.rps is None else pytest.approx(reached.rps))
+
+
+def test_a_lucky_later_point_does_not_count() -> None:
+    """Where the TTFT is above once, a later rate that is below again does not make the throughput higher."""
+    assert throughput_at(Curve(((1.0, 0.1), (2.0, 0.3), (3.0, 0.1))), 0.2).rps == pytest.approx(1.5)
+
+
+def test_equal_ttft() -> None:
+    """At each of the reference's median TTFTs, every target's throughput stands beside the reference's."""
+
+    def step(target: str, rate: float, rps: float, ttft_s: float | None) -> Step:
+        return Step(
+            target=target,
+            rate_rps=rate,
+            requests=1,
+            answered=1,
+            rejected=0,
+            failed=0,
+            ttft_median_s=ttft_s,
+            ttft_p99_s=ttft_s,
+            throughput_rps=rps,
+            tokens_per_s=None,
+            hit_rate=None,
+            latest_send_s=0.0,
+        )
+
+    steps = [step("full", 2, 1.0, 2.0), step("full", 1, 0.5, 1.0), step("blend", 1, 1.0, 0.5), step("blend", 2, 2.0, 1.5)]
+    steps += [step("down", 1, 0.0, None)]
+    first, second = equal_ttft(steps, "full")
+    assert first["ttft_median_s"] == 1.0
+    assert first["targets"]["full"] == {"throughput_rps": 0.5, "at_least": False, "over_reference": 1.0}
+    assert first["targets"]["blend"] == {"throughput_rps": 1.5, "at_least": False, "over_reference": 3.0}
+    assert second["targets"]["blend"] == {"throughput_rps": 2.0, "at_least": True, "over_reference": 2.0}
+    assert second["targets"]["down"]["throughput_rps"] is None
+    assert equal_ttft([step("full", 1, 0.0, None)], "full") == []
+
+
+def test_each_rate_has_its_own_requests() -> None:
+    """Warm-up and rates never share a request; what the set sets apart warms up, and too few are refused."""
+    requests = [LoadRequest(str(number), "?", ("x",)) for number in range(7)]
+    warm_up, by_rate = split_requests(requests, 1, 2, 3)
+    assert [request.id for group in (warm_up, *by_rate) for request in group] == list("0123456")
+    apart = LoadRequest("apart", "?", ("x",), is_warm_up=True)
+    assert split_requests([*requests, apart], 5, 2, 3)[0] == [apart]
+    with pytest.raises(InputError, match="need 8"):
+        split_requests(requests, 1, 2, 4)
+
+
+def test_requests_have_the_chunks_text(fusor: Fusor) -> None:
+    """The world's chunks arrive as they were written."""
+    (request, *_) = load_requests(SOURCE, fusor.tokenizer, None)
+    (case, *_) = SOURCE.requests(fusor.tokenizer, None)
+    assert request.chunks == tuple(passage.text.strip() for passage in case.example.passages)
+    assert request.question == case.example.question
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rates_rps": ()}, "rates"),
+        ({"rates_rps": (0.0,)}, "above 0"),
+        ({"rates_rps": (1.0, 1.0)}, "once"),
+        ({"requests": 0}, "requests"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+    ],
+)
+def test_bad_configs(change: dict[str, Any], named: str) -> None:
+    """A value that is not allowed is refused by name."""
+    with pytest.raises(ConfigError, match=named):
+        LoadConfig(**{"source": SOURCE, "rates_rps": (1.0,), **change})
+
+
+def test_an_interrupt_leaves_a_partial_report(tmp_path: Path, fusor: Fusor) -> None:
+    """Ctrl-C in the middle of a rate ends the run; what has ended is in rows, summary and report."""
+
+    def answer(number: int, _: object) -> Any:
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return sse(piece("a", "stop"), USAGE)
+
+    config = LoadConfig(source=SOURCE, rates_rps=(50.0, 1.0), requests=2, warm_up=2)
+    with peer(answer) as address:
+        targets = [peer_target("peer", address, WORDING)]
+        summary = run_load(config, targets, load_requests(SOURCE, fusor.tokenizer, None), tmp_path / "run")
+    assert summary["interrupted"]
+    first = summary["steps"][0]
+    assert (first["rate_rps"], first["answered"]) == (50.0, 2)
+    assert "Interrupted" in load_report(summary)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+
+
+def test_a_run_over_methods_and_a_peer(
+    tmp_path: Path, model_dir: Path, fusor: Fusor, embedder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command asks our service by each method and a peer, at each rate, and tells one object; no key is written down."""
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path / "store", chunk_tokens=512, recompute_ratio=0.15)
+    options = "--rates 20,60 --requests 3 --warm-up 1 --max-tokens 3 --peer-api-key secret --json"
+    methods = "full_recompute,prefix_cache,blend"
+    with (
+        Engine(config, fusor=fusor, embedder=embedder) as engine,
+        Server(config, http=HttpConfig(model_name="m"), engine=engine) as server,
+        listening(server) as address,
+        peer(lambda *_: sse(piece("a"), piece("b", "stop"), USAGE)) as other,
+    ):
+        servers = ["--address", address, "--peer", f"vllm={other}/v1"]
+        files = ["--model", str(model_dir), "--out", str(tmp_path / "run")]
+        with pytest.raises(SystemExit) as left:
+            cli.main(["eval", "load", *files, *servers, "--methods", methods, *options.split()])
+    said = capsys.readouterr()
+    assert not left.value.code, said.err
+    summary = json.loads(said.out)
+    assert not summary["interrupted"]
+    wanted = [(label, rate) for rate in (20.0, 60.0) for label in ("full_recompute", "prefix_cache", "blend", "vllm")]
+    assert [(step["target"], step["rate_rps"]) for step in summary["steps"]] == wanted
+    assert all(step["answered"] == 3 and step["failed"] == 0 for step in summary["steps"])
+    hit_rate = {step["target"]: step["hit_rate"] for step in summary["steps"]}
+    assert hit_rate["full_recompute"] == 0
+    assert hit_rate["blend"] > 0.7
+    assert hit_rate["vllm"] == 0.75
+    assert {row["ttft_median_s"] for row in summary["equal_ttft"]}
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 * 2 * 3
+    ids = [{row["id"] for row in rows if row["target"] == label} for label in ("blend", "vllm")]
+    assert ids[0] == ids[1]
+    assert "secret" not in (tmp_path / "run" / "setup.json").read_text()
+    assert "| blend |" in load_report(summary)
+
+
+def test_usage_errors(tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong is said in one line with the remedy, and no folder is made."""
+    common = ["eval", "load", "--model", str(model_dir), "--out", str(tmp_path / "run"), "--requests", "1", "--warm-up", "0"]
+    with peer(lambda *_: refuse(500)) as address:
+        for arguments, code, says in (
+            (["--rates", "x"], 2, "separated by commas"),
+            (["--peer", "somewhere"], 2, "NAME=URL"),
+            (["--methods", ""], 2, "--peer"),
+            (["--address", address], 2, "is no CacheBlend service"),
+            (["--data-set", "trivia"], 2, "one of world"),
+            (["--model", "./no/model"], 2, "no model at"),
+            (["--methods", "", "--peer", f"a={address}", "--warm-up", "1", "--out", str(tmp_path / "other")], 1, "warm-up"),
+        ):
+            with pytest.raises(SystemExit) as left:
+                cli.main([*common, *arguments])
+            said = capsys.readouterr()
+            assert (left.value.code, said.out) == (code, ""), said.err
+            assert says in said.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_service_that_does_not_start() -> None:
+    """Where the service that is started ends at once, its own words are told."""
+    with pytest.raises(ServiceError, match=r"is not a model directory"), own_server(["--model", "./no/model"]):
+        pass
