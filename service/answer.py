@@ -179,6 +179,11 @@ class IngestReport:
     tokens: int
     seconds: float
 
+    @classmethod
+    def nothing(cls) -> IngestReport:
+        """Of no documents."""
+        return cls(**dict.fromkeys((field.name for field in dataclasses.fields(cls)), 0))
+
     def __add__(self, other: IngestReport) -> IngestReport:
         """Both in one; a chunk that both have counts twice."""
         names = [field.name for field in dataclasses.fields(self)]

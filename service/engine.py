@@ -124,7 +124,7 @@ class Engine:
         Where it ends early, by an error or a kill, what was done is kept, and the same call goes on from there.
 
         Args:
-            documents: see `ingest`; best in an order that stays.
+            documents: see `ingest`; none at all is no error.
             on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
 
         Raises:

@@ -52,7 +52,7 @@ class Ingester:
         """See `Engine.ingest`."""
         given = [Document.of(document) for document in documents]
         if not given:
-            raise _nothing_given()
+            raise InputError("no documents to ingest; give at least one")
         report = self._ingest(given, on_progress or (lambda *_: None))
         self._warn_of_evictions(report)
         return report
@@ -63,20 +63,16 @@ class Ingester:
         """See `Engine.ingest_stream`."""
         started, evictions = time.perf_counter(), self._store.stats().nvme.evictions
         report = on_progress or (lambda *_: None)
-        total: IngestReport | None = None
-        tokens = 0
+        total, tokens = IngestReport.nothing(), 0
 
         def computed(chunk_tokens: int) -> None:
             nonlocal tokens
             tokens += chunk_tokens
-            report(total.documents if total else 0, tokens)
+            report(total.documents, tokens)
 
         for batch in _batches(map(Document.of, documents)):
-            done = self._ingest(batch, lambda *_: None, computed)
-            total = done if total is None else total + done
+            total += self._ingest(batch, lambda *_: None, computed)
             report(total.documents, tokens)
-        if total is None:
-            raise _nothing_given()
         evicted = self._store.stats().nvme.evictions - evictions
         total = replace(total, evicted=evicted, seconds=time.perf_counter() - started)
         self._warn_of_evictions(total)
@@ -150,7 +146,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch = []
     if batch:
         yield batch
-
-
-def _nothing_given() -> InputError:
-    return InputError("no documents to ingest; give at least one")

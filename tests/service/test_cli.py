@@ -79,6 +79,22 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert run("store", "ls", *store, "--json").json == {"entries": []}
 
 
+def test_shards_are_merged(run: CommandLine, passages: Path, tmp_path: Path) -> None:
+    """Two machines ingest a share each into a folder of its own, and the two become one store."""
+    shards = [CommandLine(run._capsys, run.model, tmp_path / f"shard-{index}") for index in (1, 2)]
+    reports = [
+        shard.on_store("ingest", str(passages), "--shard", f"{index}/2", "--json").json for index, shard in enumerate(shards, 1)
+    ]
+    assert sum(report["documents"] for report in reports) == 3
+    merge = ("store", "merge", *(str(shard.store) for shard in shards), "--store-dir", str(run.store))
+    merged = run(*merge, "--json").json
+    assert (merged["entries"], merged["indexed"]) == (sum(report["computed"] for report in reports), 3)
+    assert run(*merge).out.startswith("0 entries copied")
+    whole = run.on_store("ingest", str(passages), "--json").json
+    assert (whole["unchanged"], whole["computed"]) == (3, 0)
+    assert run.on_store("ingest", str(passages), "--shard", "3/2").code == 2
+
+
 def test_documents(run: CommandLine, passages: Path) -> None:
     """Documents are listed, shown, pinned and deleted without a model."""
     run.on_store("ingest", str(passages))
@@ -206,6 +222,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         ["store", "stat"],
         ["store", "verify"],
         ["store", "clear"],
+        ["store", "merge"],
         *(["documents", name] for name in ("ls", "show", "delete", "pin", "unpin")),
     ],
 )

@@ -1,0 +1,216 @@
+"""The offline job: documents are streamed, cut off and gone on with, and shared out among machines."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine
+from fakes import FakeEmbedder
+from rich.console import Console
+
+from cacheblend.blend import Fusor
+from cacheblend.retriever import Document
+from cacheblend.service import Engine, EngineConfig, ingester
+from cacheblend.service.document_stream import DocumentStream, Shard, StreamSize
+from cacheblend.service.ingest_progress import IngestProgress
+from cacheblend.store.errors import ConfigError, InputError
+
+MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingester, "BATCH_DOCUMENTS", 3)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps(document) + "\n" for document in MANY), encoding="utf-8")
+    return path
+
+
+def test_stream(open_engine: OpenEngine) -> None:
+    """A stream is read no further than a batch ahead, and its report is that of all batches together."""
+    engine = open_engine()
+    given: list[str] = []
+    ahead: list[int] = []
+    steps: list[tuple[int, int]] = []
+
+    def documents() -> Iterator[dict[str, object]]:
+        for document in MANY:
+            given.append(str(document["id"]))
+            yield document
+
+    def progress(done: int, tokens: int) -> None:
+        steps.append((done, tokens))
+        ahead.append(len(given) - done)
+
+    report = engine.ingest_stream(documents(), progress)
+    chunks = engine.retriever.chunks()
+    assert (report.documents, report.added) == (len(MANY), len(MANY))
+    assert (report.computed, report.evicted) == (engine.store.stats().nvme.entries, 0)
+    assert report.chunks >= report.computed
+    assert report.tokens <= sum(len(chunk.token_ids) for chunk in chunks)
+    assert max(ahead) == 3
+    assert steps[-1] == (len(MANY), report.tokens)
+    assert all(one <= other for one, other in pairwise(steps))
+    again = engine.ingest_stream(MANY)
+    assert (again.unchanged, again.computed, again.already_stored) == (len(MANY), 0, again.chunks)
+
+
+def test_stream_is_the_same_as_one_ingest(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """Documents that were streamed are stored and found as if they had been ingested at once."""
+    one, other = open_engine(), open_engine(store_dir=tmp_path / "other")
+    one.ingest_stream(DOCUMENTS)
+    other.ingest(DOCUMENTS)
+    assert one.retriever.chunks() == other.retriever.chunks()
+    assert {entry.key for entry in one.store.ls()} == {entry.key for entry in other.store.ls()}
+    assert one.answer(QUESTION, top_k=TOP_K).token_ids == other.answer(QUESTION, top_k=TOP_K).token_ids
+
+
+def test_bad_document_in_a_stream(open_engine: OpenEngine) -> None:
+    """A bad document, and a second one of an id, are named; the batches before them are kept."""
+    engine = open_engine()
+    with pytest.raises(InputError, match="two documents have the id"):
+        engine.ingest_stream([*MANY, {**MANY[0], "text": "other words"}])
+    kept = [document.id for document in engine.retriever.documents()]
+    assert kept == [document["id"] for document in MANY[:18]]
+    with pytest.raises(InputError, match="'none' has no \"text\""):
+        engine.ingest_stream([*MANY, {"id": "none"}])
+
+
+def test_empty_stream(open_engine: OpenEngine) -> None:
+    """A share that has no document is no error: its store is empty, and merged like the others."""
+    report = open_engine().ingest_stream([])
+    assert (report.documents, report.computed) == (0, 0)
+    assert report.seconds > 0
+
+
+def test_evictions_of_a_stream(open_engine: OpenEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """A budget below the corpus is told once, with what did not stay."""
+    engine = open_engine(nvme_budget_bytes=300_000, ram_budget_bytes=1)
+    report = engine.ingest_stream(MANY)
+    assert report.computed - report.evicted == engine.store.stats().nvme.entries > 0
+    assert caplog.text.count("did not stay within nvme_budget_bytes=300000") == 1
+
+
+def test_without_document_context(open_engine: OpenEngine) -> None:
+    """Without it, chunks are computed alone, with the same keys and values."""
+    engine = open_engine(document_context=False)
+    engine.ingest(DOCUMENTS)
+    plain = {entry.key: engine.store.get(entry.key) for entry in engine.store.ls()}
+    assert all(kv is not None and kv.context is None for kv in plain.values())
+    other = open_engine(store_dir=Path(engine.config.store_dir).parent / "with context")
+    other.ingest(DOCUMENTS)
+    for key, kv in plain.items():
+        twin = other.store.get(key)
+        assert twin is not None
+        assert kv is not None
+        assert all(
+            a.equal(b) for pair, same in zip(kv.layers, twin.layers, strict=True) for a, b in zip(pair, same, strict=True)
+        )
+    assert any(other.store.get(key).context is not None for key in plain)  # type: ignore[union-attr]  # looked up above
+
+
+def die_while_ingesting(model: str, store_dir: Path, forwards: int) -> None:
+    """Ingest, and be killed at a forward of the model."""
+    ingester.BATCH_DOCUMENTS = 3
+    left = iter(range(forwards))
+    precompute = Fusor.precompute
+
+    def deadly(fusor: Fusor, *arguments: object) -> object:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return precompute(fusor, *arguments)  # type: ignore[arg-type]  # passed on
+
+    Fusor.precompute = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
+    config = EngineConfig(model=model, store_dir=store_dir, chunk_tokens=CHUNK_TOKENS)
+    with Engine(config, embedder=FakeEmbedder()) as engine:
+        engine.ingest_stream(MANY)
+
+
+def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_path: Path) -> None:
+    """An ingest that was killed goes on: what is durable is not computed again, and in the end nothing is missing."""
+    forwards = 40
+    process = multiprocessing.get_context("spawn").Process(
+        target=die_while_ingesting, args=(str(model_dir), tmp_path / "store", forwards)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    engine = open_engine()
+    stored = engine.store.stats().nvme.entries
+    assert 0 < stored < forwards
+    assert engine.store.verify().ok
+    report = engine.ingest_stream(MANY)
+    entries = engine.store.stats().nvme.entries
+    assert (report.computed, report.documents) == (entries - stored, len(MANY))
+    assert entries == len({chunk.token_ids for chunk in engine.retriever.chunks()})
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_shards(file: Path, count: int) -> None:
+    """Every document is of exactly one share, the same whatever its place in the stream."""
+    shares = [[document.id for document in DocumentStream([str(file)], Shard(index, count))] for index in range(1, count + 1)]
+    assert sorted(id_ for share in shares for id_ in share) == sorted(str(document["id"]) for document in MANY)
+    assert all(shares)
+    assert [[id_ for id_ in reversed([str(one["id"]) for one in MANY]) if Shard(1, count).holds(id_)]] == [shares[0][::-1]]
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "-1/2", "1/0", ""])
+def test_no_such_shard(text: str) -> None:
+    """A share that is none of n is refused with an example."""
+    with pytest.raises(ConfigError, match="such as 2/4"):
+        Shard.parse(text)
+
+
+def test_size_of_a_stream(file: Path, tmp_path: Path) -> None:
+    """Files are counted and checked before anything is done; standard input cannot be; nothing at all is an error."""
+    stream = DocumentStream([str(file)], Shard(1, 2))
+    size = stream.measure()
+    documents = list(stream)
+    assert size == StreamSize(len(documents), sum(len(document.text) for document in documents))
+    assert stream.characters == size.characters
+    assert DocumentStream(["-"], Shard()).measure() is None
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(InputError, match="no documents"):
+        DocumentStream([str(empty)], Shard()).measure()
+    file.write_text(file.read_text() + '{"id": "bad"}\n')
+    with pytest.raises(InputError, match=f"line {len(MANY) + 1}"):
+        stream.measure()
+
+
+def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Speed and time left are those of the documents that were computed, not of those that were skipped."""
+    now = 100.0
+    monkeypatch.setattr("cacheblend.service.ingest_progress.time.monotonic", lambda: now)
+    stream = DocumentStream([str(file)], Shard())
+    with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(20, 4000)) as progress:
+        stream.characters = 1000
+        progress.update(5, 0)
+        now = 110.0
+        stream.characters = 2000
+        progress.update(9, 5000)
+        assert progress.line(9, 5000, now) == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
+        progress.update(10, 6000)
+    assert capsys.readouterr().err == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left\n"
+    with IngestProgress(Console(stderr=True), stream, None) as progress:
+        assert progress.line(0, 0, now) == "0 documents, 0 tokens"
+        assert progress.line(1, 70, now + 10) == "1 documents, 70 tokens, 7 tokens/s"
+
+
+def test_documents_without_ids_have_shares(file: Path) -> None:
+    """A document without an id is shared out by its content's hash."""
+    file.write_text('{"text": "some words"}\n')
+    shares = [list(DocumentStream([str(file)], Shard(index, 3))) for index in (1, 2, 3)]
+    assert [document for share in shares for document in share] == [Document.of({"text": "some words"})]
