@@ -135,9 +135,13 @@ def report(runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")])
 
     Example: cacheblend eval report runs/world-* > results.md
     """
+    from .load import is_load_run, load_report, read_summary
     from .run import report as make_report
 
-    typer.echo(make_report(runs), nl=False)
+    loads = [run for run in runs if is_load_run(run)]
+    others = [run for run in runs if run not in loads]
+    parts = [*([make_report(others)] if others else []), *(load_report(read_summary(run)) for run in loads)]
+    typer.echo("\n".join(parts), nl=False)
 
 
 @app.command("figures")

@@ -2,7 +2,7 @@
 
 from .config import LoadConfig
 from .equal_ttft import Curve, throughput_at
-from .report import load_report
+from .report import is_load_run, load_report, read_summary
 from .request_set import LoadRequest, load_requests
 from .sweep import run_load
 from .target import Target, own_targets, peer_target
@@ -12,10 +12,12 @@ __all__ = [
     "LoadConfig",
     "LoadRequest",
     "Target",
+    "is_load_run",
     "load_report",
     "load_requests",
     "own_targets",
     "peer_target",
+    "read_summary",
     "run_load",
     "throughput_at",
 ]

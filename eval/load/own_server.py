@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,11 +42,29 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
             # A session of its own: Ctrl-C is this process's to handle, which then stops the service.
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         try:
-            address = f"http://127.0.0.1:{port}"
-            _wait_until_ready(process, address, log)
-            yield address
+            with _leaving_on_sigterm():
+                address = f"http://127.0.0.1:{port}"
+                _wait_until_ready(process, address, log)
+                yield address
         finally:
             _stop(process)
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as an exit does, so that the service is not left behind."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:

@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from cacheblend.eval.run.folder import SUMMARY, RunFolder
+from cacheblend.store.errors import InputError
+
+
+def is_load_run(folder: Path) -> bool:
+    """Whether a run's folder is of `cacheblend eval load`.
+
+    Raises:
+        InputError: it is no run's folder.
+    """
+    return "targets" in RunFolder(folder).setup()
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What `run_load` gave.
+
+    Raises:
+        InputError: the run was killed before it had a summary.
+    """
+    try:
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} has no whole {SUMMARY} ({error}): the run was killed; run it again") from error
+    return summary
 
 
 def load_report(summary: Mapping[str, Any]) -> str:

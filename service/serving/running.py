@@ -59,11 +59,15 @@ class RunningRequest:
         return self._tokens.token_ids[-1]
 
     def take(self, logits_V: torch.Tensor) -> bool:
-        """Draw the next token from a batch's logits. True when the answer is complete."""
+        """Draw the next token from a batch's logits; the last one's KV has come. True when the answer is complete."""
+        if self.prefilled.prefix is not None:
+            self.prefilled.prefix.append(self.last_token, lambda layer, tokens: self.kv.layers[layer].last(tokens))
         return self._draw(logits_V)
 
     def done(self) -> Done:
         """The whole answer."""
+        if self.prefilled.prefix is not None:
+            self.prefilled.prefix.keep_prompt()  # an answer of one token has appended none
         rest = self._text.finish()
         times = StageTimes(prefill_done=self._prefill_done, first_token=self._first_token, ended=time.perf_counter())
         answer = assemble_answer(self.guarded.prepared, self.prefilled, self._tokens.token_ids, self._text.text, times)

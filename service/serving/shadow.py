@@ -208,7 +208,10 @@ class ShadowChecks:
 
     def _tell(self, tenant: str, outcome: str, comparisons: Mapping[str, Comparison] | None = None) -> None:
         level = self._guard(tenant).level
-        self._observer(CheckReport(tenant=tenant, outcome=outcome, comparisons=comparisons or {}, level=level))
+        try:
+            self._observer(CheckReport(tenant=tenant, outcome=outcome, comparisons=comparisons or {}, level=level))
+        except Exception:  # requests go on
+            logger.exception("a check could not be told")
 
 
 def _at(prepared: PreparedRequest, level: float) -> PreparedRequest:

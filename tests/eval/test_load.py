@@ -300,6 +300,10 @@ def test_a_run_over_methods_and_a_peer(
     ids = [{row["id"] for row in rows if row["target"] == label} for label in ("blend", "vllm")]
     assert ids[0] == ids[1]
     assert "secret" not in (tmp_path / "run" / "setup.json").read_text()
+    with pytest.raises(SystemExit) as left:
+        cli.main(["eval", "report", str(tmp_path / "run")])
+    assert not left.value.code
+    assert capsys.readouterr().out == load_report(summary)
     assert "| blend |" in load_report(summary)
 
 

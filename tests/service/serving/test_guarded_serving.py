@@ -176,6 +176,18 @@ def test_a_check_that_fails_hurts_nobody(engine: Engine, reports: Reports, monke
     assert [report.outcome for report in reports] == ["failed", "compared"]
 
 
+def test_an_observer_that_fails_hurts_nobody(engine: Engine) -> None:
+    """Where a check cannot be told, requests are served as before."""
+
+    def fail(_: CheckReport) -> None:
+        raise RuntimeError
+
+    with Scheduler(engine.fusor, ServingConfig(guard_share=1.0), check_observer=fail) as scheduler:
+        for number in range(1, 3):
+            assert isinstance(serve(engine, scheduler, QUESTION).result(), Done)
+            wait_until(lambda checked=number: scheduler.quality("").checked == checked)
+
+
 def test_closing_drops_checks(engine: Engine, reports: Reports) -> None:
     """The service does not wait for checks when it stops, and one in work leaves no pin."""
     with guarded(engine, reports) as scheduler:
