@@ -20,7 +20,7 @@ from cacheblend.eval.methods import ResidentRequest, make_methods, plan_methods
 from .figure_file import new_figure, save_figure
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
-METHODS = ("blend", "random_tokens")
+METHODS = ("blend", "blend_hkvd", "random_tokens")
 
 
 @torch.no_grad()

@@ -148,8 +148,8 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="full",
-        styles=(Style(), Style(restated=0.1), Style(chunks=3), Style(chunk_tokens=128)),
-        articles=(3, 4),
+        styles=(Style(), Style(restated=0.1), Style(chunk_tokens=96)),
+        articles=(3,),
         linked=0.5,
         questions=32,
         gaps=True,

@@ -59,6 +59,7 @@ def test_all_figures_are_made(config: EvalConfig, fusor: Fusor, tmp_path: Path) 
         "prefix_cache",
         "full_reuse",
         "blend",
+        "blend_hkvd",
         "blend_single_shot",
         "epic",
         "random_tokens",
