@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
+from cacheblend.store import LayerPair
+
 GROWTH_TOKENS = 128  # the KV is copied once in so many tokens
 
 
@@ -55,6 +57,10 @@ class LayerOfSequence:
         """Keys and values (H, K, D) that the last position sees."""
         start = 0 if self._window is None else max(0, self._used - self._window)
         return self._k_HCD[:, start : self._used], self._v_HCD[:, start : self._used]
+
+    def last(self, tokens: int) -> LayerPair:
+        """Keys and values (H, tokens, D) of the last positions, at most those that the next one sees; not to be kept."""
+        return self._k_HCD[:, self._used - tokens : self._used], self._v_HCD[:, self._used - tokens : self._used]
 
     def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
         heads, self._used, size = k_HKD.shape

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .fused import FusedPrompt
 
+OnToken = Callable[[int, DynamicCache], None]
 
-def continue_from(model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: int, **kwargs: Any) -> list[int]:
+
+def continue_from(
+    model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: int, on_token: OnToken | None = None, **kwargs: Any
+) -> list[int]:
     """The tokens that `model.generate` gives behind the prompt, with its own processors, sampling and stopping.
 
     `generate` given the prompt beside a full cache would prefill the prompt a second time without a word, so its first forward
@@ -23,6 +28,7 @@ def continue_from(model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: in
         model: the model that the cache is of.
         fused: the prompt.
         max_new_tokens: at most so many tokens, the first included.
+        on_token: told of each generated token whose KV has come to the cache, and of the cache, which it leaves as it is.
         kwargs: anything else `generate` takes.
 
     """
@@ -36,7 +42,12 @@ def continue_from(model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: in
 
     @functools.wraps(own_forward)
     def forward(*args: Any, **inputs: Any) -> Any:
-        return prefilled.pop() if prefilled else own_forward(*args, **inputs)
+        if prefilled:
+            return prefilled.pop()
+        output = own_forward(*args, **inputs)
+        if on_token is not None:
+            on_token(int(inputs["input_ids"][0, -1]), cache)
+        return output
 
     continuation: Any = copy.copy(model)
     continuation.forward = forward  # of this shallow copy alone

@@ -17,7 +17,7 @@ from cacheblend.store import ChunkKV
 from cacheblend.store.errors import InputError, PromptTooLongError, UnsupportedModelError
 
 from .config import FusionConfig
-from .continuation import continue_from
+from .continuation import OnToken, continue_from
 from .decoder import Decoder
 from .document_context import document_contexts, windows
 from .families import VERIFIED, check_model
@@ -178,12 +178,15 @@ class Fusor:
         none = torch.zeros(len(token_ids))
         return FusedPrompt(output.logits[0, -1].float(), cache, tuple(token_ids), everywhere, everywhere, none, 0, 0)
 
-    def generate(self, fused: FusedPrompt, max_new_tokens: int = 32, **kwargs: Any) -> list[int]:
+    def generate(
+        self, fused: FusedPrompt, max_new_tokens: int = 32, *, on_token: OnToken | None = None, **kwargs: Any
+    ) -> list[int]:
         """Continue as `model.generate` does: the first token from `fused.logits`, the rest from `fused.cache`, which stays.
 
         Args:
             fused: a fused or prefilled prompt.
             max_new_tokens: at most so many tokens, at least 1.
+            on_token: told of each generated token whose KV has come to the cache (the last one's does not), and of the cache.
             kwargs: what else `generate` takes for one sequence: `do_sample`, `temperature`, `streamer`, ...
 
         Raises:
@@ -194,7 +197,7 @@ class Fusor:
         if several or own or max_new_tokens < 1:
             named = ", ".join([*several, *own]) or f"max_new_tokens={max_new_tokens}"
             raise InputError(f"{named}: a fused prompt continues as one sequence of at least one token, in its own cache")
-        return continue_from(self.model, fused, max_new_tokens, **kwargs)
+        return continue_from(self.model, fused, max_new_tokens, on_token, **kwargs)
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if self.max_positions is not None and len(token_ids) > self.max_positions:

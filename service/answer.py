@@ -18,9 +18,10 @@ class PlannedSegment:
     """One segment of a prompt as it was run.
 
     Args:
-        kind: "exact" (a cached prefix), "reused" (blended or reused chunk KV) or "fresh" (recomputed whole, in context).
+        kind: "exact" (a cached prefix), "blended" (the same, as an earlier blended request left it: approximate), "reused"
+            (blended or reused chunk KV) or "fresh" (recomputed whole, in context).
         token_ids: its token ids.
-        key: hex of the store's key; None where nothing is looked up.
+        key: hex of the store's key, or with "prefix_cache" the hash of a block; None where nothing is looked up.
         tier: "ram", "nvme", "memory" (held by the engine), or None for fresh.
     """
 
@@ -32,17 +33,19 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """How a prompt was prefilled; enough to replay it (`cacheblend.blend.ExplicitPositions(plan.recomputed)`).
+    """How a prompt was prefilled; enough to replay it (`cacheblend.blend.ExplicitPositions(plan.recomputed)`), but for
+    "blended" segments, whose KV is an earlier request's.
 
     Args:
         method: the method that was asked for.
         segments: the prompt's segments, in order.
-        hits: chunks whose stored KV was used.
+        hits: chunks whose stored KV was used; with "prefix_cache" 1 where a prefix was found.
         misses: chunks that were recomputed whole; their KV is precomputed afterwards, in the background.
         recompute_ratio: the ratio that was asked of the fusor; None where it had no say.
         recomputed: per layer, sorted LongTensor of the positions that went through attention and MLP.
         prompt_tokens: N.
         reusable_tokens: tokens that the ratio counts.
+        tail_tokens: tokens behind the chunks.
         recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up.
         loaded_bytes: bytes of stored KV that were loaded, by tier.
         loading: what the loading controller expected; None where it was not asked.
@@ -56,6 +59,7 @@ class AnswerPlan:
     recomputed: tuple[torch.Tensor, ...] = field(repr=False)
     prompt_tokens: int
     reusable_tokens: int
+    tail_tokens: int
     recomputed_tokens: float
     loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None

@@ -13,6 +13,7 @@ from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS
+from cacheblend.store.config import MIB
 from cacheblend.store.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,6 +38,7 @@ class EngineConfig:
         ram_budget_bytes: see `StoreConfig`.
         nvme_budget_bytes: see `StoreConfig`.
         direct_reads: see `StoreConfig`.
+        prefix_budget_bytes: keys and values held in RAM of what prompts begin with: system messages, conversations so far.
         codec: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8" or "int4". Another codec's KV is not found again.
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
             0.15, or more where loading would take longer anyway; without a profile, 0.15.
@@ -63,6 +65,7 @@ class EngineConfig:
     ram_budget_bytes: int = StoreConfig(directory=".").ram_budget_bytes
     nvme_budget_bytes: int = StoreConfig(directory=".").nvme_budget_bytes
     direct_reads: bool = False
+    prefix_budget_bytes: int = 512 * MIB
     codec: str = "raw"
     recompute_ratio: float | None = None
     selector: str = "gradual"
@@ -92,6 +95,9 @@ class EngineConfig:
         if self.codec not in CODECS:
             raise ConfigError("codec", self.codec, f"one of {', '.join(CODECS)}")
         check_max_tokens(self.max_tokens)
+        budget = self.prefix_budget_bytes
+        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+            raise ConfigError("prefix_budget_bytes", budget, "a whole number of bytes above 0")
         self.retriever_config()
         self.store_config()
         self.fusion_config(self.recompute_ratio)

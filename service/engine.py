@@ -26,6 +26,7 @@ from .ingester import Ingester, Progress, StreamProgress
 from .lengths import check_length
 from .planning import find_controller, make_controller
 from .prefiller import Prefiller, PrefillSteps
+from .prefix_cache import PrefixCache
 from .prepared import PreparedRequest, StageTimes, assemble_answer
 from .prompt import Layout, PromptBuilder
 from .sampling import sampling_options
@@ -64,6 +65,7 @@ class Engine:
             self._prefiller = Prefiller(
                 self.fusor,
                 self.store,
+                PrefixCache(self.fusor, config.prefix_budget_bytes),
                 self._holes,
                 config,
                 find_controller(config, self.fusor),
@@ -181,7 +183,13 @@ class Engine:
             prefilled = self._prefiller.run(prepared.pieces, method, prepared.recompute_ratio)
             prefill_done = time.perf_counter()
             clock = FirstTokenClock()
-            token_ids = self.fusor.generate(prefilled.fused, prepared.max_tokens, streamer=clock, **prepared.sampling)
+            prefix = prefilled.prefix
+            on_token = None if prefix is None else prefix.append_from
+            token_ids = self.fusor.generate(
+                prefilled.fused, prepared.max_tokens, on_token=on_token, streamer=clock, **prepared.sampling
+            )
+            if prefix is not None:
+                prefix.keep_prompt()  # an answer of one token has appended none
         times = StageTimes(prefill_done=prefill_done, first_token=clock.first_token, ended=time.perf_counter())
         text = self.fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
         return assemble_answer(prepared, prefilled, token_ids, text, times)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cacheblend.blend import FusedPrompt, Fusor, LayerReport, Segment
+from cacheblend.blend import FusedPrompt, Fusor, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement
 from cacheblend.store.errors import ConfigError, DamagedEntryError
@@ -19,6 +19,7 @@ from cacheblend.store.errors import ConfigError, DamagedEntryError
 from .answer import PlannedSegment
 from .config import EngineConfig
 from .hole_filler import HoleFiller
+from .prefix_cache import PrefixCache, PromptPrefix
 from .prompt import PromptPieces
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _Done = TypeVar("_Done")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """A prompt's cache and first logits, how it was prefilled, and the chunks that were not there."""
+    """A prompt's cache and first logits, how it was prefilled, and what keeps its blocks for later prompts (None: nothing)."""
 
     fused: FusedPrompt
     segments: tuple[PlannedSegment, ...]
@@ -36,6 +37,7 @@ class Prefilled:
     loaded_bytes: Mapping[str, int] = field(default_factory=dict)
     recompute_ratio: float | None = None
     loading: LoadingPlan | None = None
+    prefix: PromptPrefix | None = None
 
 
 PrefillSteps = Generator[LayerReport, None, Prefilled]
@@ -47,6 +49,7 @@ class Prefiller:
     Args:
         fusor: the model.
         store: where chunks' KV is.
+        prefixes: blocks of what was served before.
         holes: computes in the background what was missing.
         config: selector and loader settings.
         controller: picks the ratio where the caller does not; may be replaced. Without one, for want of a profile, it is r*.
@@ -58,13 +61,14 @@ class Prefiller:
         self,
         fusor: Fusor,
         store: KVStore,
+        prefixes: PrefixCache,
         holes: HoleFiller,
         config: EngineConfig,
         controller: LoadingController | None,
         head: Sequence[int],
         chunk_prefix_ids: Sequence[int],
     ) -> None:
-        self._fusor, self._store, self._holes, self._config = fusor, store, holes, config
+        self._fusor, self._store, self._prefixes, self._holes, self._config = fusor, store, prefixes, holes, config
         self.controller = controller
         self._chunk_prefix_ids = tuple(chunk_prefix_ids)
         self._head_kv: ChunkKV | None = fusor.precompute(head) if head else None
@@ -130,32 +134,26 @@ class Prefiller:
         return self._methods[method](pieces, recompute_ratio, namespace)
 
     def _full_recompute(self, pieces: PromptPieces, _: float | None = None, __: str = "") -> PrefillSteps:
-        fused = yield from self._fusor.fuse_steps([Segment(pieces.token_ids)])
+        return (yield from self._recompute(pieces, ResidentLayers()))
+
+    def _recompute(self, pieces: PromptPieces, source: LayerSource) -> PrefillSteps:
+        fused = yield from self._fusor.fuse_steps([Segment(pieces.token_ids)], source=source)
         return Prefilled(fused=fused, segments=_fresh(pieces.head, *pieces.chunks, pieces.tail))
 
     def _prefix_cache(self, pieces: PromptPieces, _: float | None, namespace: str) -> PrefillSteps:
-        """Head and first chunk are reused exactly, as prefix caching does; a later request finds what this one missed."""
+        """What the prompt begins with as an earlier one did is reused exactly, in full blocks; the rest is recomputed."""
         started = time.perf_counter()
-        prefix = (*pieces.head, *(pieces.chunks[0] if pieces.chunks else ()))
-        if not prefix:
-            return (yield from self._full_recompute(pieces))
-        rest = _fresh(*pieces.chunks[1:], pieces.tail)
-        key = ChunkKey.of(prefix, prefix_ids=(), model=self._fusor.fingerprint, namespace=namespace)
-        with self._store.pin([key]) as (placement,), LayerLoader(self._config.loader) as loader:
+        token_ids = pieces.token_ids
+        with (
+            self._prefixes.find(token_ids, len(token_ids) - 1, namespace, None) as prefix,
+            LayerLoader(self._config.loader) as loader,
+        ):
             lookup_s = time.perf_counter() - started
-            if placement is not None:
-                segments = [Segment(prefix, placement, exact=True), *(Segment(segment.token_ids) for segment in rest)]
-                try:
-                    fused = yield from self._fusor.fuse_steps(segments, source=loader)
-                except DamagedEntryError:
-                    pass  # a miss from now on
-                else:
-                    head = PlannedSegment(kind="exact", token_ids=prefix, key=str(key), tier=placement.tier)
-                    return Prefilled(fused=fused, segments=(head, *rest), lookup_s=lookup_s, **_loaded(loader))
-        self._holes.fill(key, prefix, ())
-        head = PlannedSegment(kind="fresh", token_ids=prefix, key=str(key))
-        whole = yield from self._full_recompute(pieces)
-        return replace(whole, segments=(head, *rest), lookup_s=lookup_s)
+            segments = [*_exact(prefix), Segment(token_ids[prefix.tokens :])]
+            fused = yield from self._fusor.fuse_steps(segments, source=prefix.watch(loader))
+            first, *rest = *prefix.planned, *_behind(prefix.tokens, pieces.head, *pieces.chunks, pieces.tail)
+            planned = (replace(first, key=prefix.key), *rest)
+            return Prefilled(fused=fused, segments=planned, lookup_s=lookup_s, prefix=prefix, **_loaded(loader))
 
     def _blend(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> PrefillSteps:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are holes."""
@@ -169,24 +167,29 @@ class Prefiller:
     def _blend_once(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> PrefillSteps:
         started = time.perf_counter()
         keys = [self.key(chunk, namespace) for chunk in pieces.chunks]
-        with self._store.pin(keys) as placements, LayerLoader(self._config.loader) as loader:
+        with (
+            self._find_prefix(pieces, ratio, namespace) as prefix,
+            self._store.pin(keys) as placements,
+            LayerLoader(self._config.loader) as loader,
+        ):
+            ends = self._ends(pieces, prefix)
             controller = self.controller if ratio is None else None
-            loading = None if controller is None else self._plan_loading(controller, pieces, placements)
+            loading = None if controller is None else self._plan_loading(controller, pieces, placements, ends.exact_tokens)
             config = self._config.fusion_config(ratio if loading is None else loading.ratio)
             looked_up = time.perf_counter()
             lookup_s = looked_up - started
             away = _Away()
             if loading is not None and loading.full_recompute:
-                whole = yield from away.watch(self._full_recompute(pieces))
-                prefilled = replace(whole, segments=self._planned(pieces, keys, placements, reuse=False))
+                whole = yield from away.watch(self._recompute(pieces, prefix.watch(ResidentLayers())))
+                prefilled = replace(whole, segments=self._planned(pieces, keys, placements, None))
             else:
-                segments = [Segment(chunk, placement) for chunk, placement in zip(pieces.chunks, placements, strict=True)]
-                known_head = self._head_kv is not None and pieces.head == tuple(self._head_kv.token_ids)
-                head = Segment(pieces.head, self._head_kv, exact=True) if known_head else Segment(pieces.head)
-                steps = self._fusor.fuse_steps([head, *segments, Segment(pieces.tail)], config, loader)
+                reused = (place for place, placement in enumerate(placements) if placement is not None)
+                prefix.exact_tokens = next((pieces.start(place) for place in reused), None)
+                chunks = [Segment(chunk, placement) for chunk, placement in zip(pieces.chunks, placements, strict=True)]
+                segments = [*ends.exact, Segment(ends.head), *chunks, Segment(ends.tail)]
                 prefilled = Prefilled(
-                    fused=(yield from away.watch(steps)),
-                    segments=self._planned(pieces, keys, placements, reuse=True, exact_head=known_head),
+                    fused=(yield from away.watch(self._fusor.fuse_steps(segments, config, prefix.watch(loader)))),
+                    segments=self._planned(pieces, keys, placements, ends),
                     recompute_ratio=config.recompute_ratio,
                 )
             if controller is not None and loading is not None:
@@ -194,32 +197,42 @@ class Prefiller:
         for index, (key, chunk, placement) in enumerate(zip(keys, pieces.chunks, placements, strict=True)):
             if placement is None:
                 self._holes.fill(key, chunk, self._chunk_prefix_ids, pieces.before(index))
-        return replace(prefilled, lookup_s=lookup_s, loading=loading, **_loaded(loader))
+        return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
+
+    def _find_prefix(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> AbstractContextManager[PromptPrefix]:
+        """Look up what stands before the chunks: the chunks themselves are reused at any place, and blended anew."""
+        before = len(pieces.head) if pieces.chunks else len(pieces.token_ids) - 1
+        most = 0 if pieces.chunks and self._knows_head(pieces) else before
+        return self._prefixes.find(pieces.token_ids, most, namespace, "auto" if ratio is None else str(float(ratio)))
+
+    def _ends(self, pieces: PromptPieces, prefix: PromptPrefix) -> _Ends:
+        """The prompt but for its chunks, begun with the longest exact KV at hand."""
+        exact, planned, done = _exact(prefix), prefix.planned, prefix.tokens
+        if self._knows_head(pieces) and done <= len(pieces.head):
+            exact, done = [Segment(pieces.head, self._head_kv, exact=True)], len(pieces.head)
+            planned = [PlannedSegment(kind="exact", token_ids=pieces.head, tier="memory")]
+        return _Ends(exact, planned, pieces.head[done:], pieces.tail[max(0, done - len(pieces.head)) :], done)
+
+    def _knows_head(self, pieces: PromptPieces) -> bool:
+        return self._head_kv is not None and pieces.head == tuple(self._head_kv.token_ids)
 
     @staticmethod
     def _planned(
-        pieces: PromptPieces,
-        keys: Sequence[ChunkKey],
-        placements: Sequence[Placement | None],
-        *,
-        reuse: bool,
-        exact_head: bool = False,
+        pieces: PromptPieces, keys: Sequence[ChunkKey], placements: Sequence[Placement | None], ends: _Ends | None
     ) -> tuple[PlannedSegment, ...]:
-        """The prompt's segments; without `reuse` what is stored was not used: neither a hit nor a miss."""
-        planned = list(_fresh(pieces.head))
-        if exact_head:
-            planned = [replace(head, kind="exact", tier="memory") for head in planned]
+        """The prompt's segments; without `ends` what is stored was not used: neither a hit nor a miss."""
+        planned = list(_fresh(pieces.head) if ends is None else (*ends.planned, *_fresh(ends.head)))
         for chunk, key, placement in zip(pieces.chunks, keys, placements, strict=True):
             if placement is None:
                 planned.append(PlannedSegment(kind="fresh", token_ids=chunk, key=str(key)))
-            elif reuse:
+            elif ends is not None:
                 planned.append(PlannedSegment(kind="reused", token_ids=chunk, key=str(key), tier=placement.tier))
             else:
                 planned += _fresh(chunk)
-        return (*planned, *_fresh(pieces.tail))
+        return (*planned, *_fresh(pieces.tail if ends is None else ends.tail))
 
     def _plan_loading(
-        self, controller: LoadingController, pieces: PromptPieces, placements: Sequence[Placement | None]
+        self, controller: LoadingController, pieces: PromptPieces, placements: Sequence[Placement | None], exact_tokens: int
     ) -> LoadingPlan:
         layer = self._fusor.decoder.geometry.layers - 1
         stored = [placement for placement in placements if placement is not None]
@@ -227,8 +240,8 @@ class Prefiller:
         return controller.plan(
             reads=[(placement.tier, placement.layer_bytes(layer)) for placement in stored],
             reusable=reusable,
-            fresh=sum(map(len, pieces.chunks)) - reusable + len(pieces.tail),
-            exact=len(pieces.head),
+            fresh=len(pieces.token_ids) - reusable - exact_tokens,
+            exact=exact_tokens,
         )
 
     def _tell(
@@ -249,6 +262,16 @@ class Prefiller:
             loader.load_s,
             0.0 if plan.full_recompute else plan.load_s,
         )
+
+
+class _Ends(NamedTuple):
+    """A prompt but for its chunks: its exact beginning, and what is left of head and tail."""
+
+    exact: list[Segment]
+    planned: list[PlannedSegment]
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+    exact_tokens: int
 
 
 class _Away:
@@ -277,3 +300,17 @@ def _loaded(loader: LayerLoader) -> dict[str, Any]:
 
 def _fresh(*pieces: tuple[int, ...]) -> tuple[PlannedSegment, ...]:
     return tuple(PlannedSegment(kind="fresh", token_ids=token_ids) for token_ids in pieces if token_ids)
+
+
+def _exact(prefix: PromptPrefix) -> list[Segment]:
+    """The run that was found, as the fusor takes it."""
+    return [] if prefix.run is None else [Segment(prefix.run.token_ids, prefix.run, exact=True)]
+
+
+def _behind(tokens: int, *pieces: tuple[int, ...]) -> tuple[PlannedSegment, ...]:
+    """What is fresh of the pieces behind their first `tokens` tokens."""
+    fresh: list[tuple[int, ...]] = []
+    for piece in pieces:
+        fresh.append(piece[tokens:])
+        tokens = max(0, tokens - len(piece))
+    return _fresh(*fresh)

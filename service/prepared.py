@@ -68,18 +68,18 @@ def assemble_answer(
         text=text,
         token_ids=token_ids,
         chunks=prepared.chunks,
-        plan=_plan(prepared.method, prefilled),
+        plan=_plan(prepared, prefilled),
         timings=timings,
         first_logits=prefilled.fused.logits,
     )
 
 
-def _plan(method: str, prefilled: Prefilled) -> AnswerPlan:
+def _plan(prepared: PreparedRequest, prefilled: Prefilled) -> AnswerPlan:
     fused = prefilled.fused
     looked_up = [segment for segment in prefilled.segments if segment.key is not None]
     hits = sum(segment.tier is not None for segment in looked_up)
     return AnswerPlan(
-        method=method,
+        method=prepared.method,
         segments=prefilled.segments,
         hits=hits,
         misses=len(looked_up) - hits,
@@ -87,6 +87,7 @@ def _plan(method: str, prefilled: Prefilled) -> AnswerPlan:
         recomputed=fused.recomputed,
         prompt_tokens=len(fused.token_ids),
         reusable_tokens=fused.reusable_tokens,
+        tail_tokens=len(prepared.pieces.tail),
         recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
         loaded_bytes=prefilled.loaded_bytes,
         loading=prefilled.loading,

@@ -33,6 +33,10 @@ class PromptPieces:
         """The whole prompt."""
         return (*self.head, *(token for chunk in self.chunks for token in chunk), *self.tail)
 
+    def start(self, index: int) -> int:
+        """Position of a chunk's first token."""
+        return len(self.head) + sum(map(len, self.chunks[:index]))
+
     def before(self, index: int) -> tuple[tuple[int, ...], ...]:
         """The chunks in front of one that are of its document."""
         if not self.document_ids:

@@ -108,10 +108,12 @@ CONFIGS: dict[str, Any] = {
 
 
 @functools.cache
-def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, vocab: int = VOCAB) -> PreTrainedModel:
     """A random model whose q, k, v and o weights are scaled up: with default ones a shifted mask changes next to nothing."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
+    config = CONFIGS[name]()
+    config.vocab_size = vocab
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if any(part in parameter_name for part in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")):

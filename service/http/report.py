@@ -49,8 +49,7 @@ def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
     later = plan.recomputed[1:]
     for positions in later:
         share_N[positions] += 1 / len(later)
-    # A prefix that was reused whole holds the head and the first chunk; prompts end with the tail.
-    start = plan.prompt_tokens - sum(len(scored.chunk.token_ids) for scored in chunks) - _tail_tokens(done)
+    start = plan.prompt_tokens - sum(len(scored.chunk.token_ids) for scored in chunks) - plan.tail_tokens
     report = []
     for scored in chunks:
         chunk, stop = scored.chunk, start + len(scored.chunk.token_ids)
@@ -72,10 +71,6 @@ def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
         )
         start = stop
     return report
-
-
-def _tail_tokens(done: Done) -> int:
-    return len(done.answer.plan.segments[-1].token_ids)
 
 
 def _source(done: Done, position: int) -> str:

@@ -14,7 +14,7 @@ from cacheblend.blend import ExplicitPositions, FusionConfig, Fusor, Segment
 from cacheblend.loader import Profile, describe_device, write_profile
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.service import Answer, Engine
-from cacheblend.store import ChunkKey
+from cacheblend.store import BLOCK_TOKENS, ChunkKey
 from cacheblend.store.errors import ProfileError
 
 BROUGHT = [{"text": "brought along"}]
@@ -42,7 +42,7 @@ def test_methods_run_the_same_tokens(engine: Engine) -> None:
     assert {answer.plan.prompt_tokens for answer in warm.values()} == {len(prompt)}
     assert {method: answer.plan.method for method, answer in warm.items()} == dict(zip(METHODS, METHODS, strict=True))
     assert kinds(warm["full_recompute"]) == ["fresh"] * (TOP_K + 2)
-    assert kinds(warm["prefix_cache"]) == ["exact"] + ["fresh"] * TOP_K
+    assert kinds(warm["prefix_cache"]) == ["exact", "fresh"]
     assert kinds(warm["full_reuse"]) == kinds(warm["blend"]) == ["exact", *["reused"] * TOP_K, "fresh"]
 
 
@@ -95,19 +95,24 @@ def test_full_reuse_of_one_chunk_is_exact(open_ingested: OpenEngine) -> None:
 
 
 def test_prefix_cache(engine: Engine) -> None:
-    """Prefix caching misses first and hits later, always with full recompute's logits; another first chunk misses."""
+    """Prefix caching misses first and hits later, in full blocks and always with full recompute's logits."""
     full = ask(engine, "full_recompute")
-    miss = ask(engine, "prefix_cache")
-    engine.drain()
-    hit = ask(engine, "prefix_cache")
+    miss, hit = ask(engine, "prefix_cache"), ask(engine, "prefix_cache")
     assert [(answer.plan.hits, answer.plan.misses) for answer in (full, miss, hit)] == [(0, 0), (0, 1), (1, 0)]
-    assert miss.plan.segments[0].key == hit.plan.segments[0].key
-    assert hit.plan.recomputed[0][0] == len(hit.plan.segments[0].token_ids)
+    assert kinds(miss) == ["fresh"] * (TOP_K + 2)
+    run = len(hit.plan.segments[0].token_ids)
+    assert run == (hit.plan.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert [int(positions[0]) for positions in hit.plan.recomputed] == [run] * 4
+    assert hit.plan.loaded_bytes == {"memory": 4 * engine.fusor.decoder.geometry.layer_bytes(run)}
     for answer in (miss, hit):
         assert furthest(answer, full) <= 1e-4
         assert answer.token_ids == full.token_ids
     documents = [{"text": scored.chunk.text} for scored in reversed(full.chunks)]
-    assert ask(engine, "prefix_cache", documents=documents).plan.misses == 1
+    head = len(full.plan.segments[0].token_ids)
+    reversed_ = ask(engine, "prefix_cache", documents=documents)
+    assert len(reversed_.plan.segments[0].token_ids) == head // BLOCK_TOKENS * BLOCK_TOKENS > 0
+    assert reversed_.plan.hits == 1
+    assert furthest(reversed_, ask(engine, "full_recompute", documents=documents)) <= 1e-4
 
 
 def test_documents_brought_along(engine: Engine) -> None:
@@ -157,7 +162,8 @@ def test_replay(engine: Engine, method: str) -> None:
         if planned.kind != "fresh":
             behind = (fusor.tokenizer.bos_token_id,) if planned.kind == "reused" else ()
             key = ChunkKey.of(planned.token_ids, prefix_ids=behind, model=fusor.fingerprint)
-            assert planned.key == (None if planned.tier == "memory" else str(key))
+            if planned.tier != "memory":
+                assert planned.key == str(key)
             kv = fusor.precompute(planned.token_ids) if planned.tier == "memory" else store.get(key)
             assert kv is not None
         segments.append(Segment(planned.token_ids, kv, exact=planned.kind == "exact"))

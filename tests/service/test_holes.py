@@ -1,6 +1,5 @@
 import logging
 import threading
-from pathlib import Path
 
 import pytest
 from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, damage, entry_file, furthest, key_of, kinds, wait_until
@@ -79,30 +78,6 @@ def test_damaged_entries(open_ingested: OpenEngine, caplog: pytest.LogCaptureFix
     again = ask(engine, method)
     assert again.plan.hits == TOP_K
     assert furthest(again, whole) <= 1e-6
-
-
-def test_damaged_prefix(open_ingested: OpenEngine) -> None:
-    """A damaged cached prefix is a miss: the answer is full recompute's, and the next request hits again."""
-    engine = open_ingested(ram_budget_bytes=1)
-    folder = Path(engine.config.store_dir) / "kv"
-    before = set(folder.glob("entries/*/*"))
-    ask(engine, "prefix_cache")
-    engine.drain()
-    hit = ask(engine, "prefix_cache")
-    (file,) = set(folder.glob("entries/*/*")) - before
-    file.write_bytes(file.read_bytes()[:-1])
-    assert hit.plan.hits == 1
-    cut = ask(engine, "prefix_cache")
-    assert (cut.plan.hits, cut.plan.misses) == (0, 1)
-    assert furthest(cut, ask(engine, "full_recompute")) <= 1e-4
-    engine.drain()
-    damage(engine, [next(entry.key for entry in engine.store.ls() if str(entry.key) == file.name)])
-    flipped = ask(engine, "prefix_cache")
-    assert (flipped.plan.hits, flipped.plan.misses) == (0, 1)
-    assert furthest(flipped, hit) <= 1e-4
-    assert engine.store.stats().damaged == 2
-    engine.drain()
-    assert ask(engine, "prefix_cache").plan.hits == 1
 
 
 def test_damage_that_stays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,158 @@
+"""Exact reuse beside blending: what a prompt begins with, as an earlier request left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import DynamicCache
+
+from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
+from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, PrefixStats, chain_root
+
+from .answer import PlannedSegment
+
+ReadLast = Callable[[int, int], LayerPair]  # (layer, tokens) -> keys and values (H, tokens, D) of the last positions
+
+
+class PrefixCache:
+    """The blocks of prompts and answers that an engine has served, in RAM. Thread-safe.
+
+    KV that is full prefill's own stands in one chain. Blended KV is approximate, and so is all that is generated behind it: it
+    stands in a chain for each recompute ratio that was asked for, where only requests that ask for the same find it.
+
+    Args:
+        fusor: the model.
+        budget_bytes: keys and values held at most.
+
+    Raises:
+        ConfigError: a budget that is not a positive whole number.
+    """
+
+    def __init__(self, fusor: Fusor, budget_bytes: int) -> None:
+        self._model = fusor.fingerprint
+        self._blocks = PrefixBlocks(budget_bytes, fusor.decoder.windows, self._model)
+
+    @contextmanager
+    def find(self, token_ids: Sequence[int], most: int, cache_salt: str, asked_ratio: str | None) -> Iterator[PromptPrefix]:
+        """The blocks that a prompt begins with, which stay in the context, and what puts its own away afterwards.
+
+        Args:
+            token_ids: the prompt.
+            most: at most so many of its tokens may be reused.
+            cache_salt: requests of another salt find none of its blocks, and it none of theirs.
+            asked_ratio: names the recompute ratio that a blended request asks for; None for one that is exact throughout.
+        """
+        roots = [(b"exact",)] if asked_ratio is None else [(b"exact",), (b"blended", asked_ratio.encode())]
+        chains = [BlockChain(chain_root(self._model.encode(), *root), (cache_salt.encode(),)) for root in roots]
+        for chain in chains:
+            chain.extend(token_ids)
+        with self._blocks.match(token_ids[:most], chains) as run:
+            yield PromptPrefix(self._blocks, chains, run)
+
+    def stats(self) -> PrefixStats:
+        """What is held, and what happened."""
+        return self._blocks.stats()
+
+
+@dataclass(slots=True, eq=False)
+class PromptPrefix:
+    """One request's way through the prefix cache: the run that was found, and the blocks that it leaves.
+
+    Args:
+        blocks: where they go.
+        chains: of the prompt: the exact one, and for a blended request its own.
+        run: what was found; its KV may be read inside `PrefixCache.find`.
+        exact_tokens: so many of the prompt's first tokens get exact KV, provided that the run's is; None for all of them, and
+            those that are generated.
+    """
+
+    blocks: PrefixBlocks
+    chains: Sequence[BlockChain]
+    run: PrefixRun | None
+    exact_tokens: int | None = None
+    _layers: list[LayerKV] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run; 0 where nothing was found."""
+        return 0 if self.run is None else len(self.run.token_ids)
+
+    @property
+    def key(self) -> str | None:
+        """Hex of the run's last block, or of the first block where none was found; None where the prompt has none."""
+        digests = self.chains[0].digests[:1] if self.run is None else self.run.digests
+        return digests[-1].hex() if digests else None
+
+    @property
+    def planned(self) -> list[PlannedSegment]:
+        """The run in a plan: its exact part, and its blended one."""
+        if self.run is None:
+            return []
+        border = self.run.first_chain_blocks * BLOCK_TOKENS
+        parts = (("exact", self.run.token_ids[:border]), ("blended", self.run.token_ids[border:]))
+        return [PlannedSegment(kind=kind, token_ids=token_ids, tier="memory") for kind, token_ids in parts if token_ids]
+
+    def watch(self, source: LayerSource) -> LayerSource:
+        """The same source; the layers that it brings are remembered, and are the whole prompt's when the fusion ends."""
+        return _Watched(source, self._layers)
+
+    def keep_prompt(self) -> None:
+        """Put the prompt's blocks away, and let go of its layers; once it is fused, best after its first token."""
+        layers = tuple(self._layers)
+        self._layers.clear()
+        if not layers:
+            return
+
+        def read(layer: int, start: int, stop: int) -> LayerPair:
+            return layers[layer].k_1HND[0, :, start:stop], layers[layer].v_1HND[0, :, start:stop]
+
+        self.blocks.insert(self._digests, 0 if self.run is None else len(self.run.digests), read)
+
+    def append(self, token_id: int, read_last: ReadLast) -> None:
+        """A token was generated and has its KV now; put a block away when it is full.
+
+        Args:
+            token_id: the token.
+            read_last: reads the last positions, up to this token's; they are copied.
+        """
+        self.keep_prompt()
+        full = len(self.chains[0].digests)
+        for chain in self.chains:
+            chain.extend((token_id,))
+        if len(self.chains[0].digests) > full:
+            self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start))
+
+    def append_from(self, token_id: int, cache: DynamicCache) -> None:
+        """`append` for a token whose KV has come last to a Hugging Face cache."""
+        layers: list[Any] = cache.layers
+        self.append(token_id, lambda layer, tokens: (layers[layer].keys[0, :, -tokens:], layers[layer].values[0, :, -tokens:]))
+
+    @property
+    def _digests(self) -> list[bytes]:
+        """Each block in the chain that it belongs to."""
+        found = () if self.run is None else self.run.digests
+        exact = len(self.chains[0].digests) if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS
+        if self.run is not None and self.run.first_chain_blocks < len(found):
+            exact = len(found)  # what is computed behind blended KV is no better
+        return [*found, *self.chains[0].digests[len(found) : exact], *self.chains[-1].digests[max(exact, len(found)) :]]
+
+
+class _Watched:
+    """A source whose layers are remembered."""
+
+    def __init__(self, source: LayerSource, layers: list[LayerKV]) -> None:
+        self._source, self._layers = source, layers
+
+    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
+        """See `LayerSource.start`."""
+        self._layers.clear()
+        self._source.start(prompt, geometry, reuse_layer_0=reuse_layer_0)
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """See `LayerSource.synchronize`."""
+        whole = self._source.synchronize(layer)
+        self._layers.append(whole)
+        return whole

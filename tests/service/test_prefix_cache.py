@@ -1,0 +1,228 @@
+"""What a prompt begins with is reused exactly: system messages, and conversations so far with what was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import CHUNK_TOKENS, QUESTION, OpenEngine, furthest, kinds, prompt_of
+from fakes import FakeEmbedder, tiny_tokenizer
+from served import serve
+from tiny_models import tiny_model
+
+from cacheblend.blend import Fusor
+from cacheblend.service import Answer, AnswerPlan, Engine, EngineConfig
+from cacheblend.service.chat_layout import FixedLayout
+from cacheblend.service.serving import Scheduler
+from cacheblend.store import BLOCK_TOKENS
+from cacheblend.store.errors import ConfigError
+
+FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3")
+SYSTEM = tuple(range(100, 150))
+TURN = tuple(range(200, 233))
+OTHER = tuple(range(300, 320))
+
+
+def ask(engine: Engine, layout: FixedLayout, method: str = "prefix_cache", **options: object) -> Answer:
+    return engine.answer(QUESTION, layout=layout, method=method, **{"top_k": 0, "max_tokens": 40, **options})
+
+
+def blocks(tokens: int) -> int:
+    """Tokens in full blocks."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def cached(plan: AnswerPlan) -> int:
+    """Tokens that brought their KV, as `usage` counts them."""
+    return sum(len(segment.token_ids) for segment in plan.segments if segment.kind != "fresh")
+
+
+def after(answer: Answer, turn: tuple[int, ...]) -> FixedLayout:
+    """The next turn behind a prompt and what was answered to it."""
+    return FixedLayout((*prompt_of(answer.plan), *answer.token_ids), turn)
+
+
+@pytest.fixture(params=FAMILIES)
+def family_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    """An engine on a tiny model of a family; the windows are 12 tokens, below a block."""
+    tokenizer = tiny_tokenizer()
+    fusor = Fusor(tiny_model(request.param, vocab=len(tokenizer)), tokenizer)
+    config = EngineConfig(model="tiny", store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
+    with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
+        yield engine
+
+
+def test_a_conversation(family_engine: Engine) -> None:
+    """Each turn reuses all full blocks of the turns before, answers included, and is full recompute's, logits and tokens."""
+    engine, layout = family_engine, FixedLayout(SYSTEM, TURN)
+    expected = 0
+    for turn in (OTHER, TURN, OTHER):
+        answer = ask(engine, layout)
+        full = ask(engine, layout, "full_recompute")
+        assert cached(answer.plan) == expected
+        assert furthest(answer, full) <= 1e-4
+        assert answer.token_ids == full.token_ids
+        assert all(int(positions[0]) == expected for positions in answer.plan.recomputed)
+        expected = blocks(answer.plan.prompt_tokens + len(answer.token_ids) - 1)  # nobody has computed the last token's KV
+        layout = after(answer, turn)
+    assert kinds(ask(engine, layout)) == ["exact", "fresh", "fresh"]
+
+
+def test_a_served_conversation(family_engine: Engine) -> None:
+    """Served in batches, a turn's answer is put away token by token, and the next turn is still full recompute's."""
+    engine = family_engine
+    with Scheduler(engine.fusor) as scheduler:
+
+        def turns(*layouts: FixedLayout) -> list[Answer]:
+            options = {"top_k": 0, "method": "prefix_cache", "max_tokens": 40}
+            clients = [serve(engine, scheduler, QUESTION, layout=layout, **options) for layout in layouts]
+            return [client.result().answer for client in clients]
+
+        first = turns(FixedLayout(SYSTEM, TURN), FixedLayout(SYSTEM, OTHER))
+        second = turns(*(after(answer, TURN) for answer in first))
+    for one, other in zip(first, second, strict=True):
+        assert cached(other.plan) == blocks(one.plan.prompt_tokens + len(one.token_ids) - 1)
+        full = ask(engine, after(one, TURN), "full_recompute")
+        assert furthest(other, full) <= 1e-4
+        assert other.token_ids == full.token_ids
+
+
+def test_a_prompt_that_leaves_another(family_engine: Engine) -> None:
+    """A prompt that shares its beginning alone reuses its full blocks, also where windows have passed them since."""
+    ask(family_engine, FixedLayout(SYSTEM, TURN))
+    layout = FixedLayout(SYSTEM, OTHER)
+    answer = ask(family_engine, layout)
+    assert cached(answer.plan) == blocks(len(SYSTEM))
+    assert furthest(answer, ask(family_engine, layout, "full_recompute")) <= 1e-4
+
+
+def test_the_same_prompt_again(family_engine: Engine) -> None:
+    """Of a prompt that was served before all full blocks are reused but for the last token's, whose logits are wanted."""
+    for tokens in (47, 48, 49):
+        layout = FixedLayout((), tuple(range(100, 100 + tokens)))
+        first, second = (ask(family_engine, layout, max_tokens=1) for _ in range(2))
+        assert cached(second.plan) == blocks(tokens - 1)
+        assert furthest(first, second) <= 1e-4
+
+
+def test_short_prompts(family_engine: Engine) -> None:
+    """A prompt below a block neither hits nor misses."""
+    for _ in range(2):
+        plan = ask(family_engine, FixedLayout((), TURN[:16]), max_tokens=1).plan
+        assert (plan.hits, kinds_of(plan)) == (0, ["fresh"])
+
+
+def kinds_of(plan: AnswerPlan) -> list[str]:
+    return [segment.kind for segment in plan.segments]
+
+
+def test_salts(engine: Engine) -> None:
+    """Requests of another salt find none of each other's blocks, by either method, and their own again."""
+    layout = FixedLayout(SYSTEM, TURN)
+    with Scheduler(engine.fusor) as scheduler:
+
+        def reused(cache_salt: str, method: str) -> int:
+            options = {"top_k": 0, "max_tokens": 2, "method": method}
+            return cached(
+                serve(engine, scheduler, QUESTION, cache_salt=cache_salt, layout=layout, **options).result().answer.plan
+            )
+
+        whole = blocks(len(SYSTEM) + len(TURN) - 1)
+        for method in ("prefix_cache", "blend"):
+            assert [reused(salt, method) for salt in ("", method, method, "")] == [whole * (method == "blend"), 0, whole, whole]
+
+
+def test_models(tmp_path: Path) -> None:
+    """The blocks of one prompt have other names for another model."""
+    tokenizer, keys = tiny_tokenizer(), list[str | None]()
+    for seed in (0, 1, 0):
+        fusor = Fusor(tiny_model("llama", seed=seed, vocab=len(tokenizer)), tokenizer)
+        with Engine(EngineConfig(model="tiny", store_dir=tmp_path), fusor=fusor, embedder=FakeEmbedder()) as engine:
+            plans = [ask(engine, FixedLayout(SYSTEM, TURN), max_tokens=1).plan for _ in range(2)]
+        assert [cached(plan) for plan in plans] == [0, blocks(len(SYSTEM) + len(TURN) - 1)]
+        keys.append(plans[1].segments[0].key)
+    assert keys[0] == keys[2] != keys[1]
+
+
+class TestBlend:
+    """Prefix blocks beside blended chunks."""
+
+    def test_a_system_message(self, engine: Engine) -> None:
+        """In front of chunks the blocks of a head that was seen before are exact and outside the ratio; chunks are blended."""
+        layout = FixedLayout(SYSTEM, TURN)
+        first = ask(engine, layout, "blend", top_k=2)
+        second = ask(engine, layout, "blend", top_k=2)
+        assert kinds(first) == ["fresh", "reused", "reused", "fresh"]
+        assert kinds(second) == ["exact", "fresh", "reused", "reused", "fresh"]
+        assert len(second.plan.segments[0].token_ids) == blocks(len(SYSTEM))
+        assert second.plan.reusable_tokens == first.plan.reusable_tokens
+        assert (second.plan.hits, second.plan.misses) == (2, 0)
+        assert furthest(first, second) <= 1e-4
+        assert first.token_ids == second.token_ids
+
+    def test_exact_blocks_serve_every_method(self, engine: Engine) -> None:
+        """What a blended request computed exactly, before its first reused chunk, is found by prefix caching; no more is."""
+        layout = FixedLayout(SYSTEM, TURN)
+        blend = ask(engine, layout, "blend", top_k=2)
+        chunks = [scored.chunk for scored in blend.chunks]
+        exact = ask(engine, layout, documents=chunks, top_k=6)
+        assert cached(exact.plan) == blocks(len(SYSTEM))
+        assert furthest(exact, ask(engine, layout, "full_recompute", documents=chunks, top_k=6)) <= 1e-4
+
+    def test_a_blended_conversation(self, engine: Engine) -> None:
+        """The next turn of a blended one reuses prompt and answer as they were left, which is not full prefill's KV."""
+        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        second = ask(engine, after(first, OTHER), "blend")
+        assert kinds(second) == ["exact", "blended", "fresh", "fresh"]
+        whole = blocks(first.plan.prompt_tokens + len(first.token_ids) - 1)
+        assert (len(second.plan.segments[0].token_ids), cached(second.plan)) == (blocks(len(SYSTEM)), whole)
+        assert all(int(positions[0]) == whole for positions in second.plan.recomputed)
+        assert furthest(second, ask(engine, after(first, OTHER), "full_recompute")) > 1e-3
+
+    @pytest.mark.parametrize(
+        ("method", "ratio"), [("prefix_cache", None), ("full_reuse", None), ("blend", 1.0), ("blend", 0.3)]
+    )
+    def test_who_asks_for_another_ratio(self, engine: Engine, method: str, ratio: float | None) -> None:
+        """A request that is exact, or asks for another ratio, finds no blended KV: it is full recompute's."""
+        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        layout = after(first, OTHER)
+        answer = ask(engine, layout, method, recompute_ratio=ratio)
+        assert "blended" not in kinds(answer)
+        assert cached(answer.plan) == blocks(len(SYSTEM))
+        assert furthest(answer, ask(engine, layout, "full_recompute")) <= 1e-4
+
+    def test_exact_blocks_go_first(self, engine: Engine) -> None:
+        """Where a block is there both exact and blended, a blended request takes the exact one."""
+        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        ask(engine, after(first, OTHER))
+        answer = ask(engine, after(first, (*OTHER, 5)), "blend")
+        assert kinds(answer) == ["exact", "fresh"]
+        assert furthest(answer, ask(engine, after(first, (*OTHER, 5)), "full_recompute")) <= 1e-4
+
+    def test_what_follows_blended_kv_is_blended(self, engine: Engine) -> None:
+        """Blocks computed behind blended ones are never found by an exact request."""
+        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        second = ask(engine, after(first, OTHER), "blend")
+        assert "blended" in kinds(second)
+        third = after(second, TURN)
+        assert cached(ask(engine, third, "blend", max_tokens=1).plan) == blocks(second.plan.prompt_tokens + 39)
+        exact = ask(engine, third)
+        assert cached(exact.plan) == blocks(len(SYSTEM))
+        assert furthest(exact, ask(engine, third, "full_recompute")) <= 1e-4
+
+    def test_the_default_head(self, engine: Engine) -> None:
+        """The head that every prompt has is held whole by the engine, and blocks change nothing of it."""
+        answers = [engine.answer(QUESTION, top_k=2) for _ in range(2)]
+        assert kinds(answers[0]) == kinds(answers[1]) == ["exact", "reused", "reused", "fresh"]
+        assert furthest(*answers) == 0
+
+
+def test_a_small_budget(open_engine: OpenEngine) -> None:
+    """Below a block nothing is kept and all is answered; a budget that is no positive whole number is refused."""
+    engine = open_engine(prefix_budget_bytes=1)
+    answers = [ask(engine, FixedLayout(SYSTEM, TURN)) for _ in range(2)]
+    assert [cached(answer.plan) for answer in answers] == [0, 0]
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ConfigError, match="prefix_budget_bytes"):
+            open_engine(prefix_budget_bytes=wrong)
