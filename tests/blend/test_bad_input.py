@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3nTextConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
@@ -124,6 +125,34 @@ def test_prompt_beyond_the_models_positions(fusor: Fusor) -> None:
     [
         (lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "no layers, norm, rotary_emb"),
         (lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4), "has no"),
+        (
+            lambda: Gemma3nTextConfig(
+                **{**TINY, "num_hidden_layers": 5},
+                num_key_value_heads=2,
+                head_dim=16,
+                intermediate_size=32,
+                vocab_size_per_layer_input=64,
+                hidden_size_per_layer_input=8,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                num_kv_shared_layers=2,
+                activation_sparsity_pattern=None,
+                laurel_rank=4,
+                altup_num_inputs=2,
+            ),
+            "gemma3n_text models.*share another layer's KV",
+        ),
+        (
+            lambda: AutoConfig.for_model(
+                "qwen3_next",
+                **TINY,
+                num_key_value_heads=2,
+                intermediate_size=32,
+                head_dim=16,
+                num_experts=0,
+                layer_types=["linear_attention", "full_attention"],
+            ),
+            "qwen3_next models.*LinearAttentionLayer instead of keys and values",
+        ),
         (lambda: StableLmConfig(**TINY, num_key_value_heads=2, intermediate_size=32), "not among the verified families"),
         (
             lambda: LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from api import MODEL
@@ -31,6 +33,24 @@ def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
     assert all(chunk["source"] in ("ram", "nvme") for chunk in chunks)
     recomputed = sum(token["recomputed"] for chunk in chunks for token in chunk["tokens"])
     assert recomputed == pytest.approx(alone.plan.recomputed_tokens, abs=0.1)
+
+
+def test_a_conversation(openai_client: openai.OpenAI) -> None:
+    """A chat's next turn reuses the turns before it, in full blocks; one with another cache salt does not."""
+
+    def chat(*turns: str, cache_salt: str = "") -> Any:
+        roles = ("system", "user", "assistant", "user")
+        messages: Any = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+        extra = {"top_k": 0, "cache_salt": cache_salt, "method": "prefix_cache"}
+        return openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, extra_body=extra)
+
+    turns = ("Answer as a good friend does. " * 8, QUESTION)
+    first = chat(*turns)
+    turns = (*turns, first.choices[0].message.content or "", "And otherwise?")
+    second, other = chat(*turns), chat(*turns, cache_salt="other")
+    assert first.usage.prompt_tokens_details.cached_tokens == other.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens >= 64
+    assert second.choices[0].message.content == other.choices[0].message.content
 
 
 def test_chat_stream(openai_client: openai.OpenAI) -> None:
