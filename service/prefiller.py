@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,13 +17,13 @@ from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement
 from cacheblend.store.errors import ConfigError, DamagedEntryError
 
 from .answer import PlannedSegment
+from .away_clock import AwayClock
 from .config import EngineConfig
 from .hole_filler import HoleFiller
 from .prefix_cache import PrefixCache, PromptPrefix
 from .prompt import PromptPieces
 
 logger = logging.getLogger(__name__)
-_Done = TypeVar("_Done")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class Prefiller:
             config = self._config.fusion_config(ratio if loading is None else loading.ratio)
             looked_up = time.perf_counter()
             lookup_s = looked_up - started
-            away = _Away()
+            away = AwayClock()
             if loading is not None and loading.full_recompute:
                 whole = yield from away.watch(self._recompute(pieces, prefix.watch(ResidentLayers())))
                 prefilled = replace(whole, segments=self._planned(pieces, keys, placements, None))
@@ -272,26 +272,6 @@ class _Ends(NamedTuple):
     head: tuple[int, ...]
     tail: tuple[int, ...]
     exact_tokens: int
-
-
-class _Away:
-    """Counts the seconds between the steps of a prefill, in which others ran."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def watch(self, steps: Generator[LayerReport, None, _Done]) -> Generator[LayerReport, None, _Done]:
-        """The same steps."""
-        with closing(steps):
-            while True:
-                try:
-                    report = next(steps)
-                except StopIteration as done:
-                    result: _Done = done.value
-                    return result
-                left = time.perf_counter()
-                yield report
-                self.seconds += time.perf_counter() - left
 
 
 def _loaded(loader: LayerLoader) -> dict[str, Any]:
