@@ -57,15 +57,16 @@ class Rows:
             yield Rows(positions_S, on_device_S)
 
     def blocks(self) -> Iterator[Rows]:
-        """The pieces that attention takes them in; what is left over stands first, where rows see the fewest keys."""
+        """The pieces that attention takes them in; the odd one, of half to one and a half times the others' size, stands first,
+        where rows see the fewest keys.
+        """
         size = BLOCK_ROWS.get(self.on_device_S.device.type, BLOCK_ROWS_ACCELERATOR)
         contiguous = len(self) > 0 and int(self.positions_S[-1] - self.positions_S[0]) == len(self) - 1
         size = max(size, BLOCK_ROWS_CONTIGUOUS) if contiguous else size
-        left_over = len(self) % size
-        if left_over:
-            yield Rows(self.positions_S[:left_over], self.on_device_S[:left_over])
-        if left_over < len(self):
-            yield from Rows(self.positions_S[left_over:], self.on_device_S[left_over:]).split(size)
+        first = len(self) - max(0, round(len(self) / size) - 1) * size
+        yield Rows(self.positions_S[:first], self.on_device_S[:first])
+        if first < len(self):
+            yield from Rows(self.positions_S[first:], self.on_device_S[first:]).split(size)
 
 
 def attend(

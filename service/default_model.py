@@ -13,7 +13,7 @@ READER = Path(__file__).parent / "reader"
 CORPUS = READER / "corpus.jsonl"
 QUESTIONS = READER / "questions.jsonl"
 # The chunk size that the reader was trained for.
-CHUNK_TOKENS = 64
+CHUNK_TOKENS = 96
 
 
 def default_model() -> str:

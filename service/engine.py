@@ -28,7 +28,7 @@ from .planning import find_controller, make_controller
 from .prefiller import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .prepared import PreparedRequest, StageTimes, assemble_answer
-from .prompt import Layout, PromptBuilder
+from .prompt import Layout, PromptBuilder, PromptPieces
 from .sampling import sampling_options
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Engine:
                 find_controller(config, self.fusor),
                 self._prompts.head,
                 self._prompts.chunk_prefix_ids,
+                self._chunks_before,
             )
             self._ingester = Ingester(
                 self.fusor,
@@ -263,6 +264,17 @@ class Engine:
         if not self._closed:
             self._holes.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
+
+    def _chunks_before(self, pieces: PromptPieces, index: int) -> Sequence[Sequence[int]]:
+        """Chunks before one of a prompt's in its document: all where that is ingested, else those that the prompt has."""
+        if not (self.config.document_context and pieces.document_ids):
+            return ()
+        try:
+            own = [chunk.token_ids for chunk in self.retriever.chunks(pieces.document_ids[index])]
+        except InputError:
+            own = []
+        chunk = pieces.chunks[index]
+        return own[: own.index(chunk)] if chunk in own else pieces.before(index)
 
     def _retrieve(
         self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None

@@ -55,6 +55,7 @@ class Prefiller:
         controller: picks the ratio where the caller does not; may be replaced. Without one, for want of a profile, it is r*.
         head: token ids that every prompt begins with; their KV is computed once and held.
         chunk_prefix_ids: what chunks are computed behind.
+        chunks_before: of a prompt's chunk, by its index, the chunks before it in its document, as far as they are known.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Prefiller:
         controller: LoadingController | None,
         head: Sequence[int],
         chunk_prefix_ids: Sequence[int],
+        chunks_before: Callable[[PromptPieces, int], Sequence[Sequence[int]]],
     ) -> None:
+        self._chunks_before = chunks_before
         self._fusor, self._store, self._prefixes, self._holes, self._config = fusor, store, prefixes, holes, config
         self.controller = controller
         self._chunk_prefix_ids = tuple(chunk_prefix_ids)
@@ -196,7 +199,7 @@ class Prefiller:
                 self._tell(controller, loading, prefilled, loader, looked_up + away.seconds)
         for index, (key, chunk, placement) in enumerate(zip(keys, pieces.chunks, placements, strict=True)):
             if placement is None:
-                self._holes.fill(key, chunk, self._chunk_prefix_ids, pieces.before(index))
+                self._holes.fill(key, chunk, self._chunk_prefix_ids, self._chunks_before(pieces, index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
 
     def _find_prefix(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> AbstractContextManager[PromptPrefix]:

@@ -59,12 +59,12 @@ class CaseConfig:
 
     Attributes:
         articles: articles of a context; pairs of them for `two_hop`.
-        chunk_tokens: least tokens of a chunk; 64 is the reader's stated chunk size.
+        chunk_tokens: least tokens of a chunk; 96 is the reader's stated chunk size.
         classes: the classes, in turn.
     """
 
     articles: int = 3
-    chunk_tokens: int = 64
+    chunk_tokens: int = 96
     classes: tuple[QuestionClass, ...] = TESTED
 
     def __post_init__(self) -> None:

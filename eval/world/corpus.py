@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .article import Style, write_article
-from .case import GROUP_SIZE, document_id
+from .case import GROUP_SIZE, CaseConfig, document_id
 from .names import Kind, Split
 from .world import World, make_world
 
@@ -35,7 +35,7 @@ def write_corpus(path: Path, seed: int, articles: int = 210) -> int:
     """
     per_round = len(Kind) * GROUP_SIZE
     world = make_world(str(seed), Split.TEST, -(-articles // per_round), GROUP_SIZE)
-    lines = [json.dumps(document, ensure_ascii=False) for document in documents(world)]
+    lines = [json.dumps(document, ensure_ascii=False) for document in documents(world, CaseConfig().style)]
     with path.open("x", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in lines)
     return len(lines)

@@ -398,7 +398,7 @@ class TestController:
         assert plan.loading.full_recompute
         assert (plan.hits, plan.misses, plan.recompute_ratio) == (0, 1, None)
         assert [len(positions) for positions in plan.recomputed] == [plan.prompt_tokens] * 4
-        assert furthest(answer, ask(engine, "full_recompute", documents=documents)) == 0
+        assert furthest(answer, ask(engine, "full_recompute", documents=documents)) <= 1e-6
         engine.drain()
         assert ask(engine, documents=documents, recompute_ratio=0.15).plan.hits == 2
 
