@@ -74,8 +74,11 @@ class LayerLoader:
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
         for start, _, kv in prompt.cached():
-            stored = isinstance(kv, Placement | PrefixRun)
-            layers = kv.layers if stored else len(kv.layers) if isinstance(kv, ChunkKV) else geometry.layers
+            layers = geometry.layers
+            if isinstance(kv, Placement | PrefixRun):
+                layers = kv.layers
+            elif isinstance(kv, ChunkKV):
+                layers = len(kv.layers)
             if layers != geometry.layers:
                 raise IncompatibleKVError(
                     f"the KV at position {start} has {layers} layers and the model {geometry.layers}; precompute it with this "
