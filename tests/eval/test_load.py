@@ -251,17 +251,17 @@ def test_an_interrupt_leaves_a_partial_report(tmp_path: Path, fusor: Fusor) -> N
     """Ctrl-C in the middle of a rate ends the run; what has ended is in rows, summary and report."""
 
     def answer(number: int, _: object) -> Any:
-        if number == 4:
+        if number == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return sse(piece("a", "stop"), USAGE)
 
-    config = LoadConfig(source=SOURCE, rates_rps=(50.0, 1.0), requests=2, warm_up=2)
+    config = LoadConfig(source=SOURCE, rates_rps=(50.0, 1.0), requests=3, warm_up=2)
     with peer(answer) as address:
         targets = [peer_target("peer", address, WORDING)]
         summary = run_load(config, targets, load_requests(SOURCE, fusor.tokenizer, None), tmp_path / "run")
     assert summary["interrupted"]
     first = summary["steps"][0]
-    assert (first["rate_rps"], first["answered"]) == (50.0, 2)
+    assert (first["rate_rps"], first["answered"]) == (50.0, 3)
     assert "Interrupted" in load_report(summary)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 

@@ -43,7 +43,7 @@ def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> Non
     summary = evaluate(config, tmp_path / "run", fusor=fusor, on_progress=lambda done, total: seen.append((done, total)))
     run = RunFolder(tmp_path / "run")
     setup, rows = run.setup(), run.rows()
-    assert setup["config"]["source"] == {"data_set": "world", "seed": 2, "cases": 5, "articles": 3, "chunk_tokens": 64}
+    assert setup["config"]["source"] == {"data_set": "world", "seed": 2, "cases": 5, "articles": 3, "chunk_tokens": 96}
     assert setup["config"]["max_new_tokens"] == 3
     assert setup["fingerprint"] == fusor.fingerprint
     assert {"device", "threads", "commit", "versions"} <= set(setup)
