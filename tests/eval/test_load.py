@@ -34,7 +34,7 @@ from cacheblend.store.errors import ConfigError, InputError, ServiceError
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
 from api import listening
 
-SOURCE = WorldSource(seed=3, cases=6)
+SOURCE = WorldSource(seed=3, cases=8)
 WORDING = SOURCE.wording
 REQUEST = LoadRequest("one", "Where?", ("Here is a place.", "There is another."))
 USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
