@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,15 @@ def test_bad_configs(change: dict[str, Any], named: str) -> None:
         LoadConfig(**{"source": SOURCE, "rates_rps": (1.0,), **change})
 
 
+@pytest.fixture
+def own_interrupts() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, whatever a test before this one has put in its place."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_interrupts")
 def test_an_interrupt_leaves_a_partial_report(tmp_path: Path, fusor: Fusor) -> None:
     """Ctrl-C in the middle of a rate ends the run; what has ended is in rows, summary and report."""
 
