@@ -234,7 +234,7 @@ class Retriever:
     def _check_top_k(self, top_k: int) -> VectorIndex:
         index = self._index.current()
         if index is None or len(index) == 0:
-            raise InputError(f"there are no documents to search in {self.config.directory or 'memory'}; ingest some first")
+            raise InputError("there are no documents to search; ingest some first")  # no path: the service tells it to callers
         if top_k > len(index):
             raise InputError(
                 f"top_k={top_k} is more than the {len(index)} chunks there are; ask for fewer or ingest more documents"

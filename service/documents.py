@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,10 +63,12 @@ class Documents:
     Args:
         index: where their text is.
         store: where their chunks' KV is.
+        changing: held by whoever changes documents in both, so that a deletion does not come between an ingest's two halves.
     """
 
-    def __init__(self, index: DocumentIndex, store: KVStore) -> None:
+    def __init__(self, index: DocumentIndex, store: KVStore, changing: AbstractContextManager[object] | None = None) -> None:
         self._index, self._store = index, store
+        self._changing = changing or nullcontext()
 
     def ls(self) -> list[DocumentStatus]:
         """Every document, in the order of adding."""
@@ -79,10 +82,13 @@ class Documents:
         Raises:
             InputError: there is no such document.
         """
-        for status in self.ls():
-            if status.id == id_:
-                return status, self._index.chunks(id_) if status.chunks else ()
-        raise _unknown(id_)
+        status = next((status for status in self.ls() if status.id == id_), None)
+        if status is None:
+            raise _unknown(id_)
+        try:
+            return status, self._index.chunks(id_) if status.chunks else ()
+        except InputError:  # deleted since it was listed
+            raise _unknown(id_) from None
 
     def delete(self, id_: str) -> DocumentStatus:
         """Remove a document, pinned or not, and the KV of the chunks that no other document has; tells what it was.
@@ -93,11 +99,12 @@ class Documents:
             InputError: there is no such document.
             StoreError, RetrieverError: store or index cannot be written.
         """
-        status, _ = self.show(id_)
-        if self._store.documents.get(id_) is not None:
-            self._store.documents.delete(id_)
-        if status.chunks:
-            self._index.delete(id_)
+        with self._changing:
+            status, _ = self.show(id_)
+            if self._store.documents.get(id_) is not None:
+                self._store.documents.delete(id_)
+            if status.chunks:
+                self._index.delete(id_)
         return status
 
     def pin(self, id_: str) -> None:

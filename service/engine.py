@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +57,7 @@ class Engine:
         )
         if self.fusor.tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
+        self._changing = threading.Lock()  # of the documents
         self._prompts = PromptBuilder(self.fusor.tokenizer, config.instruction, config.chunk_prefix)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
@@ -80,6 +82,7 @@ class Engine:
                 self._prefiller.key,
                 self._prompts.chunk_prefix_ids,
                 document_context=config.document_context,
+                changing=self._changing,
             )
             self._opened = opened.pop_all()
         self._closed = False
@@ -88,7 +91,7 @@ class Engine:
     def documents(self) -> Documents:
         """The ingested documents: list, show, pin, unpin and delete."""
         self._check_open()
-        return Documents(self.retriever, self.store)
+        return Documents(self.retriever, self.store, self._changing)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from cacheblend.blend import Fusor
@@ -33,6 +34,7 @@ class Ingester:
         key: names a chunk's KV by its token ids.
         prefix_ids: what chunks are computed behind.
         document_context: see `EngineConfig`.
+        changing: held while documents change in index and catalogue; see `Documents`.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Ingester:
         prefix_ids: Sequence[int],
         *,
         document_context: bool,
+        changing: AbstractContextManager[object],
     ) -> None:
+        self._changing = changing
         self._fusor, self._retriever, self._store, self._key = fusor, retriever, store, key
         self._prefix_ids, self._document_context = prefix_ids, document_context
 
@@ -83,14 +87,15 @@ class Ingester:
     ) -> IngestReport:
         started = time.perf_counter()
         check_chunks(given, self._retriever.splitter, self._fusor.max_positions, len(self._prefix_ids))
-        added = self._retriever.add(given, lambda done, total: report("index", done, total))
         chunks: dict[ChunkKey, Sequence[int]] = {}
         keys: dict[tuple[str, str], list[ChunkKey]] = {}
-        for document in {document.id: document for document in given}.values():
-            own = {self._key(chunk.token_ids): chunk.token_ids for chunk in self._retriever.chunks(document.id)}
-            chunks |= own
-            keys[document.id, document.version] = list(own)
-        dropped = self._store.documents.put((*document, own) for document, own in keys.items())
+        with self._changing:
+            added = self._retriever.add(given, lambda done, total: report("index", done, total))
+            for document in {document.id: document for document in given}.values():
+                own = {self._key(chunk.token_ids): chunk.token_ids for chunk in self._retriever.chunks(document.id)}
+                chunks |= own
+                keys[document.id, document.version] = list(own)
+            dropped = self._store.documents.put((*document, own) for document, own in keys.items())
         missing = {key for key in chunks if key not in self._store}
         to_compute, computed, tokens = len(missing), 0, 0
         for document_keys in keys.values():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest
 
-from cacheblend.retriever import Retriever
+from cacheblend.retriever import Chunk, Retriever
 from cacheblend.service import Engine
 from cacheblend.store import ChunkKey
 from cacheblend.store.errors import ConfigError, InputError
@@ -53,6 +54,24 @@ def test_delete(engine: Engine) -> None:
     answer = engine.answer(QUESTION, top_k=TOP_K)
     assert ID not in {scored.chunk.document_id for scored in answer.chunks}
     assert answer.plan.misses == 0
+
+
+def test_deletions_do_not_come_between_an_ingests_halves(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document that is deleted while it is replaced is there with its new text, or gone from index and store."""
+    chunks, deletions = engine.retriever.chunks, list[threading.Thread]()
+
+    def delete_meanwhile(id_: str) -> list[Chunk]:
+        if not deletions:
+            deletions.append(threading.Thread(target=engine.documents.delete, args=(ID,)))
+            deletions[0].start()
+            deletions[0].join(0.3)
+        return chunks(id_)
+
+    monkeypatch.setattr(engine.retriever, "chunks", delete_meanwhile)
+    engine.ingest([{"id": ID, "text": "other words"}])
+    deletions[0].join()
+    assert ID not in [status.id for status in engine.documents.ls()]
+    assert engine.store.documents.get(ID) is None
 
 
 def test_delete_cut_off_between_store_and_index(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
