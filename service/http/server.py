@@ -14,7 +14,7 @@ from cacheblend.retriever import Embedder
 from ..chat_layout import ChatLayouts
 from ..config import EngineConfig
 from ..engine import Engine
-from ..serving import Scheduler, ServingConfig
+from ..serving import Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .config import HttpConfig
 from .metrics import Metrics
 from .tenants import ApiKeys, TenantConfig
@@ -35,6 +35,7 @@ class Server:
         tenants: who may use it; none for everybody who reaches it.
         engine: in place of the one that the config names; closed by its maker. Only without tenants.
         embedder: in place of the one that the config names.
+        observer: told of every request that ends, and how, beside the metrics; see `Scheduler`.
 
     Raises:
         ConfigError: tenants that share a name or a key.
@@ -50,6 +51,7 @@ class Server:
         *,
         engine: Engine | None = None,
         embedder: Embedder | None = None,
+        observer: Observer = lambda *_: None,
     ) -> None:
         tenants = tuple(tenants)
         self.http = http or HttpConfig()
@@ -71,9 +73,12 @@ class Server:
             any_engine = next(iter(self.engines.values()))
             self.layouts = ChatLayouts(any_engine.fusor.tokenizer, engine_config.instruction)
             self.metrics = Metrics(self.model_name)
-            self.scheduler = opened.enter_context(
-                Scheduler(any_engine.fusor, serving, self.metrics.observe, self.metrics.guard.observe)
-            )
+
+            def ended(request: ServedRequest, how: Done | Failed | None) -> None:
+                self.metrics.observe(request, how)
+                observer(request, how)
+
+            self.scheduler = opened.enter_context(Scheduler(any_engine.fusor, serving, ended, self.metrics.guard.observe))
             self.metrics.watch(self.scheduler, self.engines.values())
             self._opened = opened.pop_all()
 

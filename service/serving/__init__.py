@@ -3,7 +3,7 @@
 from .comparison import Comparison
 from .config import ServingConfig
 from .request import Done, Event, Failed, Piece, ServedRequest
-from .scheduler import Scheduler, SchedulerState
+from .scheduler import Observer, Scheduler, SchedulerState
 from .shadow import CheckReport, QualityStatus
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Done",
     "Event",
     "Failed",
+    "Observer",
     "Piece",
     "QualityStatus",
     "Scheduler",

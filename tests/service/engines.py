@@ -31,7 +31,7 @@ ODD_DOCUMENTS: list[dict[str, object]] = [
 ]
 
 
-def make_model(directory: Path) -> None:
+def make_model(directory: Path, positions: int = POSITIONS) -> None:
     """Write a Llama whose q, k, v and o weights are scaled up, so that a fault in mask, rotation or cache shows."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def make_model(directory: Path) -> None:
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=POSITIONS,
+            max_position_embeddings=positions,
             initializer_range=0.05,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cacheblend.blend import ExplicitPositions, FusionConfig, Segment
+from recorded import RecordedAnswer, replay_prompt
+
 from cacheblend.service import AnswerPlan, Engine
 from cacheblend.service.serving import Done, Event, Failed, Piece, Scheduler, ServedRequest
 
@@ -63,15 +64,4 @@ def serve(
 
 def replay(engine: Engine, plan: AnswerPlan, tokens: int) -> list[int]:
     """The greedy tokens of a plan, run alone from freshly computed KV."""
-    fusor = engine.fusor
-    if plan.method == "full_recompute":
-        return fusor.generate(fusor.prefill([token for segment in plan.segments for token in segment.token_ids]), tokens)
-    bos = (fusor.tokenizer.bos_token_id,)
-
-    def segment_of(kind: str, token_ids: tuple[int, ...]) -> Segment:
-        if kind == "fresh":
-            return Segment(token_ids)
-        return Segment(token_ids, fusor.precompute(token_ids, () if kind == "exact" else bos), exact=kind == "exact")
-
-    segments = [segment_of(segment.kind, segment.token_ids) for segment in plan.segments]
-    return fusor.generate(fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(plan.recomputed))), tokens)
+    return engine.fusor.generate(replay_prompt(engine.fusor, RecordedAnswer.of_plan(plan, ())), tokens)

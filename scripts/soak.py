@@ -1,0 +1,181 @@
+"""Many clients at one server for minutes, on a store that evicts all the time; then nothing may be left over, or wrong.
+
+    python scripts/soak.py                  # 32 clients, 5 minutes
+
+A server process with a small random model (weights scaled up, so that a fault in mask, rotation or cache shows) is asked over
+HTTP in every way at once (`tests/service/load_mix.py`): chats over documents of their own, by retrieval and in several turns,
+text completions, clients that go away before or in the middle of an answer, rubbish, uploads, replacements, deletions. RAM
+and NVMe budgets hold a small part of the chunks. What must hold, else the exit code is 1:
+
+`faults`: none: no status but those that docs/service.md names for the request, no 5xx, no stream that breaks off.
+`exit_code`: 0, at a SIGTERM after it all; `damaged`: no entry of the store that it leaves.
+`left_over`: after the load and a pause, open files, threads, pins, prefix blocks in use, running and waiting requests and
+their objects in memory are no more than before the load (after a short one, which starts the threads that are kept).
+`rss_growth_mib`: median VmRSS of the load's last third less that of its first; below `RSS_GROWTH` of the first third's.
+`differs`: of `replays` greedy answers drawn from all that were finished, how many are not what a replay of their recorded plan
+alone gives, in this process, from KV that is computed anew. A difference where the replay's two best logits are closer than
+0.001 counts under `ties`. `not_recorded`: greedy answers that clients got and the server did not record.
+
+`answers` finished, `evictions` by tier, and `requests` by kind and `statuses` tell what went on. The last stdout line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "service"))
+
+import httpx
+from engines import CHUNK_TOKENS, make_model
+from load_mix import LoadMix
+from recorded import RecordedAnswer, check_replay
+from server_process import ServedConfig, ServerProcess, free_port
+
+from cacheblend.blend import Fusor
+from cacheblend.store import KVStore, StoreConfig
+
+POSITIONS = 2048
+ENTRY_BYTES = 32 * 2**10  # of a chunk, about
+WARM_UP = 0.1  # of the load's seconds
+RSS_GROWTH = 0.03
+SETTLE_S = 30.0
+
+
+async def watch(server: ServerProcess, load: LoadMix, seconds: float) -> list[int]:
+    """Run the load; gives VmRSS in bytes, twice a second."""
+    samples: list[int] = []
+    running = asyncio.create_task(load.run(seconds))
+    while not running.done():
+        await asyncio.wait([running], timeout=0.5)
+        samples.append(server.resident_bytes())
+    await running
+    return samples
+
+
+def settle(server: ServerProcess, before: dict[str, int] | None) -> dict[str, int]:
+    """What the server holds once it holds no more than `before`, or no request, or after `SETTLE_S`."""
+    until = time.monotonic() + SETTLE_S
+    while True:
+        httpx.get(f"{server.address}/v1/store").raise_for_status()  # a call also lets idle worker threads go
+        held = server.held()
+        wanted = before or {name: 0 for name in held if name not in ("open_files", "threads")}
+        if all(held[name] <= most for name, most in wanted.items()) or time.monotonic() > until:
+            return held
+        time.sleep(0.5)
+
+
+def replay(model: Path, answers: Path, texts: Counter[str], count: int, seed: int) -> dict[str, int]:
+    """Replay a sample of the recorded answers; see the module's docstring."""
+    recorded = [RecordedAnswer.from_line(line) for line in answers.read_text().splitlines()]
+    verdicts: Counter[str] = Counter()
+    fusor = Fusor.from_pretrained(str(model))
+    candidates = [one for one in recorded if one.can_be_replayed]
+    for one in random.Random(seed).sample(candidates, min(count, len(candidates))):
+        verdict = check_replay(fusor, one)
+        verdicts[verdict] += 1
+        if verdict == "differs":
+            print(f"not its replay: {one.line()[:2000]}", file=sys.stderr)
+    return {
+        "answers": len(recorded),
+        "replays": verdicts.total(),
+        "equal": verdicts["equal"],
+        "ties": verdicts["tie"],
+        "differs": verdicts["differs"],
+        "not_replayable": len(recorded) - len(candidates),
+        "not_recorded": (texts - Counter(one.text for one in recorded)).total(),
+    }
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Start, load, look, stop, replay; the figures."""
+    model, answers = folder / "model", folder / "answers.jsonl"
+    make_model(model, POSITIONS)
+    config = ServedConfig(
+        model=str(model),
+        store_dir=str(folder / "store"),
+        port=free_port(),
+        chunk_tokens=CHUNK_TOKENS,
+        ram_budget_bytes=80 * ENTRY_BYTES,
+        nvme_budget_bytes=320 * ENTRY_BYTES,
+        prefix_budget_bytes=2**20,
+        max_running=12,
+        max_waiting=18,
+        answers=str(answers),
+    )
+    server = ServerProcess(config, folder / "server.log")
+    with server:
+        load = LoadMix(server.address, options.streams, options.seed)
+        with asyncio.Runner() as runner:
+            runner.run(load.fill())
+            runner.run(load.run(WARM_UP * options.seconds))
+            before = settle(server, None)
+            print(f"warm: {before}", file=sys.stderr)
+            samples = runner.run(watch(server, load, options.seconds))
+            runner.run(load.close())
+        store = httpx.get(f"{server.address}/v1/store").json()
+        after = settle(server, before)
+    with KVStore(StoreConfig(directory=folder / "store" / "kv")) as kept:
+        damaged = len(kept.verify().damaged)
+    third = len(samples) // 3
+    first, last = median(samples[:third]), median(samples[-third:])
+    return {
+        "seconds": options.seconds,
+        "streams": options.streams,
+        "requests": dict(load.seen.requests),
+        "statuses": {str(status): count for status, count in sorted(load.seen.statuses.items())},
+        "faults": len(load.seen.faults),
+        "first_faults": load.seen.faults[:5],
+        "exit_code": server.exit_code,
+        "damaged": damaged,
+        "evictions": {tier: store[tier]["evictions"] for tier in ("ram", "nvme")},
+        "hits": {tier: store[tier]["hits"] for tier in ("ram", "nvme")},
+        "before": before,
+        "after": after,
+        "left_over": {name: count - before[name] for name, count in after.items() if count > before[name]},
+        "rss_mib": round(first / 2**20, 1),
+        "rss_growth_mib": round((last - first) / 2**20, 2),
+        "rss_flat": last - first < RSS_GROWTH * first,
+        **replay(model, answers, load.seen.texts, options.replays, options.seed),
+    }
+
+
+def holds(figures: dict[str, Any]) -> bool:
+    """Whether all of it is as it must be."""
+    nothing = ("faults", "exit_code", "damaged", "left_over", "differs", "not_recorded")
+    busy = figures["replays"] and all(figures["evictions"].values())
+    return bool(figures["rss_flat"] and busy and not any(figures[name] for name in nothing))
+
+
+def main() -> int:
+    """Run it; 1 where something does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--replays", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a new folder for model, store, log and answers, which then stays")
+    options = parser.parse_args()
+    if options.keep:
+        options.keep.mkdir(parents=True)
+        figures = run(options.keep, options)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            figures = run(Path(folder), options)
+    print(json.dumps({**figures, "holds": holds(figures)}))
+    return 0 if holds(figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

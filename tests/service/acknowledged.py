@@ -1,0 +1,152 @@
+"""Changes of documents that a server has answered, and what it must know of them when it is started again."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass, field
+from pydoc_data.topics import topics
+
+import httpx
+from server_process import MODEL
+
+TEXT = " ".join(text for _, text in sorted(topics.items()))
+IDS = 8  # of each writer's documents, so that some are replaced and some are deleted
+CHARACTERS = 300
+
+
+@dataclass(slots=True)
+class Acknowledged:
+    """What was answered with 2xx.
+
+    Args:
+        texts: by id; None for what was deleted.
+        doubtful: changes under way when the server was killed, by id: the text that may have come.
+        changed: ids whose documents have not been asked about since they changed.
+        answered, asked, under_way, made: counts; see `scripts/crash_server.py`.
+    """
+
+    texts: dict[str, str | None] = field(default_factory=dict)
+    doubtful: dict[str, str | None] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    answered: int = 0
+    asked: int = 0
+    under_way: int = 0
+    made: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Writer:
+    """Uploads, replaces and deletes documents of its own until the server is gone.
+
+    Args:
+        address: of the server.
+        known: is told what was answered.
+        name: begins its documents' ids.
+    """
+
+    def __init__(self, address: str, known: Acknowledged, name: str) -> None:
+        self._address, self._known, self._name, self._random = address, known, name, random.Random(name)
+        self.fault = ""
+
+    def run(self) -> None:
+        """Change one document after the other."""
+        with httpx.Client(base_url=self._address, timeout=60) as client:
+            while not self.fault:
+                id_ = f"{self._name}-{self._random.randrange(IDS)}"
+                text = None if self._known.texts.get(id_) and self._random.random() < 0.2 else self._text(id_)
+                try:
+                    response = self._change(client, id_, text)
+                except httpx.TransportError:
+                    with self._known.lock:
+                        self._known.doubtful[id_] = text
+                        self._known.under_way += 1
+                    return
+                if not response.is_success:
+                    self.fault = f"{id_}: {response.status_code} {response.text}"
+                    return
+                with self._known.lock:
+                    self._known.texts[id_] = text
+                    self._known.changed.add(id_)
+                    self._known.answered += 1
+
+    def _change(self, client: httpx.Client, id_: str, text: str | None) -> httpx.Response:
+        path = f"/v1/documents/{id_}"
+        if text is None:
+            return client.delete(path)
+        if self._known.texts.get(id_):
+            return client.put(path, json={"text": text})
+        return client.post("/v1/documents", json={"documents": [{"id": id_, "text": text}]})
+
+    def _text(self, id_: str) -> str:
+        """A text with a word of its own, which a question finds it by."""
+        start = self._random.randrange(len(TEXT) - CHARACTERS)
+        return f"{_word(id_)} is here. {TEXT[start : start + CHARACTERS]}"
+
+
+def ask_until_gone(address: str, seed: int) -> None:
+    """Ask questions, streamed, until the server is gone."""
+    choose = random.Random(seed)
+    with httpx.Client(base_url=address, timeout=60) as client:
+        while True:
+            start = choose.randrange(len(TEXT) - CHARACTERS)
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "What is said?"}],
+                "documents": [{"text": TEXT[start : start + CHARACTERS]}],
+                "max_tokens": 50,
+                "stream": True,
+            }
+            try:
+                client.post("/v1/chat/completions", json=body)
+            except httpx.TransportError:
+                return
+
+
+def check_documents(address: str, known: Acknowledged) -> None:
+    """Hold a started server against what was acknowledged; what was under way is one or the other, and known from then on."""
+    with httpx.Client(base_url=address, timeout=60) as client:
+        for id_, text in known.doubtful.items():
+            before, now = known.texts.get(id_), _text_of(client, id_)
+            assert now in (before, text), f"{id_}: half a change: {now!r} is neither {before!r} nor {text!r}"
+            known.made += now == text
+            known.texts[id_] = now
+            known.changed.add(id_)
+        known.doubtful.clear()
+        for id_, text in known.texts.items():
+            assert _text_of(client, id_) == text, f"{id_}: not what was acknowledged"
+        for id_ in sorted(known.changed):
+            if known.texts[id_] is not None:
+                _check_served(client, id_)
+                known.asked += 1
+        known.changed.clear()
+
+
+def _text_of(client: httpx.Client, id_: str) -> str | None:
+    response = client.get(f"/v1/documents/{id_}")
+    if response.status_code == 404:
+        return None
+    return "".join(part["text"] for part in response.raise_for_status().json()["content"])
+
+
+def _check_served(client: httpx.Client, id_: str) -> None:
+    """All of a document's KV is stored, and a question about it is answered from there."""
+    shown = client.get(f"/v1/documents/{id_}").json()
+    distinct = len({part["text"] for part in shown["content"]})
+    assert shown["stored_chunks"] == distinct, f"{id_}: {shown['stored_chunks']} of {distinct} chunks are stored"
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": _word(id_)}],
+        "top_k": 1,
+        "max_tokens": 1,
+        "return_chunks": True,
+    }
+    answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    (chunk,) = answer["cacheblend"]["chunks"]
+    assert chunk["document_id"] == id_, f"asked about {id_}, found {chunk['document_id']}"
+    assert chunk["source"] in ("ram", "nvme"), f"{id_}: its chunk's KV was {chunk['source']}"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def _word(id_: str) -> str:
+    return "document" + id_.replace("-", "x")

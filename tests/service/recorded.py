@@ -1,0 +1,102 @@
+"""A served answer with its plan, as a line of a file, and its replay alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from cacheblend.blend import ExplicitPositions, FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.service import Answer, AnswerPlan
+
+TIE = 1e-3  # of two logits: closer ones may change places by rounding
+Verdict = Literal["equal", "tie", "differs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedAnswer:
+    """What a replay needs of an answer, in plain values.
+
+    Args:
+        method: that was asked for.
+        segments: kind and token ids of each.
+        recomputed: per layer the positions that were recomputed.
+        token_ids: the answer's.
+        text: the answer's.
+    """
+
+    method: str
+    segments: Sequence[tuple[str, Sequence[int]]]
+    recomputed: Sequence[Sequence[int]]
+    token_ids: Sequence[int]
+    text: str
+
+    @classmethod
+    def of(cls, answer: Answer) -> RecordedAnswer:
+        """Of a served answer."""
+        return cls.of_plan(answer.plan, answer.token_ids, answer.text)
+
+    @classmethod
+    def of_plan(cls, plan: AnswerPlan, token_ids: Sequence[int], text: str = "") -> RecordedAnswer:
+        """Of a plan and the tokens that came of it."""
+        return cls(
+            method=plan.method,
+            segments=[(segment.kind, segment.token_ids) for segment in plan.segments],
+            recomputed=[positions.tolist() for positions in plan.recomputed],
+            token_ids=token_ids,
+            text=text,
+        )
+
+    @classmethod
+    def from_line(cls, line: str) -> RecordedAnswer:
+        """Read what `line` gave."""
+        return cls(**json.loads(line))
+
+    def line(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @property
+    def can_be_replayed(self) -> bool:
+        """Whether the plan says it all: the KV of "blended" segments is an earlier request's."""
+        return all(kind != "blended" for kind, _ in self.segments)
+
+
+def replay_prompt(fusor: Fusor, recorded: RecordedAnswer) -> FusedPrompt:
+    """Prefill a recorded prompt alone, from KV that is computed anew."""
+    if recorded.method == "full_recompute":
+        return fusor.prefill([token for _, token_ids in recorded.segments for token in token_ids])
+    bos = (fusor.tokenizer.bos_token_id,)
+
+    def segment_of(kind: str, token_ids: Sequence[int]) -> Segment:
+        if kind == "fresh":
+            return Segment(token_ids)
+        return Segment(token_ids, fusor.precompute(token_ids, () if kind == "exact" else bos), exact=kind == "exact")
+
+    segments = [segment_of(kind, token_ids) for kind, token_ids in recorded.segments]
+    return fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(recorded.recomputed)))
+
+
+def check_replay(fusor: Fusor, recorded: RecordedAnswer) -> Verdict:
+    """Replay an answer alone, and compare; a "tie" differs where the replay's two best logits are closer than `TIE`."""
+    fused = replay_prompt(fusor, recorded)
+    replayed, answered = fusor.generate(fused, len(recorded.token_ids)), list(recorded.token_ids)
+    if replayed == answered:
+        return "equal"
+    same = next(at for at, (one, other) in enumerate(zip(replayed, answered, strict=False)) if one != other)
+    return "tie" if _gap(fusor, recorded, answered[:same]) < TIE else "differs"
+
+
+@torch.no_grad()
+def _gap(fusor: Fusor, recorded: RecordedAnswer, token_ids: Sequence[int]) -> float:
+    """How far apart the two best logits are behind a prompt and these tokens."""
+    fused = replay_prompt(fusor, recorded)
+    logits_V = fused.logits
+    if token_ids:
+        output: Any = fusor.model(torch.tensor([token_ids]), past_key_values=fused.cache, logits_to_keep=1)
+        logits_V = output.logits[0, -1]
+    best, second = logits_V.topk(2).values.tolist()
+    return best - second

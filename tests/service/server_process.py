@@ -1,0 +1,211 @@
+"""The service in a process of its own, which tells what it holds, and may be killed.
+
+    python tests/service/server_process.py '{"model": ..., "store_dir": ..., "port": ...}'
+
+serves as `cacheblend serve` does, with a bag of words for an embedder. For each line on stdin it answers what it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import httpx
+
+MODEL = "tiny"
+START_S, STOP_S = 60, 60
+# Whatever of these is alive keeps a request's KV, pins or place.
+OF_REQUESTS = ("FusedPrompt", "SequenceKV", "RunningRequest", "ServedRequest", "Placement", "LayerLoader", "PromptPrefix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedConfig:
+    """What is served. Budgets, limits and names are `EngineConfig`'s, `ServingConfig`'s and `HttpConfig`'s.
+
+    Args:
+        answers: file that every greedy answer is written to, a line each (`RecordedAnswer`); None for none.
+    """
+
+    model: str
+    store_dir: str
+    port: int
+    chunk_tokens: int = 24
+    ram_budget_bytes: int = 2**30
+    nvme_budget_bytes: int = 2**30
+    prefix_budget_bytes: int = 2**20
+    max_running: int = 16
+    max_waiting: int = 64
+    max_body_bytes: int = 2**20
+    guard_share: float = 0.05
+    answers: str | None = None
+
+
+class ServerProcess:
+    """A context manager: starts the process, waits until requests are served, and stops it by SIGTERM at the end.
+
+    Args:
+        config: what is served.
+        log: file that its stderr is appended to.
+    """
+
+    def __init__(self, config: ServedConfig, log: Path) -> None:
+        self.address = f"http://127.0.0.1:{config.port}"
+        self._log: IO[bytes] = log.open("ab")
+        command = [sys.executable, __file__, json.dumps(asdict(config))]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # the clients need a core too
+        )
+        self.pid = self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    def wait_until_ready(self) -> None:
+        """Return when `/readyz` says so.
+
+        Raises:
+            RuntimeError: it ended, or took too long.
+        """
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.exit_code is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.address}/readyz").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise RuntimeError(f"the server did not start: exit code {self.exit_code}, log in {self._log.name}")
+
+    def held(self) -> dict[str, int]:
+        """What it holds now, by name: see `held`, and its open files and threads as the system counts them."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("held\n")
+        self._process.stdin.flush()
+        proc = Path(f"/proc/{self.pid}")
+        told: dict[str, int] = json.loads(self._process.stdout.readline())
+        return {"open_files": len(list((proc / "fd").iterdir())), "threads": len(list((proc / "task").iterdir())), **told}
+
+    def resident_bytes(self) -> int:
+        """`VmRSS`."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self.exit_code is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream is not None:
+                stream.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def held(server: Any) -> dict[str, int]:
+    """What this process's requests, pins and caches hold; all of it is 0 when nothing is asked and nothing waits."""
+    from cacheblend.loader.layer_loader import THREADS
+
+    gc.collect()
+    alive = Counter(type(one).__name__ for one in gc.get_objects() if type(one).__name__ in OF_REQUESTS)
+    engine, state = server.engines[""], server.scheduler.state
+    blocks = engine._prefiller._prefixes._blocks
+    return {
+        "waiting": state.waiting,
+        "prefilling": state.prefilling,
+        "decoding": state.decoding,
+        "loading": THREADS.busy,
+        "pins": engine.store._pins._pinned.total(),
+        "prefix_blocks_in_use": sum(part.users > 0 for part in blocks._parts.values()),
+        "pending_writes": engine.store.stats().pending_writes,
+        "requests_before_holes": engine.holes._requests,
+        "holes": len(engine.holes._waiting) + engine.holes._busy,
+        "checks": int(server.scheduler._checks.has_work),
+        "objects_of_requests": alive.total(),
+    }
+
+
+def main(config: ServedConfig) -> None:
+    """Serve until SIGTERM."""
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    from fakes import FakeEmbedder
+    from recorded import RecordedAnswer
+
+    from cacheblend.service import EngineConfig
+    from cacheblend.service.http import HttpConfig, Server
+    from cacheblend.service.http.request_log import log_json
+    from cacheblend.service.http.run import run
+    from cacheblend.service.serving import Done, Failed, ServedRequest, ServingConfig
+
+    log_json(30)
+    engine_config = EngineConfig(
+        model=config.model,
+        store_dir=config.store_dir,
+        chunk_tokens=config.chunk_tokens,
+        ram_budget_bytes=config.ram_budget_bytes,
+        nvme_budget_bytes=config.nvme_budget_bytes,
+        prefix_budget_bytes=config.prefix_budget_bytes,
+    )
+    serving = ServingConfig(max_running=config.max_running, max_waiting=config.max_waiting, guard_share=config.guard_share)
+    http = HttpConfig(port=config.port, model_name=MODEL, max_body_bytes=config.max_body_bytes)
+    with open(config.answers or os.devnull, "a") as answers:
+
+        def record(request: ServedRequest, how: Done | Failed | None) -> None:
+            if isinstance(how, Done) and not request.prepared.sampling.get("do_sample"):
+                answers.write(RecordedAnswer.of(how.answer).line())
+
+        with Server(engine_config, serving, http, embedder=FakeEmbedder(), observer=record) as server:
+
+            def answer_stdin() -> None:
+                for _ in sys.stdin:
+                    print(json.dumps(held(server)), flush=True)
+
+            threading.Thread(target=answer_stdin, daemon=True).start()
+            run(server)
+
+
+if __name__ == "__main__":
+    main(ServedConfig(**json.loads(sys.argv[1])))
