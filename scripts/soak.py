@@ -111,7 +111,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         nvme_budget_bytes=320 * ENTRY_BYTES,
         prefix_budget_bytes=2**20,
         max_running=12,
-        max_waiting=18,
+        max_waiting=24,
         answers=str(answers),
     )
     server = ServerProcess(config, folder / "server.log")
@@ -128,8 +128,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         after = settle(server, before)
     with KVStore(StoreConfig(directory=folder / "store" / "kv")) as kept:
         damaged = len(kept.verify().damaged)
-    third = len(samples) // 3
-    first, last = median(samples[:third]), median(samples[-third:])
+    first, _, last = map(median, _parts(samples, 3))
     return {
         "seconds": options.seconds,
         "streams": options.streams,
@@ -145,10 +144,17 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "after": after,
         "left_over": {name: count - before[name] for name, count in after.items() if count > before[name]},
         "rss_mib": round(first / 2**20, 1),
+        "rss_mib_by_tenth": [round(median(part) / 2**20, 1) for part in _parts(samples, 10)],
         "rss_growth_mib": round((last - first) / 2**20, 2),
         "rss_flat": last - first < RSS_GROWTH * first,
         **replay(model, answers, load.seen.texts, options.replays, options.seed),
     }
+
+
+def _parts(samples: list[int], count: int) -> list[list[int]]:
+    """The samples in so many parts of equal length; the last ones that make no whole part are left out."""
+    size = len(samples) // count
+    return [samples[start * size : (start + 1) * size] for start in range(count)]
 
 
 def holds(figures: dict[str, Any]) -> bool:

@@ -79,9 +79,9 @@ class Writer:
         return client.post("/v1/documents", json={"documents": [{"id": id_, "text": text}]})
 
     def _text(self, id_: str) -> str:
-        """A text with a word of its own, which a question finds it by."""
+        """A text that no other document has."""
         start = self._random.randrange(len(TEXT) - CHARACTERS)
-        return f"{_word(id_)} is here. {TEXT[start : start + CHARACTERS]}"
+        return f"This is {id_}, {self._random.random()}. {TEXT[start : start + CHARACTERS]}"
 
 
 def ask_until_gone(address: str, seed: int) -> None:
@@ -136,7 +136,7 @@ def _check_served(client: httpx.Client, id_: str) -> None:
     assert shown["stored_chunks"] == distinct, f"{id_}: {shown['stored_chunks']} of {distinct} chunks are stored"
     body = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": _word(id_)}],
+        "messages": [{"role": "user", "content": shown["content"][0]["text"]}],  # the words of one chunk: it is the nearest
         "top_k": 1,
         "max_tokens": 1,
         "return_chunks": True,
@@ -146,7 +146,3 @@ def _check_served(client: httpx.Client, id_: str) -> None:
     assert chunk["document_id"] == id_, f"asked about {id_}, found {chunk['document_id']}"
     assert chunk["source"] in ("ram", "nvme"), f"{id_}: its chunk's KV was {chunk['source']}"
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-
-
-def _word(id_: str) -> str:
-    return "document" + id_.replace("-", "x")

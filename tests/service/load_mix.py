@@ -160,7 +160,7 @@ class LoadMix:
 
     async def _cancel(self) -> None:
         """Go away before the answer, or in the middle of it."""
-        body = {**self._options(), "messages": [_user(self._question())], "top_k": 4, "max_tokens": 200, "stream": True}
+        body = {**self._options(), "messages": [_user(self._question())], "top_k": 4, "max_tokens": 100, "stream": True}
         if self._random.random() < 0.5:
             with contextlib.suppress(httpx.TimeoutException):
                 await self._client.post(CHAT, json={**body, "stream": self._random.random() < 0.5}, timeout=0.1)
