@@ -63,6 +63,13 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
     if config is not model.config:
         yield "it is a multimodal wrapper; load its text model alone"
         return
+    states = sorted(_kinds_of_state(model))
+    if any("LinearAttention" in kind for kind in states):
+        yield (
+            f"it has state-space or linear-attention layers ({', '.join(states)} instead of keys and values), whose one state "
+            "of all tokens before cannot be put together from chunks"
+        )
+        return  # what else such a decoder lacks would hide the reason
     base = model.get_decoder()
     absent = [part for part in _PARTS if not hasattr(base, part)]
     if absent:
@@ -83,9 +90,14 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
         yield "its attention is bidirectional"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         yield "chunked attention is not supported"
+    for kind in states:
+        yield f"a layer keeps a {kind} instead of keys and values"
+
+
+def _kinds_of_state(model: PreTrainedModel) -> set[str]:
+    """What its layers keep between tokens that is not their own keys and values, by the names of transformers."""
     kinds = {type(cache_layer) for cache_layer in DynamicCache(config=model.config).layers}
-    for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
-        yield f"a layer keeps a {kind.__name__} instead of keys and values"
+    return {kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}}
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -23,7 +23,7 @@ from .document import Document
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 30.0
-_STATE = ("generation", "dimensions")  # what of `meta` is no setting
+_STATE = ("generation", "dimensions", "format")  # what of `meta` is no setting
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -74,25 +74,28 @@ class Catalogue:
         settings: what the chunks and vectors depend on; fixed from the first document on.
 
     Raises:
-        RetrieverError: the file cannot be used, or holds documents of other settings.
+        RetrieverError: the file cannot be used, is of another format, or holds documents of other settings.
 
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, str]) -> None:
         self._where = "memory" if path is None else str(path)
-        self._settings = {"format": FORMAT, **settings}
+        self._settings = dict(settings)
         with self._errors():
             # isolation_level=None: transactions are begun and ended by _write alone.
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
         try:
+            self._check_format()  # first: a file of another format is left as it is
             with self._errors():
                 self._db.execute("PRAGMA foreign_keys = ON")
                 self._db.execute("PRAGMA journal_mode = WAL")
                 # A power cut may lose the last documents, never half of one; FULL would sync the disk once a document.
                 self._db.execute("PRAGMA synchronous = NORMAL")
                 self._db.executescript(_SCHEMA)
+                if self._meta("format") is None:
+                    self._set_meta("format", FORMAT)
             if not self._is_empty():
                 self._compare(self._settings)
         except BaseException:
@@ -128,6 +131,7 @@ class Catalogue:
         """
         settings = {**self._settings, "dimensions": str(vectors_ND.shape[1])}
         with self._write():
+            self._check_format()
             if self._is_empty():
                 for key, value in settings.items():
                     self._set_meta(key, value)
@@ -207,6 +211,15 @@ class Catalogue:
         removed = [id_ for (id_,) in self._db.execute("SELECT id FROM chunks WHERE document_id = ?", (document_id,))]
         self._db.execute("DELETE FROM documents WHERE id = ?", (document_id,))
         return removed
+
+    def _check_format(self) -> None:
+        """Refuse a file that another version of cacheblend made: two versions never share one."""
+        has_meta = self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
+        if has_meta and (found := self._meta("format")) not in (None, FORMAT):
+            raise RetrieverError(
+                f"{self._where} has format {found}, this version of cacheblend reads {FORMAT}; "
+                "use the version that made it, or another directory and ingest the documents anew"
+            )
 
     def _compare(self, settings: Mapping[str, str]) -> None:
         for key, value in settings.items():

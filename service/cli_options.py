@@ -95,6 +95,24 @@ Codec = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+PrefixBudget = Annotated[
+    int,
+    typer.Option(
+        "--prefix-budget-bytes",
+        envvar="CACHEBLEND_PREFIX_BUDGET_BYTES",
+        help="Most bytes of KV held in RAM of what prompts begin with: system messages, conversations so far.",
+        rich_help_panel=ENGINE,
+    ),
+]
+DirectReads = Annotated[
+    bool,
+    typer.Option(
+        "--direct-reads",
+        envvar="CACHEBLEND_DIRECT_READS",
+        help="Read KV past the page cache, for a store larger than RAM.",
+        rich_help_panel=ENGINE,
+    ),
+]
 AllowUnverified = Annotated[
     bool,
     typer.Option(

@@ -87,6 +87,14 @@ def serve(
     embedder: options.EmbedderName = DEFAULTS["embedder"],
     ram_budget_bytes: options.RamBudget = DEFAULTS["ram_budget_bytes"],
     nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
+    prefix_budget_bytes: options.PrefixBudget = DEFAULTS["prefix_budget_bytes"],
+    unsalted_share: Annotated[
+        float, _option("unsalted_share", "0..1 of each budget, reserved for KV without a cache salt.", options.ENGINE)
+    ] = DEFAULTS["unsalted_share"],
+    salt_share: Annotated[
+        float, _option("salt_share", "0..1 of each budget, reserved for each of the salts used last.", options.ENGINE)
+    ] = DEFAULTS["salt_share"],
+    direct_reads: options.DirectReads = DEFAULTS["direct_reads"],
     codec: options.Codec = DEFAULTS["codec"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
 ) -> None:
@@ -117,6 +125,10 @@ def serve(
         embedder=embedder,
         ram_budget_bytes=ram_budget_bytes,
         nvme_budget_bytes=nvme_budget_bytes,
+        prefix_budget_bytes=prefix_budget_bytes,
+        unsalted_share=unsalted_share,
+        salt_share=salt_share,
+        direct_reads=direct_reads,
         codec=codec,
         recompute_ratio=recompute_ratio,
         max_tokens=max_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -11,10 +11,14 @@ import torch
 from cacheblend.blend import FusionConfig
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
-from cacheblend.store import StoreConfig
+from cacheblend.store import NamespaceShare, StoreConfig
 from cacheblend.store.codecs import CODECS
-from cacheblend.store.config import MIB
+from cacheblend.store.config import MIB, check_bytes, check_share
 from cacheblend.store.errors import ConfigError
+from cacheblend.store.eviction import TierBudget
+from cacheblend.store.recent_namespaces import RecentNamespaces
+
+from .namespace import UNSALTED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
@@ -39,6 +43,9 @@ class EngineConfig:
         nvme_budget_bytes: see `StoreConfig`.
         direct_reads: see `StoreConfig`.
         prefix_budget_bytes: keys and values held in RAM of what prompts begin with: system messages, conversations so far.
+        unsalted_share: 0..1 of each of the three budgets, reserved for KV without a cache salt: ingested documents above all.
+        salt_share: 0..1 of each budget, reserved for each cache salt, of those used last as many as fit beside that. What is
+            not used of a reserve is lent to others.
         codec: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8" or "int4". Another codec's KV is not found again.
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
             0.15, or more where loading would take longer anyway; without a profile, 0.15.
@@ -66,6 +73,8 @@ class EngineConfig:
     nvme_budget_bytes: int = StoreConfig(directory=".").nvme_budget_bytes
     direct_reads: bool = False
     prefix_budget_bytes: int = 512 * MIB
+    unsalted_share: float = 0.5
+    salt_share: float = 0.05
     codec: str = "raw"
     recompute_ratio: float | None = None
     selector: str = "gradual"
@@ -95,9 +104,12 @@ class EngineConfig:
         if self.codec not in CODECS:
             raise ConfigError("codec", self.codec, f"one of {', '.join(CODECS)}")
         check_max_tokens(self.max_tokens)
-        budget = self.prefix_budget_bytes
-        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-            raise ConfigError("prefix_budget_bytes", budget, "a whole number of bytes above 0")
+        for name in ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes"):
+            check_bytes(name, getattr(self, name))
+        check_share("unsalted_share", self.unsalted_share)
+        check_share("salt_share", self.salt_share)
+        if self.unsalted_share + self.salt_share > 1:
+            raise ConfigError("salt_share", self.salt_share, f"at most 1 with unsalted_share={self.unsalted_share:g} together")
         self.retriever_config()
         self.store_config()
         self.fusion_config(self.recompute_ratio)
@@ -123,8 +135,20 @@ class EngineConfig:
             directory=Path(self.store_dir) / KV_FOLDER,
             ram_budget_bytes=self.ram_budget_bytes,
             nvme_budget_bytes=self.nvme_budget_bytes,
+            ram_shares=self._shares(self.ram_budget_bytes),
+            nvme_shares=self._shares(self.nvme_budget_bytes),
+            recent_share=self.salt_share,
             direct_reads=self.direct_reads,
         )
+
+    def prefix_budget(self) -> TierBudget:
+        """What prefix blocks may hold."""
+        budget_bytes = self.prefix_budget_bytes
+        budget = TierBudget(budget_bytes, self._shares(budget_bytes), int(budget_bytes * self.salt_share))
+        return replace(budget, recent=RecentNamespaces(budget.most_recent))
+
+    def _shares(self, budget_bytes: int) -> dict[str, NamespaceShare]:
+        return {UNSALTED: NamespaceShare(reserved_bytes=int(budget_bytes * self.unsalted_share))}
 
     @property
     def profile_dir(self) -> Path:

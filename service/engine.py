@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -25,14 +24,13 @@ from .first_token import FirstTokenClock
 from .hole_filler import HoleFiller
 from .ingester import Ingester, Progress, StreamProgress
 from .lengths import check_length
+from .namespace import namespace_of
 from .planning import find_controller, make_controller
 from .prefiller import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .prepared import PreparedRequest, StageTimes, assemble_answer
 from .prompt import Layout, PromptBuilder, PromptPieces
 from .sampling import sampling_options
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -64,10 +62,11 @@ class Engine:
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
             self._holes = HoleFiller(self.fusor, self.store)
             opened.callback(self._holes.close)
+            self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
             self._prefiller = Prefiller(
                 self.fusor,
                 self.store,
-                PrefixCache(self.fusor, config.prefix_budget_bytes),
+                self.prefixes,
                 self._holes,
                 config,
                 find_controller(config, self.fusor),
@@ -238,9 +237,9 @@ class Engine:
             retrieved=retrieved,
         )
 
-    def prefill_steps(self, prepared: PreparedRequest, namespace: str = "") -> PrefillSteps:
-        """Prefill a prepared request, one layer a step; see `Prefiller.steps`."""
-        return self._prefiller.steps(prepared.pieces, prepared.method, prepared.recompute_ratio, namespace)
+    def prefill_steps(self, prepared: PreparedRequest, cache_salt: str = "") -> PrefillSteps:
+        """Prefill a prepared request from KV of its salt alone, one layer a step; see `Prefiller.steps`."""
+        return self._prefiller.steps(prepared.pieces, prepared.method, prepared.recompute_ratio, namespace_of(cache_salt))
 
     @property
     def holes(self) -> HoleFiller:

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
 from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, PrefixStats, chain_root
+from cacheblend.store.eviction import TierBudget
 
 from .answer import PlannedSegment
 
@@ -25,32 +26,32 @@ class PrefixCache:
 
     Args:
         fusor: the model.
-        budget_bytes: keys and values held at most.
+        budget: keys and values held at most, in all and by namespace.
 
     Raises:
-        ConfigError: a budget that is not a positive whole number.
+        ConfigError: a budget that is not above 0.
     """
 
-    def __init__(self, fusor: Fusor, budget_bytes: int) -> None:
+    def __init__(self, fusor: Fusor, budget: TierBudget) -> None:
         self._model = fusor.fingerprint
-        self._blocks = PrefixBlocks(budget_bytes, fusor.decoder.windows, self._model)
+        self._blocks = PrefixBlocks(budget, fusor.decoder.windows, self._model)
 
     @contextmanager
-    def find(self, token_ids: Sequence[int], most: int, cache_salt: str, asked_ratio: str | None) -> Iterator[PromptPrefix]:
+    def find(self, token_ids: Sequence[int], most: int, namespace: str, asked_ratio: str | None) -> Iterator[PromptPrefix]:
         """The blocks that a prompt begins with, which stay in the context, and what puts its own away afterwards.
 
         Args:
             token_ids: the prompt.
             most: at most so many of its tokens may be reused.
-            cache_salt: requests of another salt find none of its blocks, and it none of theirs.
+            namespace: requests of another one find none of its blocks, and it none of theirs; its blocks count in its share.
             asked_ratio: names the recompute ratio that a blended request asks for; None for one that is exact throughout.
         """
         roots = [(b"exact",)] if asked_ratio is None else [(b"exact",), (b"blended", asked_ratio.encode())]
-        chains = [BlockChain(chain_root(self._model.encode(), *root), (cache_salt.encode(),)) for root in roots]
+        chains = [BlockChain(chain_root(self._model.encode(), *root), (namespace.encode(),)) for root in roots]
         for chain in chains:
             chain.extend(token_ids)
-        with self._blocks.match(token_ids[:most], chains) as run:
-            yield PromptPrefix(self._blocks, chains, run)
+        with self._blocks.match(token_ids[:most], chains, namespace) as run:
+            yield PromptPrefix(self._blocks, namespace, chains, run)
 
     def stats(self) -> PrefixStats:
         """What is held, and what happened."""
@@ -63,6 +64,7 @@ class PromptPrefix:
 
     Args:
         blocks: where they go.
+        namespace: whose they are.
         chains: of the prompt: the exact one, and for a blended request its own.
         run: what was found; its KV may be read inside `PrefixCache.find`.
         exact_tokens: so many of the prompt's first tokens get exact KV, provided that the run's is; None for all of them, and
@@ -70,6 +72,7 @@ class PromptPrefix:
     """
 
     blocks: PrefixBlocks
+    namespace: str
     chains: Sequence[BlockChain]
     run: PrefixRun | None
     exact_tokens: int | None = None
@@ -109,7 +112,7 @@ class PromptPrefix:
         def read(layer: int, start: int, stop: int) -> LayerPair:
             return layers[layer].k_1HND[0, :, start:stop], layers[layer].v_1HND[0, :, start:stop]
 
-        self.blocks.insert(self._digests, 0 if self.run is None else len(self.run.digests), read)
+        self.blocks.insert(self._digests, 0 if self.run is None else len(self.run.digests), read, self.namespace)
 
     def append(self, token_id: int, read_last: ReadLast) -> None:
         """A token was generated and has its KV now; put a block away when it is full.
@@ -123,7 +126,7 @@ class PromptPrefix:
         for chain in self.chains:
             chain.extend((token_id,))
         if len(self.chains[0].digests) > full:
-            self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start))
+            self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start), self.namespace)
 
     def append_from(self, token_id: int, cache: DynamicCache) -> None:
         """`append` for a token whose KV has come last to a Hugging Face cache."""

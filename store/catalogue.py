@@ -75,9 +75,17 @@ class Catalogue:
         ((entries, total_bytes),) = self.database.rows("SELECT coalesce(sum(entries), 0), coalesce(sum(bytes), 0) FROM totals")
         return entries, total_bytes
 
-    def bytes_by_namespace(self) -> dict[str, int]:
-        """Bytes of each namespace's files."""
-        return dict(self.database.rows("SELECT namespace, bytes FROM totals"))
+    def held_bytes(self, namespace: str) -> int:
+        """Bytes of a namespace's files."""
+        rows = self.database.rows("SELECT bytes FROM totals WHERE namespace = ?", namespace)
+        return int(rows[0][0]) if rows else 0
+
+    def recent_namespaces(self, most: int) -> list[str]:
+        """The namespaces but for "" whose entries were used last, the least recently used first."""
+        if not most or not self.database.rows("SELECT 1 FROM totals WHERE namespace != '' LIMIT 1"):
+            return []  # there are no others as a rule, and to look through all entries takes a while
+        query = "SELECT namespace FROM entries WHERE namespace != '' GROUP BY namespace ORDER BY max(used_ns) DESC LIMIT ?"
+        return [namespace for (namespace,) in reversed(self.database.rows(query, most))]
 
     def touch(self, digest: str) -> None:
         """Note that an entry is used now."""
@@ -125,7 +133,7 @@ class Catalogue:
         if self._touched:
             self.change()
 
-    def evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable]:
+    def evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[str]]:
         """Entries that no pinned document has, the least recently used first.
 
         Args:
@@ -149,11 +157,11 @@ class Catalogue:
             if len(page) < _PAGE:
                 return
 
-    def entries(self) -> list[CatalogueEntry]:
-        """Every entry, the least recently used first."""
+    def entries(self) -> Iterator[CatalogueEntry]:
+        """Every entry as it is at the first step, the least recently used first; memory holds a page of them."""
         self.save_uses()
-        rows = self.database.rows(f"SELECT {_COLUMNS} FROM entries ORDER BY used_ns, digest")
-        return [CatalogueEntry(ChunkKey(*row[:4]), *row[4:]) for row in rows]
+        for row in self.database.snapshot(f"SELECT {_COLUMNS} FROM entries ORDER BY used_ns, digest"):
+            yield CatalogueEntry(ChunkKey(*row[:4]), *row[4:])
 
     def is_miscounted(self) -> bool:
         """Whether totals or pins are not what they are when counted anew.

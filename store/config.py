@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .errors import ConfigError
 from .eviction import NamespaceShare, TierBudget
+from .recent_namespaces import RecentNamespaces
 
 MIB, GIB = 2**20, 2**30
 
@@ -23,12 +24,14 @@ class StoreConfig:
         nvme_budget_bytes: files on NVMe, headers included. Where processes share a store, each applies its own as it writes.
         ram_shares: what single namespaces may hold of the RAM budget, or have reserved in it.
         nvme_shares: the same of the NVMe budget.
+        recent_share: 0..1 of each budget, reserved for each namespace that the shares do not name, as long as it is among those
+            used last: so many of them as fit beside what the shares reserve. 0 reserves nothing for them.
         direct_reads: read layers past the page cache, for a store larger than RAM.
         queue_bytes: keys and values that may wait to be written in the background before `put(flush=False)` blocks.
 
     Raises:
-        ConfigError: an empty directory name, a number of bytes that is not a positive integer, or shares that reserve more than
-            the budget; by the store, direct reads on a file system without them.
+        ConfigError: an empty directory name, a number of bytes that is not a positive integer, a share outside 0..1, or shares
+            that reserve more than the budget; by the store, direct reads on a file system without them.
 
     """
 
@@ -37,6 +40,7 @@ class StoreConfig:
     nvme_budget_bytes: int = 50 * GIB
     ram_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
     nvme_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
+    recent_share: float = 0.0
     direct_reads: bool = False
     queue_bytes: int = 512 * MIB
 
@@ -44,20 +48,41 @@ class StoreConfig:
         if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):
             raise ConfigError("directory", self.directory, "name the folder that holds the store")
         for name in ("ram_budget_bytes", "nvme_budget_bytes", "queue_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise ConfigError(name, value, "give a whole number of bytes above 0")
-        for name, budget in (("ram_shares", self.ram_budget()), ("nvme_shares", self.nvme_budget())):
-            reserved_bytes = sum(share.reserved_bytes for share in budget.shares.values())
-            if reserved_bytes > budget.bytes:
+            check_bytes(name, getattr(self, name))
+        check_share("recent_share", self.recent_share)
+        for name, budget in zip(("ram_shares", "nvme_shares"), self.budgets(), strict=True):
+            if budget.unreserved_bytes < 0:
+                reserved_bytes = budget.bytes - budget.unreserved_bytes
                 raise ConfigError(
                     name, dict(budget.shares), f"reserve at most the tier's {budget.bytes} bytes; got {reserved_bytes}"
                 )
 
-    def ram_budget(self) -> TierBudget:
-        """What RAM may hold."""
-        return TierBudget(self.ram_budget_bytes, self.ram_shares)
+    def budgets(self) -> tuple[TierBudget, TierBudget]:
+        """What RAM and what NVMe may hold, with one memory of which namespaces were used last."""
+        plain = (TierBudget(self.ram_budget_bytes, self.ram_shares), TierBudget(self.nvme_budget_bytes, self.nvme_shares))
+        ram, nvme = (replace(budget, recent_bytes=int(budget.bytes * self.recent_share)) for budget in plain)
+        # As many as fit into both tiers, which also is what a use in either counts for.
+        recent = RecentNamespaces(min(ram.most_recent, nvme.most_recent))
+        return replace(ram, recent=recent), replace(nvme, recent=recent)
 
-    def nvme_budget(self) -> TierBudget:
-        """What NVMe may hold."""
-        return TierBudget(self.nvme_budget_bytes, self.nvme_shares)
+
+def check_bytes(name: str, value: object) -> None:
+    """Refuse what is no budget.
+
+    Raises:
+        ConfigError: not a whole number of bytes above 0.
+
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(name, value, "give a whole number of bytes above 0")
+
+
+def check_share(name: str, value: object) -> None:
+    """Refuse what is no share.
+
+    Raises:
+        ConfigError: not a number from 0 to 1.
+
+    """
+    if not isinstance(value, float | int) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ConfigError(name, value, "a number from 0 to 1")

@@ -6,13 +6,14 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import StoreDirectoryError, StoreFullError
 
 BUSY_TIMEOUT_S = 30.0
+_PAGE = 256
 CACHE_KIB = 1024  # of each connection; the system's page cache holds the rest
 
 
@@ -49,6 +50,15 @@ class Database:
         """The rows that a query gives."""
         with self._read_lock, self._errors():
             return self._reader.execute(query, values).fetchall()
+
+    def snapshot(self, query: str) -> Iterator[Any]:
+        """The rows that a query gives at the first step, page by page over a connection of its own: changes neither wait for
+        it nor show in it. Sorting beyond the connection's cache goes through a temporary file.
+        """
+        with self._errors(), closing(self._connect()) as connection:
+            cursor = connection.execute(query)
+            while page := cursor.fetchmany(_PAGE):
+                yield from page
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .database import Database
 from .errors import InputError
+
+_PAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,13 @@ class DocumentTable:
     def ls(self) -> list[StoredDocument]:
         """Every document, by id."""
         return [_document(row) for row in self._database.rows(_LIST + "GROUP BY d.id ORDER BY d.id")]
+
+    def pages(self) -> Iterator[list[tuple[str, str, bool]]]:
+        """Every document's id, version and whether it is pinned, by id, a page at a time."""
+        query, last = "SELECT id, version, pinned FROM documents WHERE id > ? ORDER BY id LIMIT ?", ""
+        while page := self._database.rows(query, last, _PAGE):
+            yield [(id_, version, bool(pinned)) for id_, version, pinned in page]
+            last = page[-1][0]
 
     def get(self, id_: str) -> StoredDocument | None:
         """One document; None where there is no such document."""

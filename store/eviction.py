@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .errors import ConfigError
+from .recent_namespaces import RecentNamespaces
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,35 +39,66 @@ class NamespaceShare:
             raise ConfigError("reserved_bytes", self.reserved_bytes, f"at most budget_bytes={self.budget_bytes}")
 
 
-class Evictable(NamedTuple):
+class Evictable(NamedTuple, Generic[Name]):
     """An entry that may go."""
 
-    digest: str
+    name: Name
     namespace: str
     bytes: int
 
 
-class ByUse(Protocol):
+class ByUse(Protocol[Name]):
     """A tier's entries, the least recently used first."""
 
-    def __call__(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable]:
+    def __call__(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[Name]]:
         """Those of one namespace, or of all but some."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:
-    """What a tier may hold, in all and by namespace."""
+    """What a tier may hold, in all and by namespace.
+
+    Args:
+        bytes: most bytes in all.
+        shares: of namespaces that are known by name.
+        recent_bytes: reserved for each of the others that were used last.
+        recent: which those are; tiers may share it.
+
+    """
 
     bytes: int
     shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
+    recent_bytes: int = 0
+    recent: RecentNamespaces = field(default_factory=lambda: RecentNamespaces(0))
+
+    @property
+    def unreserved_bytes(self) -> int:
+        """What `shares` leave; below 0 where they reserve more than there is."""
+        return self.bytes - sum(share.reserved_bytes for share in self.shares.values())
+
+    @property
+    def most_recent(self) -> int:
+        """How many times `recent_bytes` fit beside what `shares` reserve."""
+        return max(0, self.unreserved_bytes) // self.recent_bytes if self.recent_bytes else 0
 
     def most(self, namespace: str) -> int:
         """Most bytes that a namespace may hold."""
         share = self.shares.get(namespace)
         return self.bytes if share is None or share.budget_bytes is None else min(self.bytes, share.budget_bytes)
 
+    def used(self, namespace: str) -> None:
+        """An entry of a namespace comes or is read."""
+        if namespace not in self.shares:
+            self.recent.used(namespace)
+
     def choose(
-        self, namespace: str | None, entry_bytes: int, held: Mapping[str, int], by_use: ByUse, take: Callable[[str], bool]
+        self,
+        namespace: str | None,
+        entry_bytes: int,
+        total_bytes: int,
+        held: Callable[[str], int],
+        by_use: ByUse[Name],
+        take: Callable[[Name], bool],
     ) -> bool:
         """Choose what goes so that an entry fits.
 
@@ -73,7 +108,8 @@ class TierBudget:
         Args:
             namespace: of the entry; None, with `entry_bytes` 0, to bring what is there within the budget.
             entry_bytes: its bytes.
-            held: bytes held by each namespace.
+            total_bytes: bytes held by all namespaces.
+            held: gives the bytes held by one; asked for few, however many there are.
             by_use: gives the entries there are.
             take: told of each choice; False where the entry must stay after all.
 
@@ -81,36 +117,40 @@ class TierBudget:
             Whether it fits then; where not, what was taken need not go.
 
         """
-        holds = dict(held)
+        reserved = dict.fromkeys(self.recent.names(), self.recent_bytes)
+        reserved |= {name: share.reserved_bytes for name, share in self.shares.items()}
+        holds = {name: held(name) for name in reserved}
         if namespace is not None:
             if entry_bytes > self.most(namespace):
                 return False
-            holds[namespace] = holds.get(namespace, 0) + entry_bytes
-        taken: set[str] = set()
+            holds[namespace] = held(namespace) + entry_bytes
+        total_bytes += entry_bytes
+        taken: set[Name] = set()
 
-        def free(names: Collection[str], limit_bytes: int, candidates: Iterator[Evictable]) -> bool:
-            while sum(holds.get(name, 0) for name in names) > limit_bytes:
+        def gives(giver: str) -> bool:
+            return giver == namespace or giver not in reserved or holds[giver] > reserved[giver]
+
+        def free(excess: Callable[[], int], candidates: Iterator[Evictable[Name]]) -> bool:
+            nonlocal total_bytes
+            while excess() > 0:
                 candidate = next(candidates, None)
                 if candidate is None:
                     return False
-                if (
-                    candidate.digest not in taken
-                    and self._gives(candidate.namespace, namespace, holds)
-                    and take(candidate.digest)
-                ):
-                    taken.add(candidate.digest)
-                    holds[candidate.namespace] -= candidate.bytes
+                if candidate.name not in taken and gives(candidate.namespace) and take(candidate.name):
+                    taken.add(candidate.name)
+                    total_bytes -= candidate.bytes
+                    if candidate.namespace in holds:
+                        holds[candidate.namespace] -= candidate.bytes
             return True
+
+        def excess_of(name: str) -> int:
+            return holds[name] - self.most(name)
 
         fits = True
         for name in self.shares if namespace is None else (namespace,):
-            fits &= free((name,), self.most(name), by_use(only=name))
-        spare = [name for name in self.shares if not self._gives(name, namespace, holds)]
-        return free(holds.keys(), self.bytes, by_use(spare=spare)) and fits
-
-    def _gives(self, giver: str, namespace: str | None, holds: Mapping[str, int]) -> bool:
-        share = self.shares.get(giver)
-        return giver == namespace or share is None or holds.get(giver, 0) > share.reserved_bytes
+            fits &= free(partial(excess_of, name), by_use(only=name))
+        spare = [name for name in reserved if not gives(name)]
+        return free(lambda: total_bytes - self.bytes, by_use(spare=spare)) and fits
 
 
 def _is_whole(value: object) -> bool:

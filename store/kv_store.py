@@ -46,9 +46,9 @@ class KVStore:
         self._closed = True  # until all of it is open
         self.config = config
         self._pins = Pins()
-        self._ram = RamTier(config.ram_budget(), self._pins)
-        folder = StoreFolder(Path(config.directory))
-        self._nvme = NvmeTier(folder, config.nvme_budget(), self._pins, direct_reads=config.direct_reads)
+        ram_budget, nvme_budget = config.budgets()
+        self._ram = RamTier(ram_budget, self._pins)
+        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
         self._background = Background(config.queue_bytes)
         self._events = Events()
         self._lock = threading.Lock()  # of what follows; never held while waiting for the disk
@@ -164,7 +164,7 @@ class KVStore:
     def ls(self) -> list[CatalogueEntry]:
         """Every entry on NVMe, the least recently used first."""
         self._check_open()
-        return self._nvme.catalogue.entries()
+        return list(self._nvme.catalogue.entries())
 
     def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Check every file, header, layer and row; with `repair`, mend what can be mended. See `VerifyReport`.

@@ -16,7 +16,6 @@ from .pins import Pins
 from .store_folder import StoreFolder, holds_store
 
 _UNBOUNDED = 2**62  # neither side evicts while it is merged
-_PAGE = 64  # documents of a transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +106,14 @@ def _open(root: Path, opened: ExitStack) -> NvmeTier:
 def _note_documents(tier: NvmeTier, into: NvmeTier) -> tuple[int, int]:
     """How many documents of one store are known to the other now, and how many chunks went with their other versions."""
     given, table = DocumentTable(tier.catalogue.database), DocumentTable(into.catalogue.database)
-    documents = given.ls()
-    dropped = 0
-    for start in range(0, len(documents), _PAGE):
-        page = documents[start : start + _PAGE]
-        rows = [(document.id, document.version, given.digests([document.id])) for document in page]
-        before = table.digests(document.id for document in page)
+    noted = dropped = 0
+    for page in given.pages():
+        rows = [(id_, version, given.digests([id_])) for id_, version, _ in page]
+        before = table.digests(id_ for id_, _, _ in page)
         with into.exclusive(), into.changing(before):
             dropped += len(table.put(rows))
-            for document in page:
-                if document.pinned:
-                    table.set_pinned(document.id, True)
-    return len(documents), dropped
+            for id_, _, pinned in page:
+                if pinned:
+                    table.set_pinned(id_, True)
+        noted += len(page)
+    return noted, dropped

@@ -44,6 +44,8 @@ class NvmeTier:
             with self._lock:
                 self.catalogue = Catalogue(folder.catalogue, self._entries_of_files)
                 opened.callback(self.catalogue.close)
+            for namespace in self.catalogue.recent_namespaces(budget.recent.most):
+                budget.used(namespace)
             with self.exclusive():
                 self.leftovers(remove=True)
                 self.shrink()
@@ -87,6 +89,7 @@ class NvmeTier:
             logger.warning("entry %s cannot be opened and counts as a miss: %s", digest, error)
             return None
         self.catalogue.touch(digest)
+        self.budget.used(file.info.key.namespace)
         return file
 
     def load(self, digest: str) -> EncodedEntry | None:
@@ -113,6 +116,7 @@ class NvmeTier:
             if key.digest in self.catalogue:
                 self.catalogue.touch(key.digest)
                 return ()
+            self.budget.used(key.namespace)
             header = EntryHeader.of(entry).pack()
             file_bytes = len(header) + entry.nbytes
             with self._making_room(key.namespace, file_bytes) as victims, self.changing([key.digest, *victims]):
@@ -212,8 +216,9 @@ class NvmeTier:
             return free
 
         try:
-            held = self.catalogue.bytes_by_namespace()
-            if not self.budget.choose(namespace, file_bytes, held, self.catalogue.evictable, take) and namespace is not None:
+            catalogue, (_, total_bytes) = self.catalogue, self.catalogue.totals()
+            fits = self.budget.choose(namespace, file_bytes, total_bytes, catalogue.held_bytes, catalogue.evictable, take)
+            if not fits and namespace is not None:
                 raise StoreFullError(
                     f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget.bytes} (of which namespace "
                     f"{namespace!r} may hold {self.budget.most(namespace)}) beside what is pinned or reserved for others; "

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ import torch
 from .block_hash import BLOCK_TOKENS, BlockChain
 from .chunk import LayerPair
 from .errors import ConfigError
+from .eviction import Evictable, TierBudget
 from .prefix_run import PrefixRun, blocks_needed, tokens_kept
 
 ReadLayer = Callable[[int, int, int], LayerPair]
@@ -29,6 +30,7 @@ class _Part:
 
     pairs: tuple[LayerPair, ...]
     nbytes: int
+    namespace: str
     users: int = 0
 
 
@@ -62,36 +64,39 @@ class PrefixBlocks:
 
     The layers of one window, and those of full attention, are held and evicted apart: behind a prefix a full layer needs all of
     its blocks, a layer with a window those in the window. The least recently used goes first, and of a chain that was used at
-    once its tail goes before its parents. What is in use stays.
+    once its tail goes before its parents; what is in use, and within its namespace's reserve, stays.
 
     Args:
-        budget_bytes: keys and values held at most.
+        budget: keys and values held at most, in all and by namespace.
         windows: each layer's sliding window; None for full attention.
         model: fingerprint of the model.
 
     Raises:
-        ConfigError: a budget that is not a positive whole number.
+        ConfigError: a budget that is not above 0.
     """
 
-    def __init__(self, budget_bytes: int, windows: Sequence[int | None], model: str) -> None:
-        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes <= 0:
-            raise ConfigError("budget_bytes", budget_bytes, "give a whole number of bytes above 0")
-        self._budget_bytes, self._windows, self._model = budget_bytes, tuple(windows), model
+    def __init__(self, budget: TierBudget, windows: Sequence[int | None], model: str) -> None:
+        if budget.bytes <= 0:
+            raise ConfigError("budget.bytes", budget.bytes, "give a number of bytes above 0")
+        self._budget, self._windows, self._model = budget, tuple(windows), model
         self._layers = {window: [at for at, other in enumerate(windows) if other == window] for window in windows}
         self._lock = threading.Lock()
         self._parts: dict[_Name, _Part] = {}
         self._idle: OrderedDict[_Name, None] = OrderedDict()  # held and not in use; the first one goes first
+        self._held: Counter[str] = Counter()  # bytes by namespace
         self._bytes = self._lookups = self._hits = self._evictions = 0
 
     @contextmanager
-    def match(self, token_ids: Sequence[int], chains: Sequence[BlockChain]) -> Iterator[PrefixRun | None]:
+    def match(self, token_ids: Sequence[int], chains: Sequence[BlockChain], namespace: str = "") -> Iterator[PrefixRun | None]:
         """The longest run of blocks that `token_ids` begin with; None for none. Nothing of it is evicted inside the context.
 
         Args:
             token_ids: the tokens that may be matched: at most all but the prompt's last one, whose logits are wanted.
             chains: of the prompt; a block is taken from the first of them that has it.
+            namespace: whose prompt it is: that names no block (the chains' extra keys must), but counts as its use.
         """
         with self._lock:
+            self._budget.used(namespace)
             digests = self._longest(chains, len(token_ids) // BLOCK_TOKENS)
             self._lookups += 1
             self._hits += bool(digests)
@@ -110,22 +115,24 @@ class PrefixBlocks:
             with self._lock:
                 self._release(names, digests)
 
-    def insert(self, digests: Sequence[bytes], first: int, read: ReadLayer) -> int:
+    def insert(self, digests: Sequence[bytes], first: int, read: ReadLayer, namespace: str = "") -> int:
         """Hold a prompt's blocks from the `first` on, as far as there is room; those that are held already stay as they are.
 
         Args:
             digests: of the prompt's blocks, from its start.
             first: the blocks before it were found by `match`, and their KV is not at hand.
             read: gives `k_HTD`, rotated, and `v_HTD` of a layer's positions from a start to a stop; they are copied.
+            namespace: whose blocks they are, and in whose share they count.
 
         Returns:
             How many of the prompt's blocks, from its start, are held now.
         """
         names: list[_Name] = []
         with self._lock:
+            self._budget.used(namespace)
             done = 0
             for index, digest in enumerate(digests):
-                if not self._hold(index, digest, read if index >= first else None, names):
+                if not self._hold(index, digest, read if index >= first else None, namespace, names):
                     break
                 done = index + 1
             self._release(names, digests)
@@ -141,7 +148,7 @@ class PrefixBlocks:
         """What is held, and what happened."""
         with self._lock:
             parts, lookups, hits = len(self._parts), self._lookups, self._hits
-            return PrefixStats(parts, self._bytes, self._budget_bytes, lookups, hits, self._evictions)
+            return PrefixStats(parts, self._bytes, self._budget.bytes, lookups, hits, self._evictions)
 
     def _longest(self, chains: Sequence[BlockChain], most: int) -> list[bytes]:
         """Hashes of the longest run that all kinds of layers have what they need of."""
@@ -165,7 +172,7 @@ class PrefixBlocks:
         """The blocks of a run that layers of this window need."""
         return digests[len(digests) - blocks_needed(window, len(digests)) :]
 
-    def _hold(self, index: int, digest: bytes, read: ReadLayer | None, names: list[_Name]) -> bool:
+    def _hold(self, index: int, digest: bytes, read: ReadLayer | None, namespace: str, names: list[_Name]) -> bool:
         """Have a block's parts held and in use, and note their names; False where one is missing and cannot be had."""
         for window in self._layers:
             name = (digest, window)
@@ -177,27 +184,43 @@ class PrefixBlocks:
                 stop = (index + 1) * BLOCK_TOKENS
                 pairs = [read(layer, stop - tokens_kept(window), stop) for layer in self._layers[window]]
                 nbytes = sum(x_HTD.nbytes for pair in pairs for x_HTD in pair)
-                if not self._make_room(nbytes):
+                if not self._make_room(namespace, nbytes):
                     return False
-                self._parts[name] = _Part(_copies(pairs), nbytes)
+                self._parts[name] = _Part(_copies(pairs), nbytes, namespace)
+                self._held[namespace] += nbytes
                 self._bytes += nbytes
             self._take([name])
             names.append(name)
         return True
 
-    def _make_room(self, nbytes: int) -> bool:
-        if nbytes > self._budget_bytes:
+    def _make_room(self, namespace: str, nbytes: int) -> bool:
+        victims: list[_Name] = []
+
+        def take(name: _Name) -> bool:
+            victims.append(name)
+            return True
+
+        if not self._budget.choose(namespace, nbytes, self._bytes, self._held.__getitem__, self._evictable, take):
             return False
-        while self._bytes + nbytes > self._budget_bytes:
-            if not self._idle:
-                return False
-            self._drop(next(iter(self._idle)))
-            self._evictions += 1
+        for name in victims:
+            self._drop(name)
+        self._evictions += len(victims)
         return True
+
+    def _evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[_Name]]:
+        spared = frozenset(spare)
+        for name in self._idle:
+            part = self._parts[name]
+            if part.namespace == only or (only is None and part.namespace not in spared):
+                yield Evictable(name, part.namespace, part.nbytes)
 
     def _drop(self, name: _Name) -> None:
         del self._idle[name]
-        self._bytes -= self._parts.pop(name).nbytes
+        part = self._parts.pop(name)
+        self._bytes -= part.nbytes
+        self._held[part.namespace] -= part.nbytes
+        if not self._held[part.namespace]:
+            del self._held[part.namespace]
 
     def _take(self, names: Sequence[_Name]) -> None:
         """Put parts in use."""

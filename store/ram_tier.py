@@ -20,6 +20,7 @@ class RamTier:
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, EncodedEntry] = OrderedDict()
         self._held: Counter[str] = Counter()  # bytes by namespace
+        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -30,7 +31,7 @@ class RamTier:
     @property
     def bytes(self) -> int:
         """Bytes of all entries."""
-        return self._held.total()
+        return self._bytes
 
     def get(self, digest: str) -> EncodedEntry | None:
         """The entry, now the most recently used; None where it is not held."""
@@ -38,6 +39,7 @@ class RamTier:
             entry = self._entries.get(digest)
             if entry is not None:
                 self._entries.move_to_end(digest)
+                self.budget.used(entry.info.key.namespace)
             return entry
 
     def put(self, digest: str, entry: EncodedEntry) -> bool:
@@ -55,13 +57,15 @@ class RamTier:
                 return free
 
             namespace = entry.info.key.namespace
-            if not self.budget.choose(namespace, entry.nbytes, self._held, self._evictable, take):
+            self.budget.used(namespace)
+            if not self.budget.choose(namespace, entry.nbytes, self._bytes, self._held.__getitem__, self._evictable, take):
                 return False
             for victim in victims:
                 self._drop(victim)
             self.evictions += len(victims)
             self._entries[digest] = entry
             self._held[namespace] += entry.nbytes
+            self._bytes += entry.nbytes
             return True
 
     def discard(self, digest: str) -> None:
@@ -75,15 +79,17 @@ class RamTier:
         with self._lock:
             self._entries.clear()
             self._held.clear()
+            self._bytes = 0
 
     def _drop(self, digest: str) -> None:
         entry = self._entries.pop(digest)
         namespace = entry.info.key.namespace
         self._held[namespace] -= entry.nbytes
+        self._bytes -= entry.nbytes
         if not self._held[namespace]:
             del self._held[namespace]
 
-    def _evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable]:
+    def _evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[str]]:
         spared = frozenset(spare)
         for digest, entry in self._entries.items():
             namespace = entry.info.key.namespace

@@ -62,10 +62,12 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
     with nvme.exclusive():
         if (miscounted := nvme.catalogue.is_miscounted()) and repair:
             nvme.catalogue.count_anew()
-    rows = nvme.catalogue.entries()
+    total, _ = nvme.catalogue.totals()
+    entries = entry_bytes = 0
     found: dict[str, list[str]] = {"damaged": [], "missing": [], "misstated": []}
-    for done, row in enumerate(rows, start=1):
+    for row in nvme.catalogue.entries():
         digest = row.key.digest
+        entries, entry_bytes = entries + 1, entry_bytes + row.bytes
         if (trouble := _trouble(nvme, row)) and digest in nvme:
             found[trouble].append(digest)
             if repair and trouble == "misstated":
@@ -73,7 +75,7 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
             elif repair:
                 nvme.set_aside(digest, range(row.layers))
         if on_progress is not None:
-            on_progress(done, len(rows))
+            on_progress(entries, max(entries, total))
     orphans = []
     for path in nvme.folder.entry_files():
         with nvme.exclusive():
@@ -82,8 +84,8 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
                 if repair:
                     nvme.adopt(path)
     return VerifyReport(
-        entries=len(rows),
-        bytes=sum(row.bytes for row in rows),
+        entries=entries,
+        bytes=entry_bytes,
         damaged=tuple(found["damaged"]),
         missing=tuple(found["missing"]),
         misstated=tuple(found["misstated"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..serving import CheckReport
@@ -28,26 +30,17 @@ class GuardMetrics:
             [*labels, "outcome"],
             registry=registry,
         )
-        self._agreement = Histogram(
-            "cacheblend_guard_agreement",
-            "Share of full prefill's first tokens that blending gives too.",
-            [*labels, "prefill"],
-            registry=registry,
-            buckets=AGREEMENT,
+
+        def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+            by_prefill = [*labels, "prefill"]
+            return Histogram(f"cacheblend_guard_{name}", documentation, by_prefill, registry=registry, buckets=buckets)
+
+        self._agreement = histogram("agreement", "Share of full prefill's first tokens that blending gives too.", AGREEMENT)
+        self._kl = histogram(
+            "first_token_kl_nats", "KL divergence of the first token's distribution, full from blended.", KL_NATS
         )
-        self._kl = Histogram(
-            "cacheblend_guard_first_token_kl_nats",
-            "KL divergence of the first token's distribution, full from blended.",
-            [*labels, "prefill"],
-            registry=registry,
-            buckets=KL_NATS,
-        )
-        self._deviation = Histogram(
-            "cacheblend_guard_kv_deviation_left",
-            "Squared difference of the KV to full prefill's, over its squared size.",
-            [*labels, "prefill"],
-            registry=registry,
-            buckets=DEVIATION_LEFT,
+        self._deviation = histogram(
+            "kv_deviation_left", "Squared difference of the KV to full prefill's, over its squared size.", DEVIATION_LEFT
         )
         self._least_ratio = Gauge(
             "cacheblend_guard_least_recompute_ratio",

@@ -15,6 +15,16 @@ from .guard_metrics import GuardMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DEVIATION = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
+PREFIX_GAUGES = {
+    "parts": "Prefix blocks held, each counted once a kind of layer.",
+    "bytes": "Bytes of their keys and values.",
+    "budget_bytes": "Most bytes of them.",
+}
+PREFIX_COUNTERS = {
+    "lookups": "Prompts whose beginning was looked up.",
+    "hits": "Prompts of which at least one block was found.",
+    "evictions": "Parts of blocks that made room for others.",
+}
 
 
 class Metrics:
@@ -98,7 +108,7 @@ class Metrics:
 
 
 class _State(Collector):
-    """What is read off the scheduler and the stores at each scrape; stores are summed over tenants."""
+    """What is read off the scheduler, the stores and the prefix blocks at each scrape, summed over tenants."""
 
     def __init__(self, scheduler: Scheduler, engines: tuple[Engine, ...]) -> None:
         self._scheduler, self._engines = scheduler, engines
@@ -125,3 +135,8 @@ class _State(Collector):
             yield CounterMetricFamily(
                 f"cacheblend_store_{name}", f"The stores' {name}.", value=sum(getattr(one, name) for one in stats)
             )
+        prefixes = [engine.prefixes.stats() for engine in self._engines]
+        for name, what in PREFIX_GAUGES.items():
+            yield GaugeMetricFamily(f"cacheblend_prefix_{name}", what, value=sum(getattr(one, name) for one in prefixes))
+        for name, what in PREFIX_COUNTERS.items():
+            yield CounterMetricFamily(f"cacheblend_prefix_{name}", what, value=sum(getattr(one, name) for one in prefixes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,16 +16,15 @@ from ..engine import Engine
 from ..serving import Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .config import HttpConfig
 from .metrics import Metrics
+from .tenant_engines import engine_configs
 from .tenants import ApiKeys, TenantConfig
-
-TENANTS_FOLDER = "tenants"
 
 
 class Server:
     """Owns all that answers requests; a context manager.
 
     Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
-    below it, and all share the model and the embedder.
+    below it, with its part of the budgets, and all share the model and the embedder.
 
     Args:
         engine_config: model, folder, settings.
@@ -38,7 +36,7 @@ class Server:
         observer: told of every request that ends, and how, beside the metrics; see `Scheduler`.
 
     Raises:
-        ConfigError: tenants that share a name or a key.
+        ConfigError: tenants that share a name or a key, or whose budgets are more than the service's.
         InputError, UnsupportedModelError, StoreDirectoryError, RetrieverError: see `Engine`.
     """
 
@@ -61,11 +59,11 @@ class Server:
         with ExitStack() as opened:
             if not tenants:
                 self.engines[""] = engine or opened.enter_context(Engine(engine_config, embedder=embedder))
-            for tenant in tenants:
+            for name, config in engine_configs(engine_config, tenants).items():
                 first = next(iter(self.engines.values()), None)
-                self.engines[tenant.name] = opened.enter_context(
+                self.engines[name] = opened.enter_context(
                     Engine(
-                        _config_of(tenant, engine_config),
+                        config,
                         fusor=first.fusor if first else None,
                         embedder=first.retriever.embedder if first else embedder,
                     )
@@ -91,12 +89,3 @@ class Server:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _config_of(tenant: TenantConfig, config: EngineConfig) -> EngineConfig:
-    return replace(
-        config,
-        store_dir=Path(config.store_dir) / TENANTS_FOLDER / tenant.name,
-        ram_budget_bytes=tenant.ram_budget_bytes or config.ram_budget_bytes,
-        nvme_budget_bytes=tenant.nvme_budget_bytes or config.nvme_budget_bytes,
-    )

@@ -1,4 +1,4 @@
-"""Who may use the service: each tenant has its keys, its documents, and its budgets."""
+"""Who may use the service: each tenant has its keys, its documents, and its part of the budgets."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cacheblend.store.config import check_bytes, check_share
 from cacheblend.store.errors import ConfigError
 
 KEY_PREFIX = "cb-"
+BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")
+SHARES = ("unsalted_share", "salt_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
-    """One tenant. Its folder is its own, so that nothing of another is found, counted or evicted by it.
+    """One tenant. Its folder and its part of each budget are its own, so nothing of another is found, counted or evicted by it.
 
     Args:
         name: of the tenant, and of its folder below the store's.
         api_key_sha256: hex SHA-256 of the keys that it uses (`cacheblend api-key` makes one); the keys themselves are nowhere.
-        ram_budget_bytes: of its store; None for the service's.
-        nvme_budget_bytes: of its store; None for the service's.
+        ram_budget_bytes: its part of the service's RAM budget, reserved and most at once; None for an equal part of what the
+            tenants with a number leave.
+        nvme_budget_bytes: the same of the NVMe budget.
+        prefix_budget_bytes: the same of the budget of prefix blocks.
+        unsalted_share: 0..1 of each of its budgets, reserved for KV without a cache salt; None for the service's.
+        salt_share: 0..1 of each of its budgets, reserved for each of its salts used last; None for the service's.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -31,6 +38,9 @@ class TenantConfig:
     api_key_sha256: tuple[str, ...]
     ram_budget_bytes: int | None = None
     nvme_budget_bytes: int | None = None
+    prefix_budget_bytes: int | None = None
+    unsalted_share: float | None = None
+    salt_share: float | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", self.name):
@@ -42,6 +52,12 @@ class TenantConfig:
                 raise ConfigError(
                     f"tenants.{self.name}.api_key_sha256", digest, "64 hex digits; `cacheblend api-key` prints them"
                 )
+        for budget in BUDGETS:
+            if (budget_bytes := getattr(self, budget)) is not None:
+                check_bytes(f"tenants.{self.name}.{budget}", budget_bytes)
+        for share in SHARES:
+            if (value := getattr(self, share)) is not None:
+                check_share(f"tenants.{self.name}.{share}", value)
 
 
 class ApiKeys:

@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BambaConfig,
     Gemma3nTextConfig,
     GPT2Config,
     LlamaConfig,
@@ -124,7 +125,22 @@ def test_prompt_beyond_the_models_positions(fusor: Fusor) -> None:
     ("config", "reason"),
     [
         (lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "no layers, norm, rotary_emb"),
-        (lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4), "has no"),
+        (
+            lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+            "mamba models.*state-space.*LinearAttentionLayer instead of keys and values",
+        ),
+        (
+            lambda: BambaConfig(
+                **TINY,
+                num_key_value_heads=2,
+                intermediate_size=32,
+                attn_layer_indices=[1],
+                mamba_n_heads=4,
+                mamba_d_head=16,
+                mamba_d_state=4,
+            ),
+            "bamba models cannot be blended: it has state-space or linear-attention layers .*be put together from chunks$",
+        ),
         (
             lambda: Gemma3nTextConfig(
                 **{**TINY, "num_hidden_layers": 5},

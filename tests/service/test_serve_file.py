@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cacheblend.service import cli, cli_serve
+from cacheblend.service import EngineConfig, cli, cli_serve
 from cacheblend.service.http import HttpConfig, TenantConfig
 from cacheblend.service.http.tenants import ApiKeys, hash_key
 from cacheblend.service.serving import ServingConfig
@@ -45,20 +45,22 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
         f'model = "m"\nmax_running = 3\nport = 1\nhost = "::1"\ncors_origins = ["https://a.example"]\n'
-        f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\n'
+        "direct_reads = true\nprefix_budget_bytes = 99\nsalt_share = 0.1\n"
+        f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\nunsalted_share = 0.25\n'
     )
     result = CliRunner().invoke(
         cli.app,
-        ["serve", "--config", str(file), "--port", "3"],
+        ["serve", "--config", str(file), "--port", "3", "--salt-share", "0.2"],
         env={"CACHEBLEND_PORT": "2", "CACHEBLEND_HOST": "127.0.0.2"},
         catch_exceptions=False,
     )
     assert result.exit_code == 0, result.output
     engine, serving, http, tenants = served
     assert engine.model == "m"
+    assert (engine.direct_reads, engine.prefix_budget_bytes, engine.salt_share) == (True, 99, 0.2)
     assert serving == ServingConfig(max_running=3)
     assert http == HttpConfig(host="127.0.0.2", port=3, cors_origins=("https://a.example",))
-    assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,), ram_budget_bytes=7)]
+    assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,), ram_budget_bytes=7, unsalted_share=0.25)]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,10 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         ("[tenants.acme]\nram_budget_bytes = 7", ConfigError, "api-key"),
         ('[tenants.acme]\napi_key_sha256 = "x"', ConfigError, "64 hex digits"),
         (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nquota = 7', ConfigError, "quota"),
+        (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nnvme_budget_bytes = 0', ConfigError, "acme.nvme_budget_bytes=0"),
+        (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nsalt_share = 2', ConfigError, "acme.salt_share=2"),
+        ("salt_share = 0.6", ConfigError, "at most 1 with unsalted_share=0.5"),
+        ("prefix_budget_bytes = 0", ConfigError, "prefix_budget_bytes=0"),
     ],
 )
 @pytest.mark.usefixtures("served")
@@ -106,7 +112,14 @@ def test_api_key() -> None:
 
 
 def test_options_are_the_configs_own() -> None:
-    """Every setting of the three configs can be set, by its own name."""
+    """Every setting of the three configs can be set, by its own name, but for those of the engine that a library user sets."""
     options = set(inspect.signature(cli_serve.serve).parameters)
     for config in (HttpConfig, ServingConfig):
         assert {field.name for field in fields(config)} <= options
+    assert {field.name for field in fields(EngineConfig)} - options == {
+        "selector",
+        "instruction",
+        "chunk_prefix",
+        "document_context",
+        "loader",
+    }

@@ -7,10 +7,11 @@ import os
 import shutil
 import signal
 import sqlite3
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from chunks import FILE_BYTES, file_of, flip_last_byte, make_chunk, same
+from chunks import FILE_BYTES, MODEL, file_of, flip_last_byte, make_chunk, same
 from crashes import processes
 
 from cacheblend.store import KVStore, StoreConfig, StoreDirectoryError, StoreFullError
@@ -69,6 +70,49 @@ def test_entries_and_documents(shards: list[Path], tmp_path: Path) -> None:
         with open_store(shard) as store:
             assert store.stats().nvme.entries == 3
             assert store.verify().ok
+
+
+def test_many_entries_in_little_memory(tmp_path: Path) -> None:
+    """The entries of a catalogue come in order of use, as they were at the first step, and never all at once into memory."""
+    with open_store(tmp_path / "one") as store:
+        columns = "(digest, model, codec, namespace, tokens, layers, bytes, created_ns, used_ns)"
+        with store._nvme.catalogue.database.transaction() as transaction:
+            rows = ((f"{number:064x}", MODEL, "raw", "", 1, 1, 1, 0, 20_000 - number) for number in range(20_000))
+            transaction.executemany(f"INSERT INTO entries {columns} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        entries = store._nvme.catalogue.entries()
+        assert next(entries).used_ns == 1
+        store.put(*PAIRS[0])
+        tracemalloc.start()
+        expected = 2
+        for entry in entries:
+            assert entry.used_ns == expected
+            expected += 1
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert expected == 20_001
+        assert peak_bytes < 2**20
+
+
+def test_in_the_order_of_use(shards: list[Path], tmp_path: Path) -> None:
+    """What was used longest ago in a source is the first to go from the target."""
+    with open_store(shards[0]) as store:
+        store.get(KEYS[0])
+    merge(shards[:1], tmp_path / "all")
+    with KVStore(StoreConfig(directory=tmp_path / "all", nvme_budget_bytes=2 * FILE_BYTES)) as store:
+        assert [row.key for row in store.ls()] == [KEYS[2], KEYS[0]]
+
+
+def test_more_documents_than_a_page(tmp_path: Path) -> None:
+    """Every document is noted, with its pin, however many there are."""
+    ids = [f"{number:03}" for number in range(150)]
+    one = make_store(tmp_path / "one", range(1), **{id_: ("1", [0]) for id_ in ids})
+    with open_store(one) as store:
+        store.documents.pin(ids[149])
+    assert merge([one], tmp_path / "all").documents == 150
+    with open_store(tmp_path / "all") as store:
+        documents = documents_of(store)
+        assert list(documents) == ids
+        assert [id_ for id_, document in documents.items() if document.pinned] == [ids[149]]
 
 
 def test_again(shards: list[Path], tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from cacheblend.store import InputError, StoreError
 from cacheblend.store.block_hash import BLOCK_TOKENS, BlockChain, chain_root
 from cacheblend.store.errors import ConfigError
+from cacheblend.store.eviction import NamespaceShare, TierBudget
 from cacheblend.store.prefix_blocks import PrefixBlocks
 from cacheblend.store.prefix_run import PrefixRun
+from cacheblend.store.recent_namespaces import RecentNamespaces
 
 HEADS, HEAD_DIM = 2, 3
 FULL: tuple[int | None, ...] = (None, None)
@@ -63,7 +65,7 @@ def matched(blocks: PrefixBlocks, letters: str, *roots: str, extra_keys: Sequenc
 
 
 def make(windows: tuple[int | None, ...] = FULL, budget_bytes: int = MUCH) -> PrefixBlocks:
-    return PrefixBlocks(budget_bytes, windows, "model")
+    return PrefixBlocks(TierBudget(budget_bytes), windows, "model")
 
 
 @pytest.mark.parametrize(("windows", "seen"), [(FULL, (None, None)), (HYBRID, (32, None, 32, None)), (SHORT, (11, None))])
@@ -222,11 +224,55 @@ def test_clear() -> None:
     assert blocks.stats().bytes == 0
 
 
-@pytest.mark.parametrize("budget", [0, -1, True, 2.5, "1"])
-def test_bad_budget(budget: object) -> None:
-    """A budget that is no positive whole number is refused."""
-    with pytest.raises(ConfigError, match="budget_bytes"):
-        PrefixBlocks(budget, FULL, "model")  # type: ignore[arg-type]  # that is the test
+def in_namespace(blocks: PrefixBlocks, letters: str, namespace: str) -> int:
+    """Insert a prompt's blocks for a namespace, which its chain is of."""
+    kv_HTD = torch.zeros(HEADS, BLOCK_TOKENS, HEAD_DIM)
+    digests = chain(letters, extra_keys=(namespace.encode(),)).digests
+    return blocks.insert(digests, 0, lambda *_: (kv_HTD, kv_HTD), namespace)
+
+
+def found(blocks: PrefixBlocks, letters: str, namespace: str) -> int:
+    """How many blocks of a namespace's prompt are found."""
+    with blocks.match(tokens_of(letters), [chain(letters, extra_keys=(namespace.encode(),))], namespace) as run:
+        return 0 if run is None else len(run.digests)
+
+
+def shared_out() -> PrefixBlocks:
+    """Room for eight blocks: four reserved for "", two for each of the other two namespaces used last."""
+    shares = {"": NamespaceShare(reserved_bytes=4 * BLOCK_BYTES)}
+    budget = TierBudget(8 * BLOCK_BYTES, shares, 2 * BLOCK_BYTES, RecentNamespaces(2))
+    return PrefixBlocks(budget, FULL, "model")
+
+
+def test_a_flood_stays_out_of_others_reserves() -> None:
+    """One namespace's many prompts take what is lent, and nothing within the reserve of another or of ""."""
+    blocks = shared_out()
+    assert in_namespace(blocks, "abcdef", "") == 6
+    assert in_namespace(blocks, "xy", "one") == 2
+    for letter in "mnopqr":
+        in_namespace(blocks, letter * 3, "flood")
+    assert (found(blocks, "abcdef", ""), found(blocks, "xy", "one")) == (4, 2)
+    assert blocks.stats().bytes == 8 * BLOCK_BYTES
+    assert found(blocks, "rr", "flood") == 2
+
+
+def test_a_flood_of_namespaces() -> None:
+    """However many namespaces come, "" keeps its reserve, each newcomer finds room, and no more is noted than is held."""
+    blocks = shared_out()
+    in_namespace(blocks, "abcd", "")
+    for number in range(50):
+        assert in_namespace(blocks, "xy", f"salt-{number}") == 2
+    assert found(blocks, "abcd", "") == 4
+    assert [found(blocks, "xy", f"salt-{number}") for number in (47, 48, 49)] == [0, 2, 2]
+    assert len(blocks._held) == 3
+    assert len(blocks._budget.recent.names()) == 2
+
+
+@pytest.mark.parametrize("budget_bytes", [0, -1])
+def test_bad_budget(budget_bytes: int) -> None:
+    """A budget that holds nothing is refused."""
+    with pytest.raises(ConfigError, match=r"budget\.bytes"):
+        make(budget_bytes=budget_bytes)
 
 
 @dataclass
@@ -272,11 +318,11 @@ class PlainBlocks:
                         if window is None:
                             return
                         continue
+                    order = list(dict.fromkeys(self.windows))
+                    if sum(self.size(other[2]) for other in in_use) + self.size(window) > self.budget_bytes:
+                        return
                     while self.bytes + self.size(window) > self.budget_bytes:
-                        order = list(dict.fromkeys(self.windows))
                         idle = [other for other in self.held if other not in in_use]
-                        if not idle:
-                            return
                         del self.held[min(idle, key=lambda one: (self.held[one], -len(one[0]), order.index(one[2])))]
                 self.held[part] = self.now
                 in_use.add(part)

@@ -58,6 +58,86 @@ def test_a_reserve_that_is_not_used_is_lent(open_store) -> None:
     assert held(store) == [("a", 3), ("a", 4), ("b", 5)]
 
 
+SALTS = {
+    "nvme_budget_bytes": 8 * FILE_BYTES,
+    "ram_budget_bytes": 8 * RAM_BYTES,
+    "nvme_shares": {"": NamespaceShare(reserved_bytes=4 * FILE_BYTES)},
+    "ram_shares": {"": NamespaceShare(reserved_bytes=4 * RAM_BYTES)},
+    "recent_share": 0.25,
+}  # two entries for each of the two namespaces used last
+
+
+def tiers(store: KVStore, namespace: str, *seeds: int) -> list[str]:
+    """Where entries are; a miss is "none". Looks at them one by one, which makes the last one the youngest."""
+    found = []
+    for seed in seeds:
+        with store.pin([in_namespace(namespace, seed)[0]]) as (placement,):
+            found.append("none" if placement is None else placement.tier)
+    return found
+
+
+def test_a_flood_stays_out_of_others_reserves(open_store) -> None:
+    """A namespace that nobody named keeps its share against another's flood while it is among those used last."""
+    store = open_store(**SALTS)
+    put(store, "", *range(5))
+    put(store, "a", 0, 1, 2)
+    put(store, "b", *range(9))
+    assert tiers(store, "", *range(5)) == ["none", *["ram"] * 4]
+    assert tiers(store, "a", *range(3)) == ["none", "ram", "ram"]
+    assert tiers(store, "b", *range(9)) == [*["none"] * 7, "ram", "ram"]
+    assert store.stats().nvme.evictions == 9
+
+
+def test_a_flood_of_ram(open_store) -> None:
+    """RAM keeps the copies of a namespace within its reserve there, although NVMe has room for all."""
+    store = open_store(**{**SALTS, "nvme_budget_bytes": 100 * FILE_BYTES})
+    put(store, "", *range(5))
+    put(store, "a", 0, 1, 2)
+    put(store, "b", *range(9))
+    with store.pin(
+        [in_namespace(*one)[0] for one in [("", 0), ("", 1), ("", 4), ("a", 0), ("a", 1), ("b", 6), ("b", 8)]]
+    ) as found:
+        assert [placement.tier for placement in found] == ["nvme", "ram", "ram", "nvme", "ram", "nvme", "ram"]
+    assert store.stats().ram.evictions == 9
+    assert store.stats().nvme.evictions == 0
+
+
+def test_a_flood_of_namespaces(open_store) -> None:
+    """However many namespaces come, the named one's reserve stays, each newcomer finds room, and no more are noted than fit."""
+    store = open_store(**SALTS)
+    put(store, "", *range(4))
+    for number in range(30):
+        put(store, f"salt-{number}", 0, 1)
+    assert tiers(store, "", *range(4)) == ["ram"] * 4
+    for number in (27, 28, 29):
+        assert tiers(store, f"salt-{number}", 0, 1) == (["none"] * 2 if number == 27 else ["ram"] * 2)
+
+
+def test_what_was_used_last_is_known_again(open_store) -> None:
+    """A store that is opened knows which namespaces were used last before, so that their reserves hold at once."""
+    with open_store(**SALTS) as store:
+        put(store, "", *range(4))
+        put(store, "old", 0, 1)
+        put(store, "a", 0, 1)
+        put(store, "b", 0, 1)
+    with open_store(**SALTS) as store:
+        put(store, "b", *range(2, 9))
+        assert tiers(store, "", *range(4)) == ["nvme"] * 4
+        assert tiers(store, "a", 0, 1) == ["nvme"] * 2
+        assert tiers(store, "old", 0, 1) == ["none"] * 2
+
+
+def test_namespaces_that_fit_into_both_tiers(open_store) -> None:
+    """As many namespaces have a reserve as fit beside the named reserves of each tier; none where nothing is left."""
+    for reserved, most in ((4, 2), (7, 0), (0, 4)):
+        shares = {"": NamespaceShare(reserved_bytes=reserved * RAM_BYTES)}
+        ram, nvme = StoreConfig(**{"directory": "store", **SALTS, "nvme_shares": {}, "ram_shares": shares}).budgets()
+        assert ram.recent is nvme.recent
+        assert ram.recent.most == most
+    with pytest.raises(ConfigError, match=r"recent_share=1\.5"):
+        open_store(recent_share=1.5)
+
+
 def test_everything_is_reserved_for_others(open_store) -> None:
     """An entry that could only displace reserved ones is refused, and nothing goes."""
     store = open_store(nvme_budget_bytes=2 * FILE_BYTES, nvme_shares={"a": NamespaceShare(reserved_bytes=2 * FILE_BYTES)})
@@ -130,7 +210,9 @@ def test_choices_hold_every_budget(entries: list[tuple[str, int]], reserves: tup
 
     for number, (namespace, size) in enumerate(entries):
         before, victims = held_by(), []
-        fits = budget.choose(namespace, size, before, by_use, lambda digest, victims=victims: victims.append(digest) or True)
+        total = sum(before.values())
+        take = victims.append
+        fits = budget.choose(namespace, size, total, before.__getitem__, by_use, lambda name, take=take: take(name) or True)
         if not fits:
             reserved = shares[namespace].reserved_bytes if namespace in shares else 0
             assert before[namespace] + size > reserved

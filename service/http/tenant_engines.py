@@ -1,0 +1,53 @@
+"""What each tenant's engine may use: a folder of its own, and its part of the service's budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cacheblend.store.errors import ConfigError
+
+from ..config import EngineConfig
+from .tenants import BUDGETS, SHARES, TenantConfig
+
+TENANTS_FOLDER = "tenants"
+
+
+def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dict[str, EngineConfig]:
+    """The config of each tenant's engine, by name.
+
+    The service's budgets are what all tenants have together: a tenant that names a number has that, the others share the rest
+    equally. So what a tenant has is there for it, whatever the others do.
+
+    Args:
+        config: the service's.
+        tenants: each name once.
+
+    Raises:
+        ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
+    """
+    parts = {budget: _parts(budget, getattr(config, budget), tenants) for budget in BUDGETS}
+    return {
+        tenant.name: replace(
+            config,
+            store_dir=Path(config.store_dir) / TENANTS_FOLDER / tenant.name,
+            **{budget: part[tenant.name] for budget, part in parts.items()},
+            **{share: getattr(tenant, share) for share in SHARES if getattr(tenant, share) is not None},
+        )
+        for tenant in tenants
+    }
+
+
+def _parts(budget: str, total_bytes: int, tenants: Sequence[TenantConfig]) -> dict[str, int]:
+    named = {tenant.name: int(given) for tenant in tenants if (given := getattr(tenant, budget)) is not None}
+    others = [tenant.name for tenant in tenants if tenant.name not in named]
+    rest_bytes = total_bytes - sum(named.values())
+    if rest_bytes < len(others):
+        raise ConfigError(
+            f"tenants.*.{budget}",
+            sum(named.values()),
+            f"together at most {budget}={total_bytes}, which all tenants share, with room left for the {len(others)} without a "
+            f"number of their own; raise {budget} or lower the tenants'",
+        )
+    return named | dict.fromkeys(others, rest_bytes // max(1, len(others)))
