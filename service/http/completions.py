@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ..chat_layout import FixedLayout
 from ..engine import Engine
@@ -149,11 +150,26 @@ async def _respond(
         raise
     if isinstance(first, Failed):
         raise first.error
-    return StreamingResponse(
-        _stream(body, shape, served, first, events, head),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+    return EventStream(_stream(body, shape, served, first, events, head), served)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a request, which is cancelled when the response ends, however early.
+
+    Not in the generator: one that the client's going away ends before its first event runs no `finally`.
+    """
+
+    def __init__(self, events: AsyncIterator[str], served: ServedRequest) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._served.cancel()
 
 
 async def _whole(
@@ -196,26 +212,23 @@ async def _stream(
     events: asyncio.Queue[Event],
     head: dict[str, Any],
 ) -> AsyncIterator[str]:
-    """Server-sent events. The client's going away ends the generator, and that cancels the request."""
+    """The events' texts."""
     head = {**head, "object": shape.stream_kind}
     first = True
-    try:
-        while isinstance(event, Piece):
-            if event.text or first:
-                choice = {"index": 0, **shape.piece(event.text, first=first), "finish_reason": None}
-                yield _event({**head, "choices": [choice]})
-                first = False
-            event = await events.get()
-        if isinstance(event, Failed):
-            yield _event(error_body(event.error))
-            return
-        choice = {"index": 0, **shape.piece(event.rest, first=False), "finish_reason": event.finish_reason}
-        yield _event({**head, "choices": [choice], "cacheblend": _report(body, served, event)})
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield _event({**head, "choices": [], "usage": usage(event)})
-        yield "data: [DONE]\n\n"
-    finally:
-        served.cancel()
+    while isinstance(event, Piece):
+        if event.text or first:
+            choice = {"index": 0, **shape.piece(event.text, first=first), "finish_reason": None}
+            yield _event({**head, "choices": [choice]})
+            first = False
+        event = await events.get()
+    if isinstance(event, Failed):
+        yield _event(error_body(event.error))
+        return
+    choice = {"index": 0, **shape.piece(event.rest, first=False), "finish_reason": event.finish_reason}
+    yield _event({**head, "choices": [choice], "cacheblend": _report(body, served, event)})
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield _event({**head, "choices": [], "usage": usage(event)})
+    yield "data: [DONE]\n\n"
 
 
 def _report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str, Any]:

@@ -79,8 +79,11 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        if isinstance(first.get("input"), bytes):  # it was not read as JSON
+            sent = request.headers.get("content-type") or "no Content-Type"
+            return error_response(ApiError(400, f"the body came with {_short(sent)}; send JSON with application/json"))
         names = [part for part in first["loc"] if part not in ("body", "query", "path")]
         place = [str(name).encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
         if first["type"] == "json_invalid":
@@ -96,6 +99,8 @@ def install_error_handlers(app: FastAPI) -> None:
             405: f"{request.method} is not for {request.url.path}",
         }
         message = known.get(error.status_code, str(error.detail))
+        if error.status_code == 400 and error.__cause__ is not None:
+            message = f"the body cannot be read as JSON: {_why_unreadable(error.__cause__)}"
         response = error_response(ApiError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
@@ -112,6 +117,14 @@ def error_response(error: Exception) -> JSONResponse:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status, headers)
+
+
+def _why_unreadable(cause: BaseException) -> str:
+    if isinstance(cause, RecursionError):
+        return "it is nested too deep"
+    if isinstance(cause, UnicodeDecodeError):
+        return f"it is not {cause.encoding} ({cause.reason} at byte {cause.start})"
+    return str(cause).partition(";")[0]  # of a number with thousands of digits; behind it Python advises the server
 
 
 def _short(value: object) -> str:
