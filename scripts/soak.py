@@ -11,7 +11,9 @@ and NVMe budgets hold a small part of the chunks. What must hold, else the exit 
 `exit_code`: 0, at a SIGTERM after it all; `damaged`: no entry of the store that it leaves.
 `left_over`: after the load and a pause, open files, threads, pins, prefix blocks in use, running and waiting requests and
 their objects in memory are no more than before the load (after a short one, which starts the threads that are kept).
-`rss_growth_mib`: median VmRSS of the load's last third less that of its first; below `RSS_GROWTH` of the first third's.
+`resident_growth_mib`: VmRSS then less VmRSS before the load, both with nothing asked, garbage collected and malloc trimmed;
+at most `GROWTH` of the latter. `loaded_mib` is the median VmRSS of each tenth of the load, which is told and not judged: the
+allocator keeps the most that was ever in use at once, in each of its arenas.
 `differs`: of `replays` greedy answers drawn from all that were finished, how many are not what a replay of their recorded plan
 alone gives, in this process, from KV that is computed anew. A difference where the replay's two best logits are closer than
 0.001 counts under `ties`. `not_recorded`: greedy answers that clients got and the server did not record.
@@ -41,7 +43,7 @@ import httpx
 from engines import CHUNK_TOKENS, make_model
 from load_mix import LoadMix
 from recorded import RecordedAnswer, check_replay
-from server_process import ServedConfig, ServerProcess, free_port
+from server_process import ServedConfig, ServerProcess, free_port, resident_bytes
 
 from cacheblend.blend import Fusor
 from cacheblend.store import KVStore, StoreConfig
@@ -49,8 +51,9 @@ from cacheblend.store import KVStore, StoreConfig
 POSITIONS = 2048
 ENTRY_BYTES = 32 * 2**10  # of a chunk, about
 WARM_UP = 0.1  # of the load's seconds
-RSS_GROWTH = 0.03
+GROWTH = 0.02
 SETTLE_S = 30.0
+SYSTEMS = {"open_files", "threads", "resident_bytes"}  # of `held`, those that are never 0
 
 
 async def watch(server: ServerProcess, load: LoadMix, seconds: float) -> list[int]:
@@ -59,7 +62,7 @@ async def watch(server: ServerProcess, load: LoadMix, seconds: float) -> list[in
     running = asyncio.create_task(load.run(seconds))
     while not running.done():
         await asyncio.wait([running], timeout=0.5)
-        samples.append(server.resident_bytes())
+        samples.append(resident_bytes(server.pid))
     await running
     return samples
 
@@ -70,8 +73,8 @@ def settle(server: ServerProcess, before: dict[str, int] | None) -> dict[str, in
     while True:
         httpx.get(f"{server.address}/v1/store").raise_for_status()  # a call also lets idle worker threads go
         held = server.held()
-        wanted = before or {name: 0 for name in held if name not in ("open_files", "threads")}
-        if all(held[name] <= most for name, most in wanted.items()) or time.monotonic() > until:
+        wanted = before or dict.fromkeys(held.keys() - SYSTEMS, 0)
+        if all(held[name] <= wanted[name] for name in wanted.keys() - {"resident_bytes"}) or time.monotonic() > until:
             return held
         time.sleep(0.5)
 
@@ -128,7 +131,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         after = settle(server, before)
     with KVStore(StoreConfig(directory=folder / "store" / "kv")) as kept:
         damaged = len(kept.verify().damaged)
-    first, _, last = map(median, _parts(samples, 3))
+    grown = after["resident_bytes"] - before["resident_bytes"]
     return {
         "seconds": options.seconds,
         "streams": options.streams,
@@ -142,26 +145,28 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "hits": {tier: store[tier]["hits"] for tier in ("ram", "nvme")},
         "before": before,
         "after": after,
-        "left_over": {name: count - before[name] for name, count in after.items() if count > before[name]},
-        "rss_mib": round(first / 2**20, 1),
-        "rss_mib_by_tenth": [round(median(part) / 2**20, 1) for part in _parts(samples, 10)],
-        "rss_growth_mib": round((last - first) / 2**20, 2),
-        "rss_flat": last - first < RSS_GROWTH * first,
+        "left_over": {
+            name: after[name] - before[name] for name in after.keys() - {"resident_bytes"} if after[name] > before[name]
+        },
+        "resident_mib": round(before["resident_bytes"] / 2**20, 1),
+        "resident_growth_mib": round(grown / 2**20, 2),
+        "memory_flat": grown <= GROWTH * before["resident_bytes"],
+        "loaded_mib": tenths(samples),
         **replay(model, answers, load.seen.texts, options.replays, options.seed),
     }
 
 
-def _parts(samples: list[int], count: int) -> list[list[int]]:
-    """The samples in so many parts of equal length; the last ones that make no whole part are left out."""
-    size = len(samples) // count
-    return [samples[start * size : (start + 1) * size] for start in range(count)]
+def tenths(samples: list[int]) -> list[float]:
+    """The median of each tenth, in MiB."""
+    size = len(samples) // 10
+    return [round(median(samples[start * size : (start + 1) * size]) / 2**20, 1) for start in range(10) if size]
 
 
 def holds(figures: dict[str, Any]) -> bool:
     """Whether all of it is as it must be."""
-    nothing = ("faults", "exit_code", "damaged", "left_over", "differs", "not_recorded")
+    nothing = ("faults", "damaged", "left_over", "differs", "not_recorded")
     busy = figures["replays"] and all(figures["evictions"].values())
-    return bool(figures["rss_flat"] and busy and not any(figures[name] for name in nothing))
+    return bool(figures["exit_code"] == 0 and figures["memory_flat"] and busy and not any(figures[name] for name in nothing))
 
 
 def main() -> int:

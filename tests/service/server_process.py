@@ -8,6 +8,7 @@ serves as `cacheblend serve` does, with a bag of words for an embedder. For each
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -104,11 +105,6 @@ class ServerProcess:
         told: dict[str, int] = json.loads(self._process.stdout.readline())
         return {"open_files": len(list((proc / "fd").iterdir())), "threads": len(list((proc / "task").iterdir())), **told}
 
-    def resident_bytes(self) -> int:
-        """`VmRSS`."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
-
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""
         self._process.kill()
@@ -145,14 +141,26 @@ def free_port() -> int:
         return port
 
 
+def resident_bytes(pid: int) -> int:
+    """`VmRSS` of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+
+
 def held(server: Any) -> dict[str, int]:
-    """What this process's requests, pins and caches hold; all of it is 0 when nothing is asked and nothing waits."""
+    """What this process's requests, pins and caches hold, all of it 0 when nothing is asked and nothing waits; and `VmRSS`.
+
+    Garbage is collected before, and what the C library's allocator holds free goes back to the system, where it is glibc's:
+    its arenas keep the most that was ever in use at once, and that goes up in steps for long under a load of many threads.
+    """
     from cacheblend.loader.layer_loader import THREADS
 
     gc.collect()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     alive = Counter(type(one).__name__ for one in gc.get_objects() if type(one).__name__ in OF_REQUESTS)
     engine, state = server.engines[""], server.scheduler.state
-    blocks = engine._prefiller._prefixes._blocks
+    blocks = engine.prefixes._blocks
     return {
         "waiting": state.waiting,
         "prefilling": state.prefilling,
@@ -165,6 +173,7 @@ def held(server: Any) -> dict[str, int]:
         "holes": len(engine.holes._waiting) + engine.holes._busy,
         "checks": int(server.scheduler._checks.has_work),
         "objects_of_requests": alive.total(),
+        "resident_bytes": resident_bytes(os.getpid()),
     }
 
 
