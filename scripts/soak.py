@@ -11,9 +11,10 @@ and NVMe budgets hold a small part of the chunks. What must hold, else the exit 
 `exit_code`: 0, at a SIGTERM after it all; `damaged`: no entry of the store that it leaves.
 `left_over`: after the load and a pause, open files, threads, pins, prefix blocks in use, running and waiting requests and
 their objects in memory are no more than before the load (after a short one, which starts the threads that are kept).
-`resident_growth_mib`: VmRSS then less VmRSS before the load, both with nothing asked, garbage collected and malloc trimmed;
-at most `GROWTH` of the latter. `loaded_mib` is the median VmRSS of each tenth of the load, which is told and not judged: the
-allocator keeps the most that was ever in use at once, in each of its arenas.
+`resident_growth_mib`: the load comes in `ROUNDS` rounds, and after each, with nothing asked, garbage collected and malloc
+trimmed, VmRSS is taken (`resident_mib`). The median of the last half less that of the first half is at most `GROWTH` of the
+latter. `loaded_mib`, the median VmRSS of each tenth of the load, is told and not judged: the allocator keeps the most that was
+ever in use at once, in each of its arenas.
 `differs`: of `replays` greedy answers drawn from all that were finished, how many are not what a replay of their recorded plan
 alone gives, in this process, from KV that is computed anew. A difference where the replay's two best logits are closer than
 0.001 counts under `ties`. `not_recorded`: greedy answers that clients got and the server did not record.
@@ -51,6 +52,8 @@ from cacheblend.store import KVStore, StoreConfig
 POSITIONS = 2048
 ENTRY_BYTES = 32 * 2**10  # of a chunk, about
 WARM_UP = 0.1  # of the load's seconds
+ROUNDS = 6
+ROUND_S = 5.0  # at least; a short load has fewer rounds, at least two
 GROWTH = 0.02
 SETTLE_S = 30.0
 SYSTEMS = {"open_files", "threads", "resident_bytes"}  # of `held`, those that are never 0
@@ -125,13 +128,17 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             runner.run(load.run(WARM_UP * options.seconds))
             before = settle(server, None)
             print(f"warm: {before}", file=sys.stderr)
-            samples = runner.run(watch(server, load, options.seconds))
+            rounds = max(2, min(ROUNDS, int(options.seconds / ROUND_S)))
+            samples, quiet = list[int](), list[int]()
+            for _ in range(rounds):
+                samples += runner.run(watch(server, load, options.seconds / rounds))
+                after = settle(server, before)
+                quiet.append(after["resident_bytes"])
             runner.run(load.close())
         store = httpx.get(f"{server.address}/v1/store").json()
-        after = settle(server, before)
     with KVStore(StoreConfig(directory=folder / "store" / "kv")) as kept:
         damaged = len(kept.verify().damaged)
-    grown = after["resident_bytes"] - before["resident_bytes"]
+    first, last = median(quiet[: rounds // 2]), median(quiet[-(rounds // 2) :])
     return {
         "seconds": options.seconds,
         "streams": options.streams,
@@ -148,9 +155,9 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "left_over": {
             name: after[name] - before[name] for name in after.keys() - {"resident_bytes"} if after[name] > before[name]
         },
-        "resident_mib": round(before["resident_bytes"] / 2**20, 1),
-        "resident_growth_mib": round(grown / 2**20, 2),
-        "memory_flat": grown <= GROWTH * before["resident_bytes"],
+        "resident_mib": [round(one / 2**20, 1) for one in quiet],
+        "resident_growth_mib": round((last - first) / 2**20, 2),
+        "memory_flat": last - first <= GROWTH * first,
         "loaded_mib": tenths(samples),
         **replay(model, answers, load.seen.texts, options.replays, options.seed),
     }
