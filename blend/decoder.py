@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from .alone_pass import AlonePass, Run, runs
 from .attention import Rows, attend
 from .batch_decoding import DecodePass, SequenceKV
 from .layer_source import KVGeometry, LayerKV
@@ -75,33 +77,6 @@ class RowsPass:
         return attend(q, k, v, self._rows, scaling=kw["scaling"], window=self._window, softcap=kw.get("softcap"))
 
 
-class AlonePass:
-    """A chunk alone behind its prefix through one layer, by the model's own attention; keeps the keys as they are before RoPE.
-
-    The layer is run with the identity rotation, so that keys arrive here unrotated whatever the family's projections look
-    like, and queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
-    """
-
-    def __init__(self, decoder: Decoder, cos_sin: CosSin) -> None:
-        self._decoder, self._cos_sin = decoder, cos_sin
-        self.k_1HND, self.v_1HND = torch.empty(0), torch.empty(0)
-
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the position-free keys and the values."""
-        self.k_1HND, self.v_1HND = k_1HSD, v_1HSD
-        return k_1HSD, v_1HSD
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
-        """Rotate, then the attention that the model was loaded with."""
-        q, k = self._decoder.apply_rotary(q, k, *self._cos_sin)
-        eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
-        own: Any = AttentionInterface().get(self._decoder.reference_implementation, eager)
-        output: torch.Tensor = own(module, q, k, v, mask, **kw)[0]
-        return output
-
-
 class _RowPieces(nn.Module):
     """An MLP run on so many rows at a time; rows do not see each other there."""
 
@@ -138,7 +113,6 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._reference_config = model.config
         self.config = model.config.get_text_config(decoder=True)
-        self.reference_implementation = str(model.config._attn_implementation)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         causal_lm = copy.deepcopy(model, shared)
         causal_lm.set_attn_implementation(IMPLEMENTATION)
@@ -157,6 +131,8 @@ class Decoder:
         first = next(model.parameters())
         self.dtype, self.device = model.dtype, first.device
         attention: Any = self._layers[0].self_attn
+        eager = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
+        self._own_attention: Any = AttentionInterface().get(str(model.config._attn_implementation), eager)
         self.head_dim = int(attention.head_dim)
         self.kv_heads = int(self.config.num_key_value_heads)
 
@@ -217,25 +193,29 @@ class Decoder:
             pieces.append(self._run(layer, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def run_alone(self, token_ids_N: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Position-free keys and values (1, H, N, D) of every layer, from a forward of exactly these tokens."""
-        positions_N = torch.arange(len(token_ids_N), device=self.device)
-        hidden_1NM = self.embed(token_ids_N)
+    def run_alone(self, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Position-free keys and values (1, H, N, D), layer by layer, of sequences none of which sees another.
+
+        Args:
+            sequences: token ids of each; N is the tokens of all of them, which stand one behind the other. Sequences of one
+                length are fastest as neighbours.
+        """
+        together = list(runs([len(ids) for ids in sequences]))
+        positions_N = torch.cat([torch.arange(len(ids), device=self.device) for ids in sequences])
+        hidden_1NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=self.device))
         rotary = self.rotary(positions_N, hidden_1NM)
-        masks = {
-            window: (create_causal_mask if window is None else create_sliding_window_causal_mask)(
-                self._reference_config, hidden_1NM, None, None, positions_N[None]
-            )
-            for window in set(self.windows)
-        }
-        kv = []
-        for layer, window in enumerate(self.windows):
+        masks = {window: [(run, self._mask(window, run, hidden_1NM)) for run in together] for window in set(self.windows)}
+        for layer, window in enumerate(self.windows[:-1]):
             cos, sin = rotary[self.layer_types[layer]]
-            layer_pass = AlonePass(self, (cos, sin))
+            layer_pass = AlonePass(partial(self.apply_rotary, cos=cos, sin=sin), self._own_attention, masks[window])
             identity = (torch.ones_like(cos), torch.zeros_like(sin))
-            hidden_1NM = self._run(layer, hidden_1NM, positions_N, identity, layer_pass, masks[window])
-            kv.append((layer_pass.k_1HND, layer_pass.v_1HND))
-        return kv
+            hidden_1NM = self._run(layer, hidden_1NM, positions_N, identity, layer_pass)
+            yield layer_pass.k_1HND, layer_pass.v_1HND
+        yield self.project_kv(len(self._layers) - 1, hidden_1NM)  # nobody reads what comes out of the last layer
+
+    def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor) -> Any:
+        make = create_causal_mask if window is None else create_sliding_window_causal_mask
+        return make(self._reference_config, hidden_1NM[0, run.rows].unflatten(0, (run.sequences, run.tokens)), None, None)
 
     @torch.no_grad()
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
@@ -258,11 +238,10 @@ class Decoder:
         positions: torch.Tensor,
         cos_sin: CosSin,
         layer_pass: _LayerPass,
-        mask: Any = None,
     ) -> torch.Tensor:
         output: torch.Tensor | tuple[torch.Tensor] = self._layers[layer](
             hidden,
-            attention_mask=mask,
+            attention_mask=None,
             position_ids=positions[None],
             past_key_values=layer_pass,
             use_cache=True,

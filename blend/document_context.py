@@ -2,22 +2,17 @@
 
 The KV deviation at layer 1 (paper §4.1) shows what layer 0 saw of other chunks. Whom "she" means, and what is then said of her,
 shows in later layers only, when most tokens have long been left out. But a chunk's nearest context is its own document, and
-that is at hand beforehand: one more forward, over the whole document, shows every layer's deviation.
+that is at hand beforehand: the document read once more as a whole shows every layer's deviation.
 
-Shapes: H KV heads, T tokens of a chunk, D head size.
+Shapes: H KV heads, N rows of a pass, R rows that are compared, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
-
-from cacheblend.store import ChunkKV, DocumentContext, LayerPair, token_digest
-
-from .decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +43,30 @@ def windows(tokens: Sequence[int], most: int) -> Iterator[Window]:
             first += 1
 
 
-def document_contexts(
-    decoder: Decoder, chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int], alone: Mapping[int, ChunkKV]
-) -> dict[int, DocumentContext]:
-    """What the text before them does to the chunks that `alone` has the KV of, from one forward over all chunks.
+class ContextDeviation:
+    """How far tokens' KV computed alone is from their KV behind the text before them, layer after layer of one pass.
 
     Args:
-        decoder: the model.
-        chunks: token ids of chunks that follow each other in a document.
-        prefix_ids: what `alone` was computed behind.
-        alone: KV by index in `chunks`.
+        alone: rows of the tokens computed alone, R of them.
+        behind: their rows in the documents.
+        device: where the pass runs.
     """
-    behind = sorted(index for index in alone if index > 0)
-    if not behind:
-        return {}
-    whole = [*prefix_ids, *(token for chunk in chunks for token in chunk)]
-    layers = [(k[0].cpu(), v[0].cpu()) for k, v in decoder.run_alone(torch.tensor(whole, device=decoder.device))]
-    starts = list(accumulate(map(len, chunks), initial=len(prefix_ids)))
-    digests = [token_digest(chunk) for chunk in chunks]
-    contexts: dict[int, DocumentContext] = {}
-    for index in behind:
-        here = slice(starts[index], starts[index + 1])
-        pairs = [(k_HND[:, here], v_HND[:, here]) for k_HND, v_HND in layers]
-        contexts[index] = DocumentContext(tuple(digests[:index]), _deviation(alone[index].layers, pairs))
-    return contexts
 
+    def __init__(self, alone: Sequence[int], behind: Sequence[int], device: torch.device) -> None:
+        self._alone_R, self._behind_R = (torch.tensor(rows, dtype=torch.long, device=device) for rows in (alone, behind))
+        self._total_R = torch.zeros(len(alone), device=device)
+        self._layers = 0
 
-def _deviation(alone: Sequence[LayerPair], behind: Sequence[LayerPair]) -> tuple[float, ...]:
-    total_T = torch.zeros(alone[0][0].shape[1])
-    for pairs in zip(alone[1:], behind[1:], strict=True):
-        for alone_HTD, behind_HTD in zip(*pairs, strict=True):
-            behind_HTD = behind_HTD.float()
-            difference_T = (alone_HTD.float() - behind_HTD).square().sum(dim=(0, 2))
-            total_T += difference_T / behind_HTD.square().sum(dim=(0, 2)).clamp_min(torch.finfo(torch.float32).tiny)
-    mean_T = total_T / max(1, len(alone) - 1)
-    return tuple(float(f"{value:.4g}") for value in mean_T.tolist())
+    def add(self, k_1HND: torch.Tensor, v_1HND: torch.Tensor) -> None:
+        """Take one more layer's keys and values into account; layer 0 is the same in both."""
+        self._layers += 1
+        if self._layers == 1 or not len(self._total_R):
+            return
+        for x_HND in (k_1HND[0], v_1HND[0]):
+            behind_HRD = x_HND[:, self._behind_R].float()
+            difference_R = (x_HND[:, self._alone_R].float() - behind_HRD).square().sum(dim=(0, 2))
+            self._total_R += difference_R / behind_HRD.square().sum(dim=(0, 2)).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def values(self) -> list[float]:
+        """See `DocumentContext.deviation`; R numbers, of four digits, as they are stored."""
+        return [float(f"{value:.4g}") for value in (self._total_R / max(1, self._layers - 1)).tolist()]

@@ -7,7 +7,6 @@ size.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from cacheblend.store.errors import InputError, PromptTooLongError, UnsupportedM
 from .config import FusionConfig
 from .continuation import OnToken, continue_from
 from .decoder import Decoder
-from .document_context import document_contexts, windows
 from .families import VERIFIED, check_model
 from .fingerprint import fingerprint_module
 from .fused import FusedPrompt, LayerReport
 from .fusion import Fusion
 from .layer_source import LayerSource, ResidentLayers
 from .model_files import load_model, load_tokenizer
+from .precompute import passes, readings, run_pass
 from .segment import Prompt, Segment
 
 # A longer document is read in windows when its chunks are precomputed.
@@ -79,7 +78,6 @@ class Fusor:
         model, fingerprint = load_model(path_or_hub_id, device, dtype, **kwargs)
         return cls(model, load_tokenizer(path_or_hub_id, **kwargs), fingerprint=fingerprint, allow_unverified=allow_unverified)
 
-    @torch.no_grad()
     def precompute(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> ChunkKV:
         """The KV of a chunk computed alone behind a prefix, position-free, on the CPU; the prefix's KV is not in it.
 
@@ -90,24 +88,16 @@ class Fusor:
             PromptTooLongError: prefix and chunk are longer than the model's positions.
 
         """
-        if not len(token_ids):
-            raise InputError("a chunk needs at least one token")
-        whole = [int(token) for token in (*prefix_ids, *token_ids)]
-        self._check_tokens(whole)
-        kv = self.decoder.run_alone(torch.tensor(whole, device=self.decoder.device))
-        start = len(prefix_ids)
-        layers = [(k[0, :, start:].cpu().contiguous(), v[0, :, start:].cpu().contiguous()) for k, v in kv]
-        return ChunkKV(layers, token_ids, prefix_ids, self.fingerprint)
+        return next(self.precompute_documents([([token_ids], [0])], prefix_ids, context=False))
 
-    @torch.no_grad()
     def precompute_document(
         self, chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int] = (), which: Collection[int] | None = None
     ) -> Iterator[ChunkKV]:
         """`precompute` for chunks of a document, in its order, with what the document's earlier text does to each.
 
         The KV is that of the chunk alone; `ChunkKV.context` stands beside it, and tells the selection which tokens must be
-        recomputed in a prompt that has earlier chunks of the document as well. It takes a second forward over the document,
-        in windows of `CONTEXT_TOKENS`, which bounds memory.
+        recomputed in a prompt that has earlier chunks of the document as well. It takes a second reading of the document, in
+        windows of `CONTEXT_TOKENS`, which bounds memory.
 
         Args:
             chunks: token ids of the document's chunks.
@@ -118,12 +108,42 @@ class Fusor:
             InputError, PromptTooLongError: see `precompute`.
 
         """
-        most = min(CONTEXT_TOKENS, self.max_positions or CONTEXT_TOKENS) - len(prefix_ids)
-        for window in windows([len(chunk) for chunk in chunks], most):
-            wanted = [index for index in range(window.new, window.last) if which is None or index in which]
-            alone = {index - window.first: self.precompute(chunks[index], prefix_ids) for index in wanted}
-            contexts = document_contexts(self.decoder, chunks[window.first : window.last], prefix_ids, alone)
-            yield from (replace(kv, context=contexts.get(index)) for index, kv in alone.items())
+        return self.precompute_documents([(chunks, range(len(chunks)) if which is None else which)], prefix_ids)
+
+    @torch.no_grad()
+    def precompute_documents(
+        self,
+        documents: Iterable[tuple[Sequence[Sequence[int]], Collection[int]]],
+        prefix_ids: Sequence[int] = (),
+        *,
+        context: bool = True,
+    ) -> Iterator[ChunkKV]:
+        """`precompute_document` for many, with chunks of several documents in one pass through the model.
+
+        Chunks in one pass do not see each other, nor are they padded; what they share is matrix products, whose results differ
+        by float rounding with the number of rows.
+
+        Args:
+            documents: token ids of a document's chunks, and indexes of the chunks to compute; taken as they are needed.
+            prefix_ids: see `precompute`.
+            context: False leaves out the second reading, and `ChunkKV.context`.
+
+        Returns:
+            The chunks' KV, document by document, in ascending order of index.
+
+        Raises:
+            InputError, PromptTooLongError: see `precompute`.
+
+        """
+        most = min(CONTEXT_TOKENS, self.max_positions or CONTEXT_TOKENS) - len(prefix_ids) if context else None
+        every = (reading for chunks, which in documents for reading in readings(chunks, which, most))
+        for together in passes(every, len(prefix_ids)):
+            for reading in together:
+                for chunk in reading.chunks:
+                    if not len(chunk):
+                        raise InputError("a chunk needs at least one token")
+                    self._check_tokens([*prefix_ids, *chunk])
+            yield from run_pass(self.decoder, together, prefix_ids, self.fingerprint)
 
     def fuse(
         self, segments: Iterable[Segment], config: FusionConfig | None = None, source: LayerSource | None = None

@@ -19,7 +19,7 @@ from .lengths import check_chunks
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 StreamProgress = Callable[[int, int], None]
-FLUSH_EVERY = 64  # chunks; the writer keeps up meanwhile
+FLUSH_EVERY = 256  # chunks; each flush waits for the writer
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 
@@ -97,18 +97,20 @@ class Ingester:
                 keys[document.id, document.version] = list(own)
             dropped = self._store.documents.put((*document, own) for document, own in keys.items())
         missing = {key for key in chunks if key not in self._store}
-        to_compute, computed, tokens = len(missing), 0, 0
+        wanted: list[tuple[list[ChunkKey], list[int]]] = []
         for document_keys in keys.values():
-            # What another document has brought meanwhile is not missing.
             which = [index for index, key in enumerate(document_keys) if key in missing]
-            for index, kv in zip(which, self._compute([chunks[key] for key in document_keys], which), strict=True):
-                self._store.put(document_keys[index], kv, flush=False)
-                computed, tokens = computed + 1, tokens + len(kv.token_ids)
-                if computed % FLUSH_EVERY == 0:
-                    self._store.flush()  # a full disk ends the run here, not hours later
-                report("precompute", computed, to_compute)
-                computed_one(len(kv.token_ids))
-            missing -= {document_keys[index] for index in which}
+            missing -= {document_keys[index] for index in which}  # the next document that has them need not bring them
+            wanted.append((document_keys, which))
+        to_compute = [document_keys[index] for document_keys, which in wanted for index in which]
+        computed = tokens = 0
+        for key, kv in zip(to_compute, self._compute(wanted, chunks), strict=True):
+            self._store.put(key, kv, flush=False)
+            computed, tokens = computed + 1, tokens + len(kv.token_ids)
+            if computed % FLUSH_EVERY == 0:
+                self._store.flush()  # a full disk ends the run here, not hours later
+            report("precompute", computed, len(to_compute))
+            computed_one(len(kv.token_ids))
         self._store.flush()
         return IngestReport(
             documents=len(given),
@@ -124,10 +126,11 @@ class Ingester:
             seconds=time.perf_counter() - started,
         )
 
-    def _compute(self, chunks: Sequence[Sequence[int]], which: Sequence[int]) -> Iterator[ChunkKV]:
-        if self._document_context:
-            return self._fusor.precompute_document(chunks, self._prefix_ids, which)
-        return (self._fusor.precompute(chunks[index], self._prefix_ids) for index in which)
+    def _compute(
+        self, wanted: Iterable[tuple[list[ChunkKey], list[int]]], chunks: Mapping[ChunkKey, Sequence[int]]
+    ) -> Iterator[ChunkKV]:
+        documents = (([chunks[key] for key in document_keys], which) for document_keys, which in wanted)
+        return self._fusor.precompute_documents(documents, self._prefix_ids, context=self._document_context)
 
     def _warn_of_evictions(self, report: IngestReport) -> None:
         if report.evicted:

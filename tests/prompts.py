@@ -7,6 +7,7 @@ from tiny_models import VOCAB
 from transformers import DynamicCache
 
 from cacheblend.blend import Fusor, Segment
+from cacheblend.store import ChunkKV
 
 BOS = (1,)
 
@@ -40,3 +41,11 @@ def largest_difference(one: DynamicCache, other: DynamicCache) -> float:
     pairs = [(a, b) for x, y in zip(one.layers, other.layers, strict=True) for a, b in ((x.keys, y.keys), (x.values, y.values))]
     assert all(a.shape == b.shape for a, b in pairs)
     return max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+
+
+def assert_same_kv(one: ChunkKV, other: ChunkKV, tolerance: float = 1e-5) -> None:
+    """Same tokens behind the same prefix, and keys and values equal but for the rounding of larger products."""
+    assert (one.token_ids, one.prefix_ids, one.model) == (other.token_ids, other.prefix_ids, other.model)
+    for pair, twin in zip(one.layers, other.layers, strict=True):
+        for x_HTD, y_HTD in zip(pair, twin, strict=True):
+            torch.testing.assert_close(x_HTD, y_HTD, rtol=0, atol=tolerance * float(y_HTD.abs().max()))

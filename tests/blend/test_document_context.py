@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prompts import BOS, draw_ids
+from prompts import BOS, assert_same_kv, draw_ids
 from tiny_models import tiny_model
 
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment, SelectionStep, TopDeviation, fusor
@@ -50,8 +50,7 @@ def test_the_deviation_is_that_of_two_forwards(name: str) -> None:
         assert context is not None
         assert context.before == tuple(token_digest(ids) for ids in CHUNKS[:index])
         torch.testing.assert_close(torch.tensor(context.deviation), expected / (len(alone.layers) - 1), rtol=2e-3, atol=1e-6)
-        pairs = zip(alone.layers, kvs[index].layers, strict=True)
-        assert all(torch.equal(k, own_k) and torch.equal(v, own_v) for (k, v), (own_k, own_v) in pairs)
+        assert_same_kv(kvs[index], alone)
 
 
 def test_long_documents_are_read_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 import logging
 import threading
+from collections.abc import Sequence
 
 import pytest
 from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, damage, entry_file, furthest, key_of, kinds, wait_until
@@ -96,14 +97,14 @@ def test_damage_that_stays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A precompute that fails, for whatever reason, is logged, and later holes are filled all the same."""
     first, second, *_ = ask(engine).chunks
-    precompute = engine.fusor.precompute
+    precompute_document = engine.fusor.precompute_document
 
-    def failing(token_ids: tuple[int, ...], prefix_ids: tuple[int, ...] = ()) -> object:
-        if token_ids == first.chunk.token_ids:
+    def failing(chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int], which: Sequence[int]) -> object:
+        if chunks[which[0]] == first.chunk.token_ids:
             raise RuntimeError("out of memory")
-        return precompute(token_ids, prefix_ids)
+        return precompute_document(chunks, prefix_ids, which)
 
-    monkeypatch.setattr(engine.fusor, "precompute", failing)
+    monkeypatch.setattr(engine.fusor, "precompute_document", failing)
     for scored in (first, second):
         engine.store.delete(key_of(engine.fusor, scored))
     assert ask(engine).plan.misses == 2

@@ -1,0 +1,82 @@
+"""Sequences that do not see each other, side by side in one pass through the decoder, without padding.
+
+All but attention works token by token, so there it does not matter whose tokens they are; attention is called once for every
+run of sequences of one length.
+
+Shapes: B sequences of a run, T tokens of each, N tokens of all, H KV heads, Q query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Sequences of one length that stand one behind the other, from row `start` on."""
+
+    start: int
+    sequences: int
+    tokens: int
+
+    @property
+    def rows(self) -> slice:
+        """Where its tokens stand."""
+        return slice(self.start, self.start + self.sequences * self.tokens)
+
+    def part(self, x_1HND: torch.Tensor) -> torch.Tensor:
+        """Its own queries, keys or values, (B, H, T, D); a view."""
+        kv_heads, _, head_dim = x_1HND.shape[1:]
+        return x_1HND[0, :, self.rows].view(kv_heads, self.sequences, self.tokens, head_dim).transpose(0, 1)
+
+
+def runs(lengths: Sequence[int]) -> Iterator[Run]:
+    """The runs of sequences of these lengths; few where equal lengths are neighbours."""
+    start = 0
+    for tokens, group in groupby(lengths):
+        run = Run(start, len(list(group)), tokens)
+        start = run.rows.stop
+        yield run
+
+
+class AlonePass:
+    """Sequences alone through one layer, by the model's own attention; keeps the keys as they are before RoPE.
+
+    The layer is run with the identity rotation, so that keys arrive here unrotated whatever the family's projections look
+    like, and queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
+
+    Args:
+        rotate: turns queries and keys to their positions.
+        attention: that of the implementation which the model was loaded with.
+        masks: the runs, and what each one's attention is masked with.
+    """
+
+    def __init__(
+        self,
+        rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        attention: Callable[..., tuple[torch.Tensor, Any]],
+        masks: Sequence[tuple[Run, Any]],
+    ) -> None:
+        self._rotate, self._attention, self._masks = rotate, attention, masks
+        self.k_1HND, self.v_1HND = torch.empty(0), torch.empty(0)
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the position-free keys and the values."""
+        self.k_1HND, self.v_1HND = k_1HSD, v_1HSD
+        return k_1HSD, v_1HSD
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Rotate, then every run's attention; (1, N, Q, D)."""
+        q, k = self._rotate(q, k)
+        outputs = [
+            self._attention(module, *map(run.part, (q, k, v)), run_mask, **kw)[0].flatten(0, 1) for run, run_mask in self._masks
+        ]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]

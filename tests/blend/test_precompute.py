@@ -1,0 +1,117 @@
+"""Chunks of several documents in one pass: each is computed as if it were alone, and the work is what was announced."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prompts import BOS, assert_same_kv, draw_ids
+from tiny_models import CONFIGS, tiny_model
+
+from cacheblend.blend import Fusor, precompute
+from cacheblend.blend.alone_pass import runs
+from cacheblend.store import ChunkKV
+from cacheblend.store.errors import InputError, PromptTooLongError
+
+# Equal lengths that are no neighbours, one of a single token, some longer than the windows of the tiny models.
+DOCUMENTS = [
+    [draw_ids(count, seed=10 * number + place) for place, count in enumerate(counts)]
+    for number, counts in enumerate([(9, 14, 1, 20), (14,), (30, 9), (9,)])
+]
+ALL = [(chunks, range(len(chunks))) for chunks in DOCUMENTS]
+FLAT = [chunk for chunks in DOCUMENTS for chunk in chunks]
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("context", [False, True])
+def test_in_one_pass_as_alone(name: str, context: bool) -> None:
+    """Chunks of any lengths side by side have the KV that each has alone, in every family."""
+    fusor = Fusor(tiny_model(name))
+    kvs = list(fusor.precompute_documents(ALL, BOS, context=context))
+    assert [kv.token_ids for kv in kvs] == [tuple(chunk) for chunk in FLAT]
+    for kv, chunk in zip(kvs, FLAT, strict=True):
+        assert_same_kv(kv, fusor.precompute(chunk, BOS))
+
+
+def test_a_fault_shows() -> None:
+    """The comparison tells a chunk that saw its neighbour in the pass, and one that stood a place further."""
+    fusor = Fusor(tiny_model("llama"))
+    first, second = DOCUMENTS[0][0], DOCUMENTS[0][1]
+    seen = fusor.precompute(second, (*BOS, *first))
+    shifted = fusor.precompute(second, (*BOS, *BOS))
+    alone = fusor.precompute(second, BOS)
+    for wrong in (seen, shifted):
+        with pytest.raises(AssertionError):
+            assert_same_kv(ChunkKV(wrong.layers, wrong.token_ids, BOS, wrong.model), alone)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 100])
+def test_contexts_do_not_depend_on_who_is_in_the_pass(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """However documents are put together, a chunk's context is that of its own document."""
+    fusor = Fusor(tiny_model("qwen3"))
+    apart = [kv for chunks in DOCUMENTS for kv in fusor.precompute_document(chunks, BOS)]
+    monkeypatch.setattr(precompute, "PASS_TOKENS", tokens)
+    for kv, own in zip(fusor.precompute_documents(ALL, BOS), apart, strict=True):
+        assert_same_kv(kv, own)
+        if own.context is None:
+            assert kv.context is None
+        else:
+            assert kv.context is not None
+            assert kv.context.before == own.context.before
+            torch.testing.assert_close(kv.context.deviation, own.context.deviation, rtol=2e-3, atol=1e-6)
+
+
+def test_some_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are wanted come, in order, with their contexts; nothing is run for a document of which none is."""
+    fusor = Fusor(tiny_model("llama"))
+    ran: list[int] = []
+    run_alone = fusor.decoder.run_alone
+
+    def counting(sequences: list[list[int]]) -> object:
+        ran.extend(map(len, sequences))
+        return run_alone(sequences)
+
+    monkeypatch.setattr(fusor.decoder, "run_alone", counting)
+    kvs = list(fusor.precompute_documents([(DOCUMENTS[0], [3, 1]), (DOCUMENTS[1], []), (DOCUMENTS[2], [0])], BOS))
+    assert [kv.token_ids for kv in kvs] == [tuple(DOCUMENTS[0][1]), tuple(DOCUMENTS[0][3]), tuple(DOCUMENTS[2][0])]
+    assert [kv.context is not None for kv in kvs] == [True, True, False]
+    assert sorted(ran) == [15, 21, 31, 45]  # both chunks and their document; the first chunk of another alone
+    assert not list(fusor.precompute_documents([], BOS))
+
+
+def test_a_first_chunk_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document's first chunk is taken from the reading of the whole, where nothing but the prefix stands before it."""
+    fusor = Fusor(tiny_model("llama"))
+    ran: list[int] = []
+    run_alone = fusor.decoder.run_alone
+
+    def counting(sequences: list[list[int]]) -> object:
+        ran.extend(map(len, sequences))
+        return run_alone(sequences)
+
+    monkeypatch.setattr(fusor.decoder, "run_alone", counting)
+    first, second = fusor.precompute_document(DOCUMENTS[2], BOS)
+    assert sorted(ran) == [10, 40]
+    monkeypatch.undo()
+    assert_same_kv(first, fusor.precompute(DOCUMENTS[2][0], BOS))
+    assert_same_kv(second, fusor.precompute(DOCUMENTS[2][1], BOS))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=20))
+def test_runs(lengths: list[int]) -> None:
+    """Runs cover all rows in order, and neighbours differ in length."""
+    found = list(runs(lengths))
+    assert [run.start for run in found] == [sum(run.sequences * run.tokens for run in found[:at]) for at in range(len(found))]
+    assert [run.tokens for run in found for _ in range(run.sequences)] == lengths
+    assert all(one.tokens != other.tokens for one, other in pairwise(found))
+
+
+def test_bad_chunks() -> None:
+    """An empty chunk, one longer than the model, and an id that it lacks are refused before anything runs."""
+    fusor = Fusor(tiny_model("llama"))
+    for bad, error in ([], InputError), ([5] * 513, PromptTooLongError), ([10**6], InputError):
+        with pytest.raises(error):
+            list(fusor.precompute_documents([(DOCUMENTS[0], range(4)), ([bad], [0])], BOS))
