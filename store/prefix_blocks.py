@@ -131,8 +131,10 @@ class PrefixBlocks:
         with self._lock:
             self._budget.used(namespace)
             done = 0
+            # One walk for all blocks: who gives nothing to the first of them gives nothing to the others.
+            oldest = self._oldest()
             for index, digest in enumerate(digests):
-                if not self._hold(index, digest, read if index >= first else None, namespace, names):
+                if not self._hold(index, digest, read if index >= first else None, namespace, oldest, names):
                     break
                 done = index + 1
             self._release(names, digests)
@@ -172,7 +174,15 @@ class PrefixBlocks:
         """The blocks of a run that layers of this window need."""
         return digests[len(digests) - blocks_needed(window, len(digests)) :]
 
-    def _hold(self, index: int, digest: bytes, read: ReadLayer | None, namespace: str, names: list[_Name]) -> bool:
+    def _hold(
+        self,
+        index: int,
+        digest: bytes,
+        read: ReadLayer | None,
+        namespace: str,
+        oldest: Iterator[_Name],
+        names: list[_Name],
+    ) -> bool:
         """Have a block's parts held and in use, and note their names; False where one is missing and cannot be had."""
         for window in self._layers:
             name = (digest, window)
@@ -184,7 +194,7 @@ class PrefixBlocks:
                 stop = (index + 1) * BLOCK_TOKENS
                 pairs = [read(layer, stop - tokens_kept(window), stop) for layer in self._layers[window]]
                 nbytes = sum(x_HTD.nbytes for pair in pairs for x_HTD in pair)
-                if not self._make_room(namespace, nbytes):
+                if not self._make_room(namespace, nbytes, oldest):
                     return False
                 self._parts[name] = _Part(_copies(pairs), nbytes, namespace)
                 self._held[namespace] += nbytes
@@ -193,26 +203,32 @@ class PrefixBlocks:
             names.append(name)
         return True
 
-    def _make_room(self, namespace: str, nbytes: int) -> bool:
+    def _make_room(self, namespace: str, nbytes: int, oldest: Iterator[_Name]) -> bool:
+        """Drop what must go for a part; `oldest` gives what is idle, and goes on behind what it gave before."""
         victims: list[_Name] = []
+
+        def by_use(*, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[_Name]]:
+            spared = frozenset(spare)
+            for name in oldest if only is None else list(self._idle):
+                if name in self._idle:
+                    part = self._parts[name]
+                    if part.namespace == only or (only is None and part.namespace not in spared):
+                        yield Evictable(name, part.namespace, part.nbytes)
 
         def take(name: _Name) -> bool:
             victims.append(name)
             return True
 
-        if not self._budget.choose(namespace, nbytes, self._bytes, self._held.__getitem__, self._evictable, take):
+        if not self._budget.choose(namespace, nbytes, self._bytes, self._held.__getitem__, by_use, take):
             return False
         for name in victims:
             self._drop(name)
         self._evictions += len(victims)
         return True
 
-    def _evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[_Name]]:
-        spared = frozenset(spare)
-        for name in self._idle:
-            part = self._parts[name]
-            if part.namespace == only or (only is None and part.namespace not in spared):
-                yield Evictable(name, part.namespace, part.nbytes)
+    def _oldest(self) -> Iterator[_Name]:
+        """What is idle when it is first asked for, the least recently used first."""
+        yield from list(self._idle)
 
     def _drop(self, name: _Name) -> None:
         del self._idle[name]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cacheblend.store.errors import ConfigError
 
@@ -28,15 +29,13 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
         ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
     """
     parts = {budget: _parts(budget, getattr(config, budget), tenants) for budget in BUDGETS}
-    return {
-        tenant.name: replace(
-            config,
-            store_dir=Path(config.store_dir) / TENANTS_FOLDER / tenant.name,
-            **{budget: part[tenant.name] for budget, part in parts.items()},
-            **{share: getattr(tenant, share) for share in SHARES if getattr(tenant, share) is not None},
-        )
-        for tenant in tenants
-    }
+    return {tenant.name: _config_of(tenant, config, parts) for tenant in tenants}
+
+
+def _config_of(tenant: TenantConfig, config: EngineConfig, parts: Mapping[str, Mapping[str, int]]) -> EngineConfig:
+    own: dict[str, Any] = {budget: part[tenant.name] for budget, part in parts.items()}
+    own |= {share: value for share in SHARES if (value := getattr(tenant, share)) is not None}
+    return replace(config, store_dir=Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own)
 
 
 def _parts(budget: str, total_bytes: int, tenants: Sequence[TenantConfig]) -> dict[str, int]:

@@ -1,0 +1,215 @@
+"""A flood of one tenant or salt takes nothing from another: hits, evictions, answers, counters and lists are counted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import CHUNK_TOKENS, DOCUMENTS
+from fakes import FakeEmbedder
+
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.http import HttpConfig, Server, TenantConfig
+from cacheblend.service.http.tenant_engines import engine_configs
+from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.namespace import namespace_of
+from cacheblend.service.serving import ServingConfig
+from cacheblend.store.errors import ConfigError
+
+ENTRY_BYTES = 4096 + 4 * 2 * 2 * 16 * 4 * CHUNK_TOKENS  # header; 4 layers, keys and values, 2 heads of 16 float32 a token
+BLOCK_BYTES = 4 * 2 * 2 * 16 * 4 * 16
+KEYS = {name: new_key() for name in ("one", "two")}
+SALTS = ("salt-of-alice", "salt-of-bob")
+
+
+def budgets(entries: int) -> dict[str, int]:
+    """Room for entries, half of them in RAM too, and twice as many prefix blocks."""
+    return {
+        "ram_budget_bytes": entries * ENTRY_BYTES // 2,
+        "nvme_budget_bytes": entries * ENTRY_BYTES,
+        "prefix_budget_bytes": 2 * entries * BLOCK_BYTES,
+    }
+
+
+class Tenant:
+    """A tenant's client, and its engine for what the API does not tell."""
+
+    def __init__(self, address: str, key: str, engine: Engine, stack: ExitStack) -> None:
+        self.engine = engine
+        self.http = stack.enter_context(httpx.Client(base_url=address, timeout=60, headers={"Authorization": f"Bearer {key}"}))
+
+    def ask(self, text: str, cache_salt: str = "", **options: Any) -> dict[str, Any]:
+        """A chat over a text that the request brings; its missing chunks are stored when this returns."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "What?"}], "max_tokens": 2, "cache_salt": cache_salt}
+        response = self.http.post("/v1/chat/completions", json={**body, "documents": [{"text": text}], **options})
+        assert response.status_code == 200, response.text
+        self.engine.drain()
+        return response.json()
+
+    def chat(self, text: str, cache_salt: str = "") -> int:
+        """A chat without chunks; how many of its tokens were found in prefix blocks."""
+        answer = self.ask(
+            text,
+            cache_salt,
+            documents=None,
+            top_k=0,
+            method="prefix_cache",
+            messages=[{"role": "system", "content": text}, {"role": "user", "content": "What?"}],
+        )
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def store(self) -> dict[str, Any]:
+        return dict(self.http.get("/v1/store").json())
+
+    def entries(self, cache_salt: str = "") -> set[str]:
+        """Keys of what is stored for a salt."""
+        return {str(entry.key) for entry in self.engine.store.ls() if entry.key.namespace == namespace_of(cache_salt)}
+
+
+@pytest.fixture
+def tenants(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, Tenant]]:
+    """Two tenants on one server, with room for 40 entries each, half of it for what has no salt, a fifth for a salt."""
+    config = EngineConfig(
+        model=str(model_dir),
+        store_dir=tmp_path,
+        chunk_tokens=CHUNK_TOKENS,
+        recompute_ratio=0.15,
+        document_context=False,
+        salt_share=0.2,
+        **budgets(80),
+    )
+    known = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
+    with (
+        Server(config, ServingConfig(guard_share=0.0), HttpConfig(model_name=MODEL), known, embedder=FakeEmbedder()) as server,
+        listening(server) as address,
+        ExitStack() as stack,
+    ):
+        yield {name: Tenant(address, key, server.engines[name], stack) for name, key in KEYS.items()}
+
+
+def text_of(number: int) -> str:
+    """A text of a few chunks that no other number's has."""
+    return " ".join(f"w{number}x{place}" for place in range(9))
+
+
+def flood(tenant: Tenant, cache_salt: str) -> None:
+    """Bring more texts and prompts than the tenant's whole budget holds."""
+    for number in range(100, 145):
+        tenant.ask(text_of(number), cache_salt)
+    for number in range(100, 115):
+        tenant.chat(text_of(number) * 4, cache_salt)
+    stats = tenant.store()
+    assert stats["nvme"]["evictions"] > 0
+    assert stats["ram"]["evictions"] > 0
+    assert stats["prefix"]["evictions"] > 0
+
+
+def test_a_tenant_floods(tenants: dict[str, Tenant]) -> None:
+    """The other tenant loses no entry and no block, hits what it hit before, and is shown nothing of the flood."""
+    one, two = tenants["one"], tenants["two"]
+    assert two.http.post("/v1/documents", json={"documents": DOCUMENTS[:1]}).status_code == 201
+    two.ask(text_of(1), SALTS[0])
+    two.chat(text_of(1) * 4)
+    held, hits = two.entries(), two.store()["ram"]["hits"]
+    flood(one, SALTS[0])
+    flood(one, "")
+    after = two.store()
+    assert two.entries() == held
+    assert [after[part]["evictions"] for part in ("ram", "nvme", "prefix")] == [0, 0, 0]
+    assert after["nvme"]["budget_bytes"] == 40 * ENTRY_BYTES
+    assert after["ram"]["hits"] == hits
+    assert two.ask(text_of(1), SALTS[0])["cacheblend"]["misses"] == 0
+    assert two.chat(text_of(1) * 4) > 0
+    assert [document["id"] for document in two.http.get("/v1/documents").json()["data"]] == [DOCUMENTS[0]["id"]]
+    assert one.http.get("/v1/documents").json()["data"] == []
+    assert one.http.get(f"/v1/documents/{DOCUMENTS[0]['id']}").status_code == 404
+
+
+def test_a_salt_floods(tenants: dict[str, Tenant]) -> None:
+    """Within a tenant a salt's flood evicts nothing that another salt, or what has no salt, holds within its reserve."""
+    tenant = tenants["one"]
+    alice, bob = SALTS
+    assert tenant.http.post("/v1/documents", json={"documents": DOCUMENTS[:1]}).status_code == 201
+    tenant.ask(text_of(1), alice)
+    whole = [tenant.chat(text_of(1) * 2, alice) for _ in range(2)][1]
+    held = {salt: tenant.entries(salt) for salt in ("", alice)}
+    assert 1 < len(held[alice]) <= 4  # a fifth of what RAM has room for
+    assert 1 < len(held[""]) <= 10
+    flood(tenant, bob)
+    assert {salt: tenant.entries(salt) for salt in ("", alice)} == held
+    again = tenant.ask(text_of(1), alice)
+    assert (again["cacheblend"]["hits"], again["cacheblend"]["misses"]) == (len(held[alice]), 0)
+    assert tenant.chat(text_of(1) * 2, alice) == whole > 0
+
+
+def test_salts_share_nothing(tenants: dict[str, Tenant]) -> None:
+    """No token of an answer is cached for a salt that has not asked before, and no counter, list or file has a salt's name."""
+    tenant = tenants["one"]
+    own_system = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What?"}]  # not the service's head
+    for salt in ("", *SALTS):
+        first, second = (tenant.ask(text_of(1), salt, messages=own_system) for _ in range(2))
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert tenant.chat(text_of(2) * 4, salt) == 0
+        assert tenant.chat(text_of(2) * 4, salt) > 0
+    metrics = tenant.http.get("/metrics").text
+    for salt in SALTS:
+        assert not any(name in text for name in (salt, namespace_of(salt)) for text in (metrics, str(tenant.store())))
+        folder = Path(tenant.engine.config.store_dir)
+        assert not [file for file in folder.rglob("*") if file.is_file() and salt.encode() in file.read_bytes()]
+    (hits,) = re.findall(r"^cacheblend_prefix_hits_total (\S+)$", metrics, re.MULTILINE)
+    assert float(hits) == tenant.store()["prefix"]["hits"] > 0
+
+
+def test_a_flood_of_salts(tenants: dict[str, Tenant]) -> None:
+    """However many salts a tenant's clients make up, what has no salt keeps its reserve, and the budget holds."""
+    tenant = tenants["one"]
+    assert tenant.http.post("/v1/documents", json={"documents": DOCUMENTS[:1]}).status_code == 201
+    held = tenant.entries()
+    for number in range(60):
+        tenant.ask(text_of(1), f"salt-{number}")
+    stats = tenant.store()
+    assert tenant.entries() == held
+    assert stats["nvme"]["bytes"] <= 40 * ENTRY_BYTES
+    assert len({entry.key.namespace for entry in tenant.engine.store.ls()}) <= 40
+    assert stats["failed_writes"] == 0
+    assert tenant.ask(text_of(1), "salt-59")["cacheblend"]["misses"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((None, None, None), (300, 300, 300)),
+        ((500, None, None), (500, 200, 200)),
+        ((100, 200, 600), (100, 200, 600)),
+        ((1, 1, 1), (1, 1, 1)),
+    ],
+)
+def test_tenants_divide_the_budgets(given: tuple[int | None, ...], expected: tuple[int, ...]) -> None:
+    """A tenant has the bytes that it names, and the others equal parts of the rest."""
+    config = EngineConfig(model="m", store_dir="s", ram_budget_bytes=900)
+    known = [
+        TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget)
+        for number, budget in enumerate(given)
+    ]
+    configs = engine_configs(config, known)
+    assert tuple(one.ram_budget_bytes for one in configs.values()) == expected
+    assert {one.nvme_budget_bytes for one in configs.values()} == {config.nvme_budget_bytes // 3}
+
+
+@pytest.mark.parametrize("given", [(600, 301), (900, None), (901,)])
+def test_tenants_who_want_more_than_there_is(given: tuple[int | None, ...]) -> None:
+    """Budgets that are more than the service's together, or leave nothing for a tenant without one, are refused."""
+    config = EngineConfig(model="m", store_dir="s", ram_budget_bytes=900)
+    known = [
+        TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget)
+        for number, budget in enumerate(given)
+    ]
+    with pytest.raises(ConfigError, match="together at most ram_budget_bytes=900"):
+        engine_configs(config, known)
