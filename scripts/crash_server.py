@@ -5,9 +5,9 @@
 Each round, clients upload, replace and delete documents and ask questions over HTTP, until SIGKILL ends the server at a random
 moment. Started again on the same folder, it must know every document whose upload or replacement was answered with 2xx: its
 text is whole, the KV of all its chunks is stored, and the next question about it finds it by retrieval and is served from the
-store (`usage.prompt_tokens_details.cached_tokens` above 0, no chunk computed). What was deleted is gone. A change that was
-under way at the kill may be made or not, and nothing between. After the last round the store is verified. A fault ends the
-run with an error and keeps the folder.
+store (`usage.prompt_tokens_details.cached_tokens` above 0, no chunk computed). What was deleted is gone. Of a change that was
+under way at the kill the text is the one before or the one after, and nothing between; KV that was not yet stored is computed
+when it is asked for. After the last round the store is verified. A fault ends the run with an error and keeps the folder.
 
 `acknowledged`: changes that were answered before a kill. `asked`: documents that were asked about after one. `under_way`:
 changes that a kill cut off, of which `made` were found made. The last stdout line is one JSON object.

@@ -25,10 +25,13 @@ from .server import Server
 
 DEFAULT_TOP_K = 6
 LOOK_FOR_CLIENT_S = 0.5  # how often a request that does not stream is checked for its client
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
+}
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=ANSWERS)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
     server: Server = request.app.state.server
@@ -40,7 +43,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     return await _respond(body, request, ChatShape(body.model), layout, messages[-1].content, top_k, max_tokens)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, behind the documents given or, with `top_k`, the chunks nearest it."""
     server: Server = request.app.state.server

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..serving import Done
+from ..serving.text_stream import TextStream
 
 
 def usage(done: Done) -> dict[str, Any]:
@@ -62,15 +64,25 @@ def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
                 "distance": None if scored.distance != scored.distance else scored.distance,
                 "source": source,
                 "tokens": [
-                    {"text": tokenizer.decode([token]), "deviation": round(deviation, 6), "recomputed": round(share, 4)}
-                    for token, deviation, share in zip(
-                        chunk.token_ids, done.deviation_N[start:stop].tolist(), share_N[start:stop].tolist(), strict=True
+                    {"text": text, "deviation": round(deviation, 6), "recomputed": round(share, 4)}
+                    for text, deviation, share in zip(
+                        token_texts(chunk.token_ids, tokenizer),
+                        done.deviation_N[start:stop].tolist(),
+                        share_N[start:stop].tolist(),
+                        strict=True,
                     )
                 ],
             }
         )
         start = stop
     return report
+
+
+def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Each token's part of their text, the spaces between them included; a character of several tokens is the last one's."""
+    stream = TextStream(tokenizer)
+    texts = [stream.add(token) for token in token_ids]
+    return [*texts[:-1], texts[-1] + stream.finish()]
 
 
 def _source(done: Done, position: int) -> str:

@@ -111,7 +111,7 @@ def check_documents(address: str, known: Acknowledged) -> None:
             assert now in (before, text), f"{id_}: half a change: {now!r} is neither {before!r} nor {text!r}"
             known.made += now == text
             known.texts[id_] = now
-            known.changed.add(id_)
+            (known.changed.add if now == before else known.changed.discard)(id_)  # KV of what was not answered may be missing
         known.doubtful.clear()
         for id_, text in known.texts.items():
             assert _text_of(client, id_) == text, f"{id_}: not what was acknowledged"

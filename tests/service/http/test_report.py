@@ -1,0 +1,23 @@
+"""What a response tells of its chunks can be read."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import tiny_tokenizer
+from transformers import AutoTokenizer
+
+from cacheblend.service.default_model import READER
+from cacheblend.service.http.report import token_texts
+
+TEXT = "Doror Thornley plays the zither.\n\nHis café opened in 1988 🙂, as most people know"
+
+
+@pytest.mark.parametrize("name", ["reader", "tiny"])
+def test_tokens_read_as_their_text(name: str) -> None:
+    """The texts of a chunk's tokens are its text, also where a token alone loses its space, or is half a character."""
+    tokenizer = tiny_tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(READER)
+    token_ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    texts = token_texts(token_ids, tokenizer)
+    assert len(texts) == len(token_ids) > 10
+    assert "".join(texts) == tokenizer.decode(token_ids)
+    assert "Doror Thornley plays" in "".join(texts)
