@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +105,8 @@ class Catalogue:
             self._last_ns = max(self._last_ns + 1, time.time_ns())
             return self._last_ns
 
-    def change(self, *, add: CatalogueEntry | None = None, remove: Iterable[str] = ()) -> None:
-        """Add an entry and remove others in one transaction, synced to the disk on return.
+    def change(self, *, add: Sequence[CatalogueEntry] = (), remove: Iterable[str] = ()) -> None:
+        """Add entries and remove others in one transaction, synced to the disk on return.
 
         Raises:
             StoreFullError: the disk is full.
@@ -120,9 +120,8 @@ class Catalogue:
                 uses = ((used_ns, digest) for digest, used_ns in touched.items())
                 transaction.executemany("UPDATE entries SET used_ns = max(used_ns, ?) WHERE digest = ?", uses)
                 transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in remove))
-                if add is not None:
-                    transaction.execute("DELETE FROM entries WHERE digest = ?", (add.key.digest,))
-                    _insert(transaction, [add])
+                transaction.executemany("DELETE FROM entries WHERE digest = ?", ((entry.key.digest,) for entry in add))
+                _insert(transaction, add)
         except BaseException:
             with self._touch_lock:
                 self._touched = touched | self._touched

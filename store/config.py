@@ -18,8 +18,8 @@ class StoreConfig:
     """Where a store lives and how many bytes each tier may hold.
 
     Args:
-        directory: a folder on a local file system; made when missing. Its file system needs room for one entry more than
-            the NVMe budget, since a new entry is whole before the ones it displaces go.
+        directory: a folder on a local file system; made when missing. Its file system needs room for one group of writes more
+            than the NVMe budget (64 MiB, or one larger entry), since what is new is whole before what it displaces goes.
         ram_budget_bytes: keys and values held in RAM, as they are stored. Entries above it are kept on NVMe alone.
         nvme_budget_bytes: files on NVMe, headers included. Where processes share a store, each applies its own as it writes.
         ram_shares: what single namespaces may hold of the RAM budget, or have reserved in it.

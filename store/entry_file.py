@@ -1,8 +1,4 @@
-"""One entry as one safetensors file: a tensor a layer, in layer order, each one contiguous read.
-
-The file is written here and not by the safetensors library, which would hold a second copy of the entry in memory, hide the
-errno of a full disk, and align the data to 8 bytes where direct reads want a block. Any safetensors reader reads it.
-"""
+"""One entry as one safetensors file: a tensor a layer, in layer order, each one contiguous read."""
 
 from __future__ import annotations
 
@@ -18,35 +14,11 @@ import torch
 import xxhash
 
 from .direct_read import make_direct, read_blocks
-from .disk import sync_folder, write_error
 from .entry import EncodedEntry
 from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader, byte_view, checksum
 from .errors import DamagedEntryError, StoreError
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
-
-
-def write_file(header: bytes, entry: EncodedEntry, temporary: Path, final: Path) -> None:
-    """Write an entry under a temporary name, sync it, rename it, sync its folder.
-
-    Raises:
-        StoreFullError: the disk is full. What was written stays, under either name.
-        StoreDirectoryError: the files cannot be written.
-
-    """
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            _write(fd, memoryview(header))
-            for encoded in entry.encoded:
-                _write(fd, byte_view(encoded))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, final)
-        sync_folder(final.parent)
-    except OSError as error:
-        raise write_error(final, error) from error
 
 
 class EntryFile:
@@ -192,11 +164,6 @@ class EntryFile:
                 self._readers -= 1
                 if self._closed and not self._readers:
                     os.close(self._fd)
-
-
-def _write(fd: int, rest: memoryview) -> None:
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 def _read(fd: int, count: int, offset: int, path: Path) -> bytearray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from .entry import EncodedEntry
 from .errors import StoreError, StoreFullError
 from .key import ChunkKey
 from .nvme_tier import NvmeTier
+from .pending import PendingEntries, write_group
 from .pins import Pins
 from .placement import Placement
 from .ram_tier import RamTier
@@ -51,8 +51,7 @@ class KVStore:
         self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
         self._background = Background(config.queue_bytes)
         self._events = Events()
-        self._lock = threading.Lock()  # of what follows; never held while waiting for the disk
-        self._pending: dict[str, EncodedEntry] = {}
+        self._pending = PendingEntries()
         self._closed = False
 
     def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True) -> None:
@@ -79,16 +78,15 @@ class KVStore:
             return
         entry = EncodedEntry.of(key, kv)
         if flush:
-            self._write(entry)
+            self._write([entry])
             return
         if entry.nbytes > self.config.nvme_budget_bytes:
             raise StoreFullError(
                 f"an entry of {entry.nbytes} bytes is larger than nvme_budget_bytes={self.config.nvme_budget_bytes}; "
                 "raise the budget or split the chunk"
             )
-        with self._lock:
-            if self._pending.setdefault(digest, entry) is not entry:
-                return
+        if not self._pending.add(entry):
+            return
         try:
             self._keep_in_ram(entry)
             self._background.submit(partial(self._write_pending, entry), entry.nbytes)
@@ -150,8 +148,7 @@ class KVStore:
         """
         self._check_open()
         with self._nvme.exclusive():
-            with self._lock:
-                self._pending.clear()
+            self._pending.clear()
             self._nvme.clear()
             self._ram.clear()
 
@@ -185,16 +182,16 @@ class KVStore:
         self._check_open()
         entries, total_bytes = self._nvme.catalogue.totals()
         ram, nvme = self._ram, self._nvme
-        with self._lock:
-            return StoreStats(
-                ram=TierStats(len(ram), ram.bytes, ram.budget.bytes, self._events["ram_hit"], ram.evictions),
-                nvme=TierStats(entries, total_bytes, nvme.budget.bytes, self._events["nvme_hit"], nvme.evictions),
-                misses=self._events["miss"],
-                damaged=nvme.damaged,
-                pending_writes=len(self._pending),
-                pending_bytes=sum(entry.nbytes for entry in self._pending.values()),
-                failed_writes=self._events["failed_write"],
-            )
+        pending, pending_bytes = self._pending.size()
+        return StoreStats(
+            ram=TierStats(len(ram), ram.bytes, ram.budget.bytes, self._events["ram_hit"], ram.evictions),
+            nvme=TierStats(entries, total_bytes, nvme.budget.bytes, self._events["nvme_hit"], nvme.evictions),
+            misses=self._events["miss"],
+            damaged=nvme.damaged,
+            pending_writes=pending,
+            pending_bytes=pending_bytes,
+            failed_writes=self._events["failed_write"],
+        )
 
     def flush(self) -> None:
         """Wait until what was put before is on NVMe, and raise the first error that the background met since the last time."""
@@ -258,8 +255,7 @@ class KVStore:
     def _forget(self, digests: Iterable[str]) -> None:
         """Let go of what waits to be written, and of copies in RAM."""
         for digest in digests:
-            with self._lock:
-                self._pending.pop(digest, None)
+            self._pending.discard([digest])
             self._ram.discard(digest)
 
     def _set_aside(self, digest: str, layer: int) -> None:
@@ -280,21 +276,21 @@ class KVStore:
             self._ram.discard(digest)
         return kept
 
-    def _write(self, entry: EncodedEntry) -> None:
-        for evicted in self._nvme.write(entry):
+    def _write(self, entries: Sequence[EncodedEntry]) -> None:
+        for evicted in self._nvme.write(entries):
             self._ram.discard(evicted)
-        self._keep_in_ram(entry)
+        for entry in entries:
+            self._keep_in_ram(entry)
 
     def _write_pending(self, entry: EncodedEntry) -> None:
-        digest = entry.info.key.digest
         with self._nvme.exclusive():
-            if self._pending.get(digest) is not entry:
-                return  # deleted, or given up, while it waited
+            if not (group := self._pending.group(entry)):
+                return  # written with others, deleted, or given up, while it waited
             try:
-                self._write(entry)
-            except BaseException:
-                self._events.count("failed_write")
-                self._forget([digest])
-                raise
-            with self._lock:
-                self._pending.pop(digest, None)
+                write_group(group, self._write, self._give_up)
+            finally:
+                self._pending.discard([written.info.key.digest for written in group])
+
+    def _give_up(self, entry: EncodedEntry) -> None:
+        self._events.count("failed_write")
+        self._forget([entry.info.key.digest])

@@ -75,7 +75,7 @@ def merge(sources: Sequence[Path], target: Path, *, on_progress: Callable[[int, 
                 if row.key.digest in into:
                     already_stored += 1
                 elif (entry := tier.load(row.key.digest)) is not None:
-                    into.write(entry)
+                    into.write([entry])
                     entries, copied_bytes = entries + 1, copied_bytes + row.bytes
                 done += 1
                 if on_progress is not None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from .catalogue import Catalogue, CatalogueEntry
 from .direct_read import check_direct_reads
 from .entry import EncodedEntry
-from .entry_file import EntryFile, write_file
+from .entry_file import EntryFile
 from .entry_header import EntryHeader
+from .entry_writer import EntryWriter, NewFile
 from .errors import DamagedEntryError, StoreError, StoreFullError
 from .eviction import TierBudget
 from .journal import Journal
@@ -35,6 +36,7 @@ class NvmeTier:
         self.folder, self.budget, self._pins, self._direct_reads = folder, budget, pins, direct_reads
         if direct_reads:
             check_direct_reads(folder.root)
+        self._writer = EntryWriter()
         self.evictions, self.damaged = 0, 0
         with ExitStack() as opened:
             self._lock = WriteLock(folder.lock)
@@ -103,28 +105,34 @@ class NvmeTier:
                 self.set_aside(digest, range(file.info.layers))
                 return None
 
-    def write(self, entry: EncodedEntry) -> Sequence[str]:
-        """Store an entry, durable on return; gives the digests of the entries that were evicted for it.
+    def write(self, entries: Sequence[EncodedEntry]) -> Sequence[str]:
+        """Store entries of one namespace, all of them, durable on return; gives the digests of those evicted for them.
 
         Raises:
             StoreFullError: the disk is full, or the budget less what is pinned has no room.
             StoreDirectoryError: the folder cannot be written.
 
         """
-        key = entry.info.key
         with self.exclusive():
-            if key.digest in self.catalogue:
-                self.catalogue.touch(key.digest)
+            new = {entry.info.key.digest: entry for entry in entries}
+            for digest in [digest for digest in new if digest in self.catalogue]:
+                self.catalogue.touch(digest)
+                del new[digest]
+            if not new:
                 return ()
-            self.budget.used(key.namespace)
-            header = EntryHeader.of(entry).pack()
-            file_bytes = len(header) + entry.nbytes
-            with self._making_room(key.namespace, file_bytes) as victims, self.changing([key.digest, *victims]):
-                path = self.folder.new_entry_path(key.digest)
-                write_file(header, entry, self.folder.writing / key.digest, path)
-                now_ns = self.catalogue.now_ns()
-                row = CatalogueEntry(key, len(entry.info.token_ids), entry.info.layers, file_bytes, now_ns, now_ns)
-                self.catalogue.change(add=row, remove=victims)
+            (namespace,) = {entry.info.key.namespace for entry in new.values()}
+            self.budget.used(namespace)
+            headers = {digest: EntryHeader.of(entry).pack() for digest, entry in new.items()}
+            file_bytes = sum(len(headers[digest]) + entry.nbytes for digest, entry in new.items())
+            with self._making_room(namespace, file_bytes) as victims, self.changing([*new, *victims]):
+                self._writer.write(
+                    [
+                        NewFile(headers[digest], entry, self.folder.writing / digest, self.folder.new_entry_path(digest))
+                        for digest, entry in new.items()
+                    ]
+                )
+                rows = [self._row(entry, len(headers[digest])) for digest, entry in new.items()]
+                self.catalogue.change(add=rows, remove=victims)
             return victims
 
     def remove(self, digests: Iterable[str]) -> int:
@@ -165,7 +173,7 @@ class NvmeTier:
             try:
                 with EntryFile.open(path, path.name) as file:
                     file.load()
-                    self.catalogue.change(add=self.row_of(file, path))
+                    self.catalogue.change(add=[self.row_of(file, path)])
             except DamagedEntryError as damage:
                 if path.name in self.catalogue:
                     self._drop_damaged(path.name, damage)
@@ -203,6 +211,10 @@ class NvmeTier:
             raise DamagedEntryError(f"{path} is not where its entry belongs")
         written_ns = min(file.written_ns, time.time_ns())
         return CatalogueEntry(info.key, len(info.token_ids), info.layers, file.file_bytes, written_ns, written_ns)
+
+    def _row(self, entry: EncodedEntry, header_bytes: int) -> CatalogueEntry:
+        info, now_ns = entry.info, self.catalogue.now_ns()
+        return CatalogueEntry(info.key, len(info.token_ids), info.layers, header_bytes + entry.nbytes, now_ns, now_ns)
 
     @contextmanager
     def _making_room(self, namespace: str | None, file_bytes: int) -> Iterator[list[str]]:

@@ -1,9 +1,13 @@
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
 import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine
 
 from cacheblend.retriever import Document
 from cacheblend.service import Engine
-from cacheblend.store import ChunkKey
+from cacheblend.store import ChunkKey, ChunkKV
 from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError, StoreFullError
 
 
@@ -34,7 +38,7 @@ def test_again(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None
     """What was ingested is not computed again, by the same engine or by the next on the same folder."""
     first = open_engine()
     chunks = first.ingest(DOCUMENTS).chunks
-    monkeypatch.setattr(first.fusor, "precompute", None)
+    monkeypatch.setattr(first.fusor.decoder, "run_alone", None)
     again = first.ingest(DOCUMENTS)
     assert (again.added, again.unchanged, again.computed, again.already_stored) == (0, len(DOCUMENTS), 0, chunks)
     assert again.tokens == 0
@@ -71,24 +75,22 @@ def test_interrupted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, i
     """An ingest cut off between index and KV keeps the documents that it did, and the next ingest completes it."""
     engine = open_engine()
     first = len(engine.retriever.splitter.split(Document.of(DOCUMENTS[0])))
-    precompute, done = engine.fusor.precompute, []
+    precompute_documents, done = engine.fusor.precompute_documents, first + 2
 
-    def interrupted(*arguments: object) -> object:
-        if len(done) == first + 2:
-            raise interruption
-        done.append(arguments)
-        return precompute(*arguments)
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
+        yield from islice(precompute_documents(*arguments, **options), done)
+        raise interruption
 
-    monkeypatch.setattr(engine.fusor, "precompute", interrupted)
+    monkeypatch.setattr(engine.fusor, "precompute_documents", interrupted)
     with pytest.raises(interruption):
         engine.ingest(DOCUMENTS)
     monkeypatch.undo()
     engine.close()
     engine = open_engine()
-    assert stored(engine) == first
+    assert stored(engine) == done
     report = engine.ingest(DOCUMENTS)
-    assert (report.unchanged, report.already_stored) == (len(DOCUMENTS), first)
-    assert report.computed == report.chunks - first
+    assert (report.unchanged, report.already_stored) == (len(DOCUMENTS), done)
+    assert report.computed == report.chunks - done
     assert engine.answer(QUESTION, top_k=TOP_K).plan.hits == TOP_K
 
 
@@ -138,7 +140,7 @@ def test_full_disk(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(28, "No space left on device")
 
     engine = open_engine()
-    monkeypatch.setattr("cacheblend.store.entry_file._write", no_room)
+    monkeypatch.setattr("cacheblend.store.entry_writer._write", no_room)
     with pytest.raises(StoreFullError):
         engine.ingest(DOCUMENTS)
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,9 +14,11 @@ from pydoc_data.topics import topics
 import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine
 from fakes import FakeEmbedder
+from prompts import assert_same_kv
 from rich.console import Console
 
-from cacheblend.blend import Fusor
+from cacheblend.blend import precompute
+from cacheblend.blend.decoder import Decoder
 from cacheblend.retriever import Document
 from cacheblend.service import Engine, EngineConfig, ingester
 from cacheblend.service.document_stream import DocumentStream, Shard, StreamSize
@@ -115,24 +117,22 @@ def test_without_document_context(open_engine: OpenEngine) -> None:
         twin = other.store.get(key)
         assert twin is not None
         assert kv is not None
-        assert all(
-            a.equal(b) for pair, same in zip(kv.layers, twin.layers, strict=True) for a, b in zip(pair, same, strict=True)
-        )
+        assert_same_kv(twin, kv)
     assert any(other.store.get(key).context is not None for key in plain)  # type: ignore[union-attr]  # looked up above
 
 
-def die_while_ingesting(model: str, store_dir: Path, forwards: int) -> None:
-    """Ingest, and be killed at a forward of the model."""
-    ingester.BATCH_DOCUMENTS = 3
-    left = iter(range(forwards))
-    precompute = Fusor.precompute
+def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
+    """Ingest, and be killed when so many passes through the model are done."""
+    ingester.BATCH_DOCUMENTS, precompute.PASS_TOKENS = 3, 100
+    left = iter(range(passes))
+    run_alone = Decoder.run_alone
 
-    def deadly(fusor: Fusor, *arguments: object) -> object:
+    def deadly(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> object:
         if next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return precompute(fusor, *arguments)  # type: ignore[arg-type]  # passed on
+        return run_alone(decoder, sequences)
 
-    Fusor.precompute = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
+    Decoder.run_alone = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
     config = EngineConfig(model=model, store_dir=store_dir, chunk_tokens=CHUNK_TOKENS)
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest_stream(MANY)
@@ -140,19 +140,18 @@ def die_while_ingesting(model: str, store_dir: Path, forwards: int) -> None:
 
 def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_path: Path) -> None:
     """An ingest that was killed goes on: what is durable is not computed again, and in the end nothing is missing."""
-    forwards = 40
     process = multiprocessing.get_context("spawn").Process(
-        target=die_while_ingesting, args=(str(model_dir), tmp_path / "store", forwards)
+        target=die_while_ingesting, args=(str(model_dir), tmp_path / "store", 10)
     )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     engine = open_engine()
     stored = engine.store.stats().nvme.entries
-    assert 0 < stored < forwards
     assert engine.store.verify().ok
     report = engine.ingest_stream(MANY)
     entries = engine.store.stats().nvme.entries
+    assert 0 < stored < entries
     assert (report.computed, report.documents) == (entries - stored, len(MANY))
     assert entries == len({chunk.token_ids for chunk in engine.retriever.chunks()})
 

@@ -4,6 +4,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, entry_file, key_of, wait_until
@@ -54,14 +55,14 @@ def test_closing_in_the_middle_of_a_hole(engine: Engine, monkeypatch: pytest.Mon
     """Closing waits for the precompute that is under way, and its KV is stored."""
     key = key_of(engine.fusor, engine.answer(QUESTION, top_k=TOP_K).chunks[0])
     engine.store.delete(key)
-    precompute, begun, gate = engine.fusor.precompute, threading.Event(), threading.Event()
+    precompute_document, begun, gate = engine.fusor.precompute_document, threading.Event(), threading.Event()
 
-    def slow(*arguments: object) -> object:
+    def slow(*arguments: Any, **options: Any) -> object:
         begun.set()
         assert gate.wait(10)
-        return precompute(*arguments)
+        return precompute_document(*arguments, **options)
 
-    monkeypatch.setattr(engine.fusor, "precompute", slow)
+    monkeypatch.setattr(engine.fusor, "precompute_document", slow)
     engine.answer(QUESTION, top_k=TOP_K)
     assert begun.wait(10)
     closer = threading.Thread(target=engine.close)
@@ -80,7 +81,7 @@ def test_the_blocks_own_error_is_seen(open_engine: OpenEngine, monkeypatch: pyte
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cacheblend.store.entry_file._write", no_room)
+    monkeypatch.setattr("cacheblend.store.entry_writer._write", no_room)
     documents = [{"text": "some words"}]
 
     def fail(error: Exception | None) -> None:

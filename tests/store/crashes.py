@@ -5,6 +5,7 @@ They are forked from a server that has imported the store, and torch with it, on
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import multiprocessing
 import os
@@ -66,9 +67,17 @@ def put_in_background(store: KVStore) -> None:
     store.flush()
 
 
+def put_together(store: KVStore) -> None:
+    with store._nvme.exclusive():  # so that both wait when the background comes to them
+        for pair in PAIRS[4:6]:
+            store.put(*pair, flush=False)
+    store.flush()
+
+
 OPERATIONS: dict[str, Callable[[KVStore], object]] = {
     "put, which evicts": lambda store: store.put(*PAIRS[4]),
     "put in the background": put_in_background,
+    "put two in one commit": put_together,
     "delete": lambda store: store.delete(KEYS[1]),
     "clear": lambda store: store.clear(),
     "new version of a document": lambda store: store.documents.put([("a", "2", [KEYS[1], KEYS[4]])]),
@@ -94,8 +103,7 @@ def die_at(directory: Path, operation: str, step: int) -> None:
         def instead(*arguments: object, **options: object) -> object:
             if dies():
                 if call is real_write:
-                    fd, data = arguments
-                    call(fd, data[: len(data) // 2])  # type: ignore[index]  # bytes
+                    write_torn(*arguments)  # type: ignore[arg-type]  # passed on
                 die()
             return call(*arguments, **options)
 
@@ -108,6 +116,10 @@ def die_at(directory: Path, operation: str, step: int) -> None:
             if dies():
                 die()
 
+    def write_torn(fd: int, data: memoryview) -> None:
+        through_the_cache(fd)
+        real_write(fd, data[: len(data) // 2])
+
     real_write, real_transaction = os.write, Database.transaction
     Database.transaction = transaction  # type: ignore[assignment,method-assign]  # the same, deadly
     for name in ("open", "write", "pwrite", "fsync", "replace", "unlink", "ftruncate", "mkdir"):
@@ -115,6 +127,11 @@ def die_at(directory: Path, operation: str, step: int) -> None:
     store = open_store(directory)
     OPERATIONS[operation](store)
     os._exit(0)
+
+
+def through_the_cache(fd: int) -> None:
+    """Have a descriptor take writes that are no whole blocks."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def die_in_commit(directory: Path, operation: str) -> None:
@@ -179,6 +196,8 @@ def inject_faults(choose: random.Random) -> None:
 
     def faulty(fd: int, data: memoryview) -> int:
         fault = choose.randrange(20)
+        if fault < 2:
+            through_the_cache(fd)
         if fault == 0:
             write(fd, data[: len(data) // 2])
         elif fault == 1:

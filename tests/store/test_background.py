@@ -7,9 +7,11 @@ import os
 import threading
 
 import pytest
-from chunks import FILE_BYTES, RAM_BYTES, files_under, make_chunk, same, wait_until
+from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same, wait_until
 
-from cacheblend.store import StoreFullError
+from cacheblend.store import ChunkKey, StoreFullError, pending
+from cacheblend.store.catalogue import Catalogue
+from cacheblend.store.entry_writer import EntryWriter
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 
@@ -64,6 +66,72 @@ def test_a_synchronous_put_of_what_waits(open_store) -> None:
         assert store.stats().nvme.entries == 1
     store.flush()
     assert store.stats().nvme.entries == 1
+
+
+def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
+    """Entries that wait share a commit, up to a group's size; those of another namespace have one of their own."""
+    commits = []
+    change = Catalogue.change
+
+    def counting(catalogue, *, add=(), remove=()) -> None:
+        commits.append(len(add))
+        change(catalogue, add=add, remove=remove)
+
+    monkeypatch.setattr(Catalogue, "change", counting)
+    monkeypatch.setattr(pending, "GROUP_ENTRIES", 4)
+    store = open_store()
+    other = ChunkKey.of(PAIRS[7][1].token_ids, prefix_ids=(1,), model=MODEL, namespace="other")
+    with store._nvme.exclusive():
+        for key, kv in PAIRS[:3]:
+            store.put(key, kv, flush=False)
+        store.put(other, PAIRS[7][1], flush=False)
+        for key, kv in PAIRS[3:7]:
+            store.put(key, kv, flush=False)
+    store.flush()
+    assert commits == [4, 1, 3]
+    assert store.stats().nvme.entries == 8
+    monkeypatch.setattr(pending, "GROUP_BYTES", 2 * RAM_BYTES)
+    with store._nvme.exclusive():
+        store.clear()
+        for pair in PAIRS[:5]:
+            store.put(*pair, flush=False)
+    del commits[:]
+    store.flush()
+    assert commits == [2, 2, 1]
+
+
+def test_what_has_no_room_together_is_written_one_by_one(open_store) -> None:
+    """A group larger than the budget is no error: the last ones stay, as if each had been put alone."""
+    store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
+    with store._nvme.exclusive():
+        for pair in PAIRS[:5]:
+            store.put(*pair, flush=False)
+    store.flush()
+    assert [key in store for key, _ in PAIRS[:5]] == [False, False, False, True, True]
+    assert store.stats().failed_writes == 0
+    assert store.verify().ok
+
+
+def test_one_of_a_group_cannot_be_written(open_store, monkeypatch) -> None:
+    """What fails takes no other entry of its group with it."""
+    store = open_store()
+    bad = str(PAIRS[1][0])
+    write = EntryWriter.write
+
+    def failing(writer, files) -> None:
+        if any(file.final.name == bad for file in files):
+            raise StoreFullError("no room for this one")
+        write(writer, files)
+
+    monkeypatch.setattr(EntryWriter, "write", failing)
+    with store._nvme.exclusive():
+        for pair in PAIRS[:3]:
+            store.put(*pair, flush=False)
+    with pytest.raises(StoreFullError, match="no room for this one"):
+        store.flush()
+    stats = store.stats()
+    assert (stats.failed_writes, stats.pending_writes, stats.nvme.entries) == (1, 0, 2)
+    assert [store.get(key) is not None for key, _ in PAIRS[:3]] == [True, False, True]
 
 
 def test_deleted_before_it_is_written(open_store) -> None:

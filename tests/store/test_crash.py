@@ -56,6 +56,8 @@ def test_killed_at_every_step(context: ForkServerContext, prepared: Path, tmp_pa
         match operation:
             case "put, which evicts" | "put in the background":
                 assert found in ({0, 1, 2, 3}, {1, 2, 3, 4})
+            case "put two in one commit":
+                assert found in ({0, 1, 2, 3}, {2, 3, 4, 5})
             case "delete":
                 assert found in ({0, 1, 2, 3}, {0, 2, 3})
             case "clear":

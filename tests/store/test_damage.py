@@ -119,7 +119,7 @@ def test_disk_full(open_store, monkeypatch, call: str, code: int, error: type[Ex
     store.put(*PAIRS[1])
     store.put(*PAIRS[2])
     name = call.split()[-1]
-    real, countdown = getattr(os, name), 1 if call.startswith("second") or call == "write" else 0
+    real, countdown = getattr(os, name), 1 if call.startswith("second") else 0
 
     def fail(*args: object) -> object:
         nonlocal countdown

@@ -16,15 +16,16 @@ from safetensors import safe_open
 
 from cacheblend.store import ChunkKV, DamagedEntryError, DocumentContext
 from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.entry_file import EntryFile, write_file
+from cacheblend.store.entry_file import EntryFile
 from cacheblend.store.entry_header import EntryHeader
+from cacheblend.store.entry_writer import EntryWriter, NewFile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def write(folder: Path, entry: EncodedEntry) -> Path:
     path = folder / "entry"
-    write_file(EntryHeader.of(entry).pack(), entry, folder / "new", path)
+    EntryWriter().write([NewFile(EntryHeader.of(entry).pack(), entry, folder / "new", path)])
     return path
 
 

@@ -209,7 +209,7 @@ def test_full_disk(shards: list[Path], tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("cacheblend.store.entry_file._write", no_room)
+        patched.setattr("cacheblend.store.entry_writer._write", no_room)
         with pytest.raises(StoreFullError):
             merge(shards, tmp_path / "all")
     assert merge(shards, tmp_path / "all").entries == 5

@@ -1,0 +1,111 @@
+"""Entries' files are written past the page cache where that is possible, and are the same bytes where it is not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from chunks import MODEL
+
+from cacheblend.store import ChunkKey, ChunkKV, entry_writer
+from cacheblend.store.direct_read import BLOCK_BYTES
+from cacheblend.store.entry import EncodedEntry
+from cacheblend.store.entry_file import EntryFile
+from cacheblend.store.entry_header import EntryHeader, byte_view
+from cacheblend.store.entry_writer import EntryWriter, NewFile
+
+STAGING_BYTES = 2 * BLOCK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def _small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_writer, "_STAGING_BYTES", STAGING_BYTES)
+
+
+def make_entry(tokens: int, layers: int = 2) -> EncodedEntry:
+    """An entry of so many tokens, 64 bytes each in every layer."""
+    generator = torch.Generator().manual_seed(tokens)
+    kv = [tuple(torch.randn(1, tokens, 8, generator=generator) for _ in "kv") for _ in range(layers)]
+    ids = list(range(tokens))
+    return EncodedEntry.of(ChunkKey.of(ids, model=MODEL), ChunkKV(kv, ids, (), MODEL))
+
+
+def new_file(folder: Path, entry: EncodedEntry) -> NewFile:
+    digest = str(entry.info.key)
+    return NewFile(EntryHeader.of(entry).pack(), entry, folder / f"{digest}.new", folder / digest)
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def check(file: NewFile) -> None:
+    """The file is header and layers, and no byte more; nothing is left under the temporary name."""
+    assert file.final.read_bytes() == file.header + b"".join(map(bytes, map(byte_view, file.entry.encoded)))
+    assert not file.temporary.exists()
+    with EntryFile.open(file.final, str(file.entry.info.key)) as opened:
+        assert all(one.equal(other) for one, other in zip(opened.load().encoded, file.entry.encoded, strict=True))
+
+
+# 4096 bytes of header, then 128 a token: shorter than a block, whole blocks, whole stagings, and one token beside each.
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 95, 96, 97, 200])
+def test_every_length(tmp_path: Path, tokens: int) -> None:
+    """Whatever the length, the file has the bytes of header and layers."""
+    file = new_file(tmp_path, make_entry(tokens))
+    EntryWriter().write([file])
+    check(file)
+
+
+def test_several(tmp_path: Path) -> None:
+    """One writer's files do not hold what the memory held before."""
+    writer = EntryWriter()
+    for counts in ([150, 3], [40], []):
+        files = [new_file(tmp_path, make_entry(tokens)) for tokens in counts]
+        writer.write(files)
+        for file in files:
+            check(file)
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the flag is refused, or every direct write, the file is written through the page cache."""
+    write, direct = os.write, []
+
+    def refusing(fd: int, data: memoryview) -> int:
+        direct.append(is_direct(fd))
+        if direct[-1]:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", refusing)
+    file = new_file(tmp_path, make_entry(97))
+    EntryWriter().write([file])
+    check(file)
+    assert direct.count(True) <= 1
+
+    def no_flag(_: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(entry_writer, "make_direct", no_flag)
+    del direct[:]
+    file = new_file(tmp_path, make_entry(98))
+    EntryWriter().write([file])
+    check(file)
+    assert direct
+    assert not any(direct)
+
+
+def test_a_write_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a write leaves over, which is no whole block, is written all the same."""
+    write = os.write
+
+    def short(fd: int, data: memoryview) -> int:
+        return write(fd, data[: BLOCK_BYTES if is_direct(fd) else 100])
+
+    monkeypatch.setattr(os, "write", short)
+    file = new_file(tmp_path, make_entry(97))
+    EntryWriter().write([file])
+    check(file)
