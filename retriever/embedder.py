@@ -21,7 +21,7 @@ from .plain_tokenizer import PlainTokenizer
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-BATCH_WINDOWS = 32
+BATCH_WINDOWS = 32  # embedded together; another thread's question waits for one such batch at most
 
 
 class Embedder(Protocol):
@@ -81,20 +81,28 @@ class SentenceTransformerEmbedder:
 
         """
         with self._lock:
-            model = self._loaded()
+            self._loaded()
             windows = [self._windows(text) for text in texts]
-            owner_W = np.repeat(np.arange(len(texts)), [len(of_text) for of_text in windows])
-            weight_W = np.array([tokens for of_text in windows for _, tokens in of_text], dtype=np.float32)
-            vectors_WD = model.encode(
-                [window for of_text in windows for window, _ in of_text],
-                batch_size=BATCH_WINDOWS,
-                normalize_embeddings=True,
-                show_progress_bar=False,
-            )
+        owner_W = np.repeat(np.arange(len(texts)), [len(of_text) for of_text in windows])
+        weight_W = np.array([tokens for of_text in windows for _, tokens in of_text], dtype=np.float32)
+        vectors_WD = self._embed([window for of_text in windows for window, _ in of_text], weight_W)
         vectors_ND = np.zeros((len(texts), vectors_WD.shape[-1]), dtype=np.float32)
         np.add.at(vectors_ND, owner_W, vectors_WD * weight_W[:, None])
         norms_N = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
         return np.asarray(vectors_ND / np.maximum(norms_N, np.finfo(np.float32).tiny), dtype=np.float32)
+
+    def _embed(self, windows: Sequence[str], tokens_W: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Unit vectors (W, D) of windows, in batches of like length, so that little is padding."""
+        order_W = np.argsort(tokens_W, kind="stable")
+        batches = []
+        for first in range(0, max(1, len(windows)), BATCH_WINDOWS):
+            batch = [windows[place] for place in order_W[first : first + BATCH_WINDOWS]]
+            with self._lock:
+                vectors = self._loaded().encode(
+                    batch, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False
+                )
+            batches.append(np.asarray(vectors, dtype=np.float32))
+        return np.concatenate(batches)[np.argsort(order_W)]
 
     def _loaded(self) -> SentenceTransformer:
         if self._model is None:

@@ -24,7 +24,6 @@ def ingest(
     chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
     chunk_overlap_tokens: options.ChunkOverlapTokens = DEFAULTS["chunk_overlap_tokens"],
     embedder: options.EmbedderName = DEFAULTS["embedder"],
-    ram_budget_bytes: options.RamBudget = DEFAULTS["ram_budget_bytes"],
     nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
     codec: options.Codec = DEFAULTS["codec"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
@@ -66,7 +65,7 @@ def ingest(
         chunk_tokens=chunk_tokens,
         chunk_overlap_tokens=chunk_overlap_tokens,
         embedder=embedder,
-        ram_budget_bytes=ram_budget_bytes,
+        ram_budget_bytes=1,  # nobody reads here, and memory that is used again costs less than new
         nvme_budget_bytes=nvme_budget_bytes,
         codec=codec,
         allow_unverified=allow_unverified,
