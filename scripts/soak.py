@@ -132,9 +132,9 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             samples, quiet = list[int](), list[int]()
             for _ in range(rounds):
                 samples += runner.run(watch(server, load, options.seconds / rounds))
-                after = settle(server, before)
-                quiet.append(after["resident_bytes"])
+                quiet.append(settle(server, None)["resident_bytes"])
             runner.run(load.close())
+        after = settle(server, before)
         store = httpx.get(f"{server.address}/v1/store").json()
     with KVStore(StoreConfig(directory=folder / "store" / "kv")) as kept:
         damaged = len(kept.verify().damaged)

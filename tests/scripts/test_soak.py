@@ -36,13 +36,13 @@ def load_script() -> ModuleType:
 
 
 def test_in_seconds() -> None:
-    """Sixteen clients for ten seconds leave nothing over, and get their plans' answers. Memory wants minutes to be judged."""
-    command = [sys.executable, SCRIPT, "--seconds", "10", "--streams", "16", "--replays", "40"]
+    """Sixteen clients for six seconds leave nothing over, and get their plans' answers. Memory wants minutes to be judged."""
+    command = [sys.executable, SCRIPT, "--seconds", "6", "--streams", "16", "--replays", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.stdout, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert load_script().holds({**figures, "memory_flat": True}), figures
-    assert figures["equal"] >= 20
+    assert figures["equal"] >= 10
     assert figures["requests"]["cancellation"] > 0
     assert figures["requests"]["malformed"] > 0
 
