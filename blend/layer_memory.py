@@ -23,16 +23,15 @@ _free: list[mmap.mmap] = []
 _changing = threading.RLock()  # any line may collect a tensor, whose memory then comes back in the same thread
 
 
-def empty_pair(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors of this shape, not initialised."""
-    count = 2 * math.prod(shape) * dtype.itemsize
+def empty_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of this shape, not initialised."""
+    count = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or count < HUGE_PAGE_BYTES:
-        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     memory = _take(count)
     in_use = np.frombuffer(memory, np.uint8)  # lives as long as the last tensor over it
     weakref.finalize(in_use, _give_back, memory).atexit = False
-    first, second = torch.from_numpy(in_use)[:count].view(dtype).view(2, *shape)
-    return first, second
+    return torch.frombuffer(in_use, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def _take(count: int) -> mmap.mmap:

@@ -13,7 +13,7 @@ import torch
 from cacheblend.store import ChunkKV, PrefixRun
 from cacheblend.store.errors import IncompatibleKVError
 
-from .layer_memory import empty_pair
+from .layer_memory import empty_layer
 from .segment import Prompt
 
 
@@ -34,19 +34,28 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """One layer's keys and values of the whole prompt, `k_1HND` and `v_1HND`, on the model's device.
+    """One layer's keys and values of the whole prompt, on the model's device: one tensor, so that a chunk's are one copy.
 
     As it comes from a source, cached positions hold stored values (keys not yet rotated, but for a `PrefixRun`'s) and the
     others are not initialised.
     """
 
-    k_1HND: torch.Tensor
-    v_1HND: torch.Tensor
+    kv_21HND: torch.Tensor
 
     @classmethod
     def empty(cls, geometry: KVGeometry, tokens: int) -> LayerKV:
         """Room for `tokens` tokens, not initialised."""
-        return cls(*empty_pair((1, geometry.kv_heads, tokens, geometry.head_dim), geometry.dtype, geometry.device))
+        return cls(empty_layer((2, 1, geometry.kv_heads, tokens, geometry.head_dim), geometry.dtype, geometry.device))
+
+    @property
+    def k_1HND(self) -> torch.Tensor:
+        """The keys."""
+        return self.kv_21HND[0]
+
+    @property
+    def v_1HND(self) -> torch.Tensor:
+        """The values."""
+        return self.kv_21HND[1]
 
     def put(self, positions_S: torch.Tensor, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor) -> None:
         """Copy keys and values to these positions."""

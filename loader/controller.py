@@ -30,7 +30,8 @@ class LoadingPlan:
         recompute_s: the blend at `ratio` with all KV there already.
         prefill_s: the way that was chosen, loading beside computing.
         full_s: full prefill.
-        full_recompute: blending is predicted to take longer than full prefill, so that is what was chosen.
+        full_recompute: full prefill is predicted to be sooner than blending, or no more than `DELAY_ALLOWED` later than one
+            that waits for its loading, so that is what was chosen.
     """
 
     ratio: float
@@ -52,7 +53,7 @@ class _Request:
 
 
 class LoadingController:
-    """Ratio = max(r*, the ratio at which recompute just hides behind loading); full recompute where that is faster.
+    """Ratio = max(r*, the ratio at which recompute just hides behind loading); full recompute where that is as fast.
 
     What requests really took corrects the profile, by one factor for computing and one for each tier; see `Correction`.
     Thread-safe.
@@ -86,8 +87,11 @@ class LoadingController:
         request = _Request(sum(by_tier.values()), reusable, fresh, exact, lookahead)
         full_s = self._recompute.prefill_s(tokens) * self._compute.factor
         ratio = self._hiding_ratio(request, full_s)
-        blend_s = self._pipeline(request, ratio).total_s
-        full_recompute = bool(reusable) and full_s < blend_s
+        blend = self._pipeline(request, ratio)
+        blend_s = blend.total_s
+        # Beside loading that nothing hides, the exact answer may cost what a higher ratio may.
+        most_s = blend_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend_s
+        full_recompute = bool(reusable) and full_s < most_s
         loaded_layers = self._recompute.layers - (ratio > 0)
         return LoadingPlan(
             ratio=ratio,

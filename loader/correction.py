@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 WINDOW = 8  # requests
-STEP = 1.25
+STEP = 1.1
 MOST = 16.0
 
 

@@ -10,30 +10,34 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+import torch
 
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
 from cacheblend.store.errors import FusionCancelledError, IncompatibleKVError
 
 from .config import LoaderConfig
-from .staging import Arrival, Staging
+from .staging import Arrival, Room, Staging
 from .threads import DaemonThreads
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
+COPIED_AT_ONCE = 8 * 2**20  # bytes; of smaller copies a third of the time went to threads waiting for the interpreter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """One chunk's layer, from `start` to `stop` of the prompt; a layer without chunks is one read of nothing."""
+    """What a thread does in one go: a file's layer, or a layer of some chunks that are in memory, with their first and last
+    positions in the prompt; a layer without chunks is one read of nothing.
+    """
 
     layer: int
-    start: int = 0
-    stop: int = 0
-    kv: SegmentKV | None = None
+    chunks: Sequence[tuple[int, int, SegmentKV]]
 
 
 class LayerLoader:
@@ -53,68 +57,77 @@ class LayerLoader:
         self._reads: list[_Read] = []
         self._next_read = 0
         self._missing: Counter[int] = Counter()
-        self._rooms: dict[int, LayerKV] = {}
+        self._rooms: dict[int, Room] = {}
         self._ready: dict[int, Arrival] = {}
         self._consumed, self._under_way, self._under_way_since = 0, 0, 0.0
         self._stopped = False
         self._error: BaseException | None = None
         self._tasks: list[threading.Event] = []
-        self.bytes_by_tier: dict[str, int] = defaultdict(int)
+        self._done: list[_Read] = []
         self.load_s = 0.0
+
+    @property
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes that were read from "ram", "nvme", and "memory" that is no store's, up to now."""
+        counts: Counter[str] = Counter()
+        for read in tuple(self._done):
+            for start, stop, kv in read.chunks:
+                if isinstance(kv, Placement):
+                    counts[kv.tier] += kv.layer_bytes(read.layer)
+                else:
+                    counts["memory"] += self._geometry.layer_bytes(stop - start)
+        return dict(counts)
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """Begin to load; see `LayerSource.start`.
 
         Raises:
             FusionCancelledError: the loader was closed before.
-            IncompatibleKVError: a chunk's KV does not have the model's number of layers.
+            IncompatibleKVError: a chunk's KV does not have the model's number of layers, shape or dtype.
+            TypeError: KV that is neither a placement nor in memory.
         """
         if self._tasks:
             raise RuntimeError("a LayerLoader serves one fusion; make one for each")
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
         for start, _, kv in prompt.cached():
-            layers = geometry.layers
-            if isinstance(kv, Placement | PrefixRun):
-                layers = kv.layers
-            elif isinstance(kv, ChunkKV):
-                layers = len(kv.layers)
-            if layers != geometry.layers:
+            if not isinstance(kv, Placement | PrefixRun | ChunkKV):
+                raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
+            layers = len(kv.layers) if isinstance(kv, ChunkKV) else kv.layers
+            shapes = {(layers, *kv.heads(layer), kv.dtype) for layer in range(layers)}  # what is copied is bytes
+            needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
+            if shapes != {needed}:
                 raise IncompatibleKVError(
-                    f"the KV at position {start} has {layers} layers and the model {geometry.layers}; precompute it with this "
-                    "model"
+                    f"the KV at position {start} has (layers, heads, head size, dtype) {sorted(shapes, key=str)} and the model "
+                    f"{needed}; precompute it with this model"
                 )
         for layer in range(geometry.layers):
             cached = prompt.cached(exact_only=layer == 0 and not reuse_layer_0)
-            self._reads += [_Read(layer, start, stop, kv) for start, stop, kv in cached] or [_Read(layer)]
+            together = max(1, COPIED_AT_ONCE // max(1, geometry.layer_bytes(len(prompt)) // max(1, len(cached))))
+            self._reads += [_Read(layer, chunks) for chunks in _grouped(cached, together)]
         self._missing.update(read.layer for read in self._reads)
         self._geometry, self._tokens = geometry, len(prompt)
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
-        most = max(1, len(prompt.cached()))
+        for layer in range(min(self._lookahead, geometry.layers)):
+            self._rooms[layer] = self._staging.room(self._tokens)
+        copies = sum(not _is_file(kv) for _, _, kv in prompt.cached())
+        most = len(prompt.cached()) - copies + min(copies, torch.get_num_threads())  # more would wait for a core
         load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
-        self._tasks = [THREADS.run(load_all) for _ in range(min(self._config.reads_in_flight, most))]
+        self._tasks = [THREADS.run(load_all) for _ in range(min(self._config.reads_in_flight, max(1, most)))]
 
-    def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
         """Bring one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
 
         Args:
             kv: the chunk's.
             layer: which.
-            whole: the layer of the whole prompt, on the device.
+            room: the layer of the whole prompt, on the device.
             start: the chunk's first position.
             stop: the one after its last.
         """
-        if not isinstance(kv, Placement | PrefixRun | ChunkKV):
-            raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
-        kv_heads, head_dim = kv.heads(layer)
-        needed = (self._geometry.kv_heads, self._geometry.head_dim)
-        if (kv_heads, head_dim) != needed:  # copying would broadcast one head to all
-            raise IncompatibleKVError(
-                f"the KV at position {start} has (heads, head size) {(kv_heads, head_dim)} and the model {needed}; "
-                "precompute it with this model"
-            )
-        self._staging.bring(kv, layer, whole, start, stop)
+        assert isinstance(kv, Placement | PrefixRun | ChunkKV)  # checked in start
+        self._staging.bring(kv, layer, room, start, stop)
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
@@ -135,6 +148,8 @@ class LayerLoader:
                 raise FusionCancelledError(f"loading was stopped before layer {layer} arrived")
             arrival = self._ready.pop(layer)
             self._consumed = layer + 1
+            if layer + self._lookahead < self._geometry.layers:
+                self._rooms[layer + self._lookahead] = self._staging.room(self._tokens)
             self._changed.notify_all()
         return arrival.wait()
 
@@ -164,53 +179,73 @@ class LayerLoader:
 
     def _may_read(self) -> bool:
         """Whether a thread has something to do: a read within the look-ahead, or to end."""
-        if self._stopped or self._error is not None or self._next_read == len(self._reads):
-            return True
-        return self._reads[self._next_read].layer < self._consumed + self._lookahead
+        return self._over() or self._reads[self._next_read].layer < self._consumed + self._lookahead
 
-    def _read_next(self) -> bool:
-        """Take a read and make it, in a thread; False where there is none left."""
-        with self._changed:
-            if self._stopped or self._error is not None or self._next_read == len(self._reads):
-                return False
-            if not self._may_read():
-                return True  # another thread was sooner
-            read = self._reads[self._next_read]
-            self._next_read += 1
-        try:
-            self._read(read)
-        except BaseException as error:  # travels to the fusor, which raises it
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
-            return False
-        return True
+    def _over(self) -> bool:
+        return self._stopped or self._error is not None or self._next_read == len(self._reads)
 
-    def _read(self, read: _Read) -> None:
+    def _read_on(self) -> bool:
+        """Make reads in this thread while the look-ahead allows it; False where there is none left.
+
+        What is done is entered and the next read taken under one lock: between the two the fusor would take it, and the
+        thread wait for it.
+        """
         with self._changed:
-            if read.layer not in self._rooms:
-                self._rooms[read.layer] = self._staging.room(self._tokens)
-            whole = self._rooms[read.layer]
-            if not self._under_way:
-                self._under_way_since = time.perf_counter()
-            self._under_way += 1
-        try:
-            if read.kv is not None:
-                self.fetch_kv(read.kv, read.layer, whole, read.start, read.stop)
-        finally:
+            read = self._take()
+        while read is not None:
+            failed: BaseException | None = None
+            try:
+                for start, stop, kv in read.chunks:
+                    self.fetch_kv(kv, read.layer, self._rooms[read.layer], start, stop)
+            except BaseException as error:  # travels to the fusor, which raises it
+                failed = error
             with self._changed:
-                self._under_way -= 1
-                if not self._under_way:
-                    self.load_s += time.perf_counter() - self._under_way_since
-        with self._changed:
-            if isinstance(read.kv, Placement):
-                self.bytes_by_tier[read.kv.tier] += read.kv.layer_bytes(read.layer)
-            elif read.kv is not None:
-                self.bytes_by_tier["memory"] += self._geometry.layer_bytes(read.stop - read.start)
-            self._missing[read.layer] -= 1
-            if not self._missing[read.layer]:
-                self._ready[read.layer] = self._staging.arrive(self._rooms.pop(read.layer))
-                self._changed.notify_all()
+                self._enter(read, failed)
+                read = self._take()
+        return not self._over()
+
+    def _take(self) -> _Read | None:
+        if self._over() or not self._may_read():
+            return None
+        if not self._under_way:
+            self._under_way_since = time.perf_counter()
+        self._under_way += 1
+        self._next_read += 1
+        return self._reads[self._next_read - 1]
+
+    def _enter(self, read: _Read, failed: BaseException | None) -> None:
+        """Enter a read that is done; the layer is ready with its last."""
+        self._under_way -= 1
+        if not self._under_way:
+            self.load_s += time.perf_counter() - self._under_way_since
+        if failed is not None:
+            self._error = self._error or failed
+            self._changed.notify_all()
+            return
+        self._done.append(read)
+        self._missing[read.layer] -= 1
+        if not self._missing[read.layer]:
+            self._ready[read.layer] = self._staging.arrive(self._rooms.pop(read.layer))
+            self._changed.notify_all()
+
+
+def _grouped(cached: Sequence[tuple[int, int, SegmentKV]], together: int) -> list[list[tuple[int, int, SegmentKV]]]:
+    """Each chunk on NVMe alone, so that many reads are under way; so many of those in memory one after the other."""
+    groups: list[list[tuple[int, int, SegmentKV]]] = []
+    copies: list[tuple[int, int, SegmentKV]] = []
+    for chunk in cached:
+        if _is_file(chunk[2]):
+            groups.append([chunk])
+            continue
+        copies.append(chunk)
+        if len(copies) == together:
+            groups.append(copies)
+            copies = []
+    return [*groups, copies] if copies or not groups else groups
+
+
+def _is_file(kv: SegmentKV) -> bool:
+    return isinstance(kv, Placement) and kv.tier == "nvme"
 
 
 def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:
@@ -225,5 +260,5 @@ def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition)
         with changed:
             changed.wait_for(may_go_on)
         loader = reference()
-        going_on = loader is not None and loader._read_next()
+        going_on = loader is not None and loader._read_on()
         del loader

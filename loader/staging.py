@@ -8,10 +8,20 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
+from cacheblend.store.host_bytes import Bytes, host_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """Room for a prompt's layer; on the CPU also as the bytes of its keys and values, B to a head's vector."""
+
+    whole: LayerKV
+    bytes_2HNB: Bytes | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,49 +52,49 @@ class Staging:
         self._geometry = geometry
         self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
 
-    def room(self, tokens: int) -> LayerKV:
+    def room(self, tokens: int) -> Room:
         """Room for a layer, safe to copy to.
 
         On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
         still write to it, and the copies do not wait for them.
         """
         with torch.cuda.stream(self._stream):
-            return LayerKV.empty(self._geometry, tokens)
+            whole = LayerKV.empty(self._geometry, tokens)
+        return Room(whole, host_bytes(whole.kv_21HND)[:, 0] if self._stream is None else None)
 
-    def bring(self, kv: Placement | PrefixRun | ChunkKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+    def bring(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
         """Read a chunk's layer to the positions from `start` to `stop`.
 
         Encoded KV goes to a GPU as it is stored, and is decoded there.
         """
-        k_HTD, v_HTD = whole.k_1HND[0, :, start:stop], whole.v_1HND[0, :, start:stop]
-        if self._stream is None:
-            _read(kv, layer, k_HTD, v_HTD)
+        if room.bytes_2HNB is not None:
+            _read(kv, layer, room.bytes_2HNB[:, :, start:stop])
             return
+        kv_2HTD = room.whole.kv_21HND[:, 0, :, start:stop]
         if isinstance(kv, Placement) and not kv.raw:
             pinned = kv.read_encoded(layer).pin_memory()
             with torch.cuda.stream(self._stream):
-                decoded = kv.decode(layer, pinned.to(k_HTD.device, non_blocking=True))
-                for to_HTD, x_HTD in zip((k_HTD, v_HTD), decoded, strict=True):
+                decoded = kv.decode(layer, pinned.to(kv_2HTD.device, non_blocking=True))
+                for to_HTD, x_HTD in zip(kv_2HTD, decoded, strict=True):
                     to_HTD.copy_(x_HTD)
             return
-        pinned_2HTD = torch.empty((2, *k_HTD.shape), dtype=k_HTD.dtype, pin_memory=True)
-        _read(kv, layer, pinned_2HTD[0], pinned_2HTD[1])
+        pinned_2HTD = torch.empty(kv_2HTD.shape, dtype=kv_2HTD.dtype, pin_memory=True)
+        _read(kv, layer, host_bytes(pinned_2HTD))
         with torch.cuda.stream(self._stream):
-            k_HTD.copy_(pinned_2HTD[0], non_blocking=True)
-            v_HTD.copy_(pinned_2HTD[1], non_blocking=True)
+            kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
 
-    def arrive(self, whole: LayerKV) -> Arrival:
+    def arrive(self, room: Room) -> Arrival:
         """Close a layer: all of its copies have been issued."""
-        return Arrival(whole, None if self._stream is None else self._stream.record_event())
+        return Arrival(room.whole, None if self._stream is None else self._stream.record_event())
 
 
-def _read(kv: Placement | PrefixRun | ChunkKV, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
+def _read(kv: Placement | PrefixRun | ChunkKV, layer: int, to_2HTB: Bytes) -> None:
     """Read a chunk's layer to CPU memory."""
     if not isinstance(kv, ChunkKV):
-        kv.read_layer_into(layer, k_HTD, v_HTD)
+        kv.read_layer_into(layer, to_2HTB)
         return
-    for to_HTD, x_HTD in zip((k_HTD, v_HTD), kv.layers[layer], strict=True):
-        to_HTD.copy_(x_HTD)
+    for to_HTB, x_HTD in zip(to_2HTB, kv.layers[layer], strict=True):
+        np.copyto(to_HTB, host_bytes(x_HTD.detach().cpu().contiguous()))
 
 
 @functools.cache

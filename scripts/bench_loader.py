@@ -5,17 +5,22 @@
 
 Everything is a ratio inside one run; medians over repeats, interleaved where two things are compared.
 
-- `nvme_over_fio`: bytes per second of the loader alone, files read layer by layer past the page cache with checksums on, over
-  what fio reads from the same files with the same read size (psync, direct, one job for each read in flight). Without fio on
-  this machine the peer is a plain O_DIRECT reader in this script, and `nvme_peer` says so.
-- `ram_over_copy`: bytes per second of the loader alone from the RAM tier over a plain torch copy of the same bytes into new
-  memory of the same shape. Neither rotates.
+- `nvme_over_fio`: bytes per second of the loader alone, files read layer by layer with direct reads and checksums on, over what
+  fio reads from the same files with the same read size (psync, direct, one job for each read in flight).
+  `cached_over_fio`: the same through the page cache, dropped before each run, against fio through the page cache, dropped too.
+  Without fio on this machine the peer is a plain O_DIRECT reader in this script, and `nvme_peer` says so.
+- `ram_over_copy`: bytes per second of the loader alone from the RAM tier over a plain torch copy, by all of its threads, of as
+  many bytes from other memory into the same new memory. Neither rotates. Each side runs several times in a row, in turns: right
+  after the other's, threads of the one still spin on the cores that the other needs.
 - `ttft_over_bound`: TTFT with a throttled tier over max(T_load, T_recompute) + the first layer's load: T_load is the loader
   alone at that rate, T_recompute the fuse with all KV in memory. The worst and the median of the grid.
-- `ttft_prediction_error`: |predicted - measured| / measured of the controller's plan, over the grid. Worst and median.
+- `ttft_prediction_error`: |predicted - measured| / measured of the controller's plan, over the grid. Worst and median. Before
+  each length and rate the controller plans and sees a window of requests, as it does in a service: so it corrects its profile
+  where the machine is not as it was when that was measured.
 - `ratio_over_search`: where loading is the longer side, the controller's ratio over the largest of a list of ratios whose
   measured TTFT is within 5 % of that at r*. `ttft_over_quality`: TTFT at the controller's ratio over TTFT at r*.
 - `reuse_over_full`: TTFT of the blend over full prefill where the controller said that blending is sooner; the worst.
+  `full_over_reuse`: TTFT of full prefill over the blend at r* where it chose full prefill; the worst.
 
 The throttle is a rate limit around the loader's reads in this script; the store knows nothing of it. TTFT is from the plan to
 the first logits. The last stdout line is one JSON object.
@@ -46,6 +51,8 @@ from bench_fusor import make_fusor, make_segments
 
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig, LoadingController, Profile, TierSpeed, measure_profile
+from cacheblend.loader.correction import WINDOW
+from cacheblend.loader.staging import Room
 from cacheblend.loader.tier_speed import drop_page_cache
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
 
@@ -76,9 +83,9 @@ class ThrottledLoader(LayerLoader):
         super().__init__(config)
         self._throttle = throttle
 
-    def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
         """See `LayerLoader.fetch_kv`."""
-        super().fetch_kv(kv, layer, whole, start, stop)
+        super().fetch_kv(kv, layer, room, start, stop)
         if isinstance(kv, Placement):
             self._throttle.wait(kv.layer_bytes(layer))
 
@@ -107,10 +114,10 @@ class Bench:
 
     def load_alone_s(self, segments: Sequence[Segment], loader: LayerLoader, *, layer_0: bool = False) -> float:
         """Seconds until every layer is there, nothing computed beside."""
-        geometry = self.fusor.decoder.geometry
+        geometry, prompt = self.fusor.decoder.geometry, Prompt.of(segments)
         with loader:
             started = time.perf_counter()
-            loader.start(Prompt.of(segments), geometry, reuse_layer_0=layer_0)
+            loader.start(prompt, geometry, reuse_layer_0=layer_0)
             cache = [loader.synchronize(layer) for layer in range(geometry.layers)]
             took_s = time.perf_counter() - started
             del cache  # held so long, as a request does: the first touch of new memory is a part of both sides
@@ -134,18 +141,18 @@ class Bench:
         return time.perf_counter() - started
 
 
-def medians(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median seconds of every call, interleaved, after a warm-up each."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def medians(calls: dict[str, Callable[[], float]], repeats: int, in_a_row: int = 1) -> dict[str, float]:
+    """Median of every call, in turns, after a warm-up each; with `in_a_row` so many of a turn count, after two that do not."""
+    results: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
-            took_s = call()
+            turn = [call() for _ in range(1 if in_a_row == 1 else 2 + in_a_row)][-in_a_row:]
             if repeat or not repeats:
-                seconds[name].append(took_s)
-    return {name: statistics.median(took) for name, took in seconds.items()}
+                results[name] += turn
+    return {name: statistics.median(found) for name, found in results.items()}
 
 
-def disk(bench: Bench, folder: Path, repeats: int) -> dict[str, Any]:
+def disk(bench: Bench, folder: Path, repeats: int, *, direct: bool) -> dict[str, Any]:
     """The NVMe tier against fio, or against a plain reader, on the same files; page cache dropped before each."""
     files = sorted(path for path in (folder / "kv" / "entries").rglob("*") if path.is_file())
     geometry, jobs = bench.fusor.decoder.geometry, bench.config.reads_in_flight
@@ -154,25 +161,28 @@ def disk(bench: Bench, folder: Path, repeats: int) -> dict[str, Any]:
 
     def loader_rate() -> float:
         drop_page_cache(files)
-        with bench.placed(len(bench.keys)) as segments:
-            return total / bench.load_alone_s(segments, LayerLoader(bench.config), layer_0=True)
+        with KVStore(StoreConfig(directory=folder / "kv", ram_budget_bytes=1, direct_reads=direct)) as store:
+            bench.store = store
+            with bench.placed(len(bench.keys)) as segments:
+                return total / bench.load_alone_s(segments, LayerLoader(bench.config), layer_0=True)
 
     fio = shutil.which("fio")
-    peer = (lambda: _fio_rate(fio, files, block, jobs)) if fio else (lambda: _reader_rate(files, block, jobs))
+    peer = (lambda: _fio_rate(fio, files, block, jobs, direct)) if fio else (lambda: _reader_rate(files, block, jobs))
     rates = medians({"loader": loader_rate, "peer": peer}, repeats)
+    name = "nvme" if direct else "cached"
     return {
-        "nvme_over_fio": rates["loader"] / rates["peer"],
+        f"{name}_over_fio": rates["loader"] / rates["peer"],
+        f"{name}_bytes_per_s": rates["loader"],
+        f"{name}_peer_bytes_per_s": rates["peer"],
         "nvme_peer": "fio" if fio else "plain O_DIRECT reader",
-        "nvme_bytes_per_s": rates["loader"],
-        "peer_bytes_per_s": rates["peer"],
     }
 
 
-def _fio_rate(fio: str, files: list[Path], block: int, jobs: int) -> float:
-    """What fio reads: the files in order, one block at a time, past the page cache."""
+def _fio_rate(fio: str, files: list[Path], block: int, jobs: int, direct: bool) -> float:
+    """What fio reads: the files in order, one block at a time."""
     drop_page_cache(files)
     shares = [files[job::jobs] for job in range(jobs)]
-    arguments = ["--ioengine=psync", "--direct=1", "--rw=read", f"--bs={block}", "--output-format=json"]
+    arguments = ["--ioengine=psync", f"--direct={int(direct)}", "--rw=read", f"--bs={block}", "--output-format=json"]
     arguments += ["--file_service_type=sequential"]
     for number, share in enumerate(shares):
         if share:
@@ -210,7 +220,7 @@ def memory(bench: Bench, repeats: int) -> dict[str, Any]:
     chunks = len(bench.keys)
     total = geometry.layer_bytes(CHUNK_TOKENS) * geometry.layers * chunks
     tokens = CHUNK_TOKENS * chunks
-    sources = [torch.randn(1, geometry.kv_heads, tokens, geometry.head_dim) for _ in range(2)]
+    sources = [torch.randn(2, 1, geometry.kv_heads, tokens, geometry.head_dim) for _ in range(geometry.layers)]
 
     def loaded() -> float:
         with bench.placed(chunks) as segments:
@@ -219,12 +229,11 @@ def memory(bench: Bench, repeats: int) -> dict[str, Any]:
     def copied() -> float:
         started = time.perf_counter()
         cache = [LayerKV.empty(geometry, tokens) for _ in range(geometry.layers)]
-        for whole in cache:
-            whole.k_1HND.copy_(sources[0])
-            whole.v_1HND.copy_(sources[1])
+        for whole, source in zip(cache, sources, strict=True):
+            whole.kv_21HND.copy_(source)
         return total / (time.perf_counter() - started)
 
-    rates = medians({"loader": loaded, "copy": copied}, 3 * repeats)
+    rates = medians({"loader": loaded, "copy": copied}, repeats, in_a_row=8)
     return {
         "ram_over_copy": rates["loader"] / rates["copy"],
         "ram_bytes_per_s": rates["loader"],
@@ -245,7 +254,6 @@ def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: a
     reusable = chunks * CHUNK_TOKENS
     reads = [("ram", geometry.layer_bytes(CHUNK_TOKENS))] * chunks
     resident = [bench.head, *bench.resident[:chunks], bench.question]
-    plan = controller.plan(reads, reusable, fresh)
     quality = bench.config.quality_ratio
 
     def ttft(ratio: float) -> Callable[[], float]:
@@ -254,6 +262,22 @@ def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: a
                 return bench.fuse_s(segments, ratio, ThrottledLoader(bench.config, Throttle(rate)))
 
         return call
+
+    def request() -> None:
+        """What a service does with one: as planned, and the controller told."""
+        made = controller.plan(reads, reusable, fresh)
+        if made.full_recompute:
+            controller.see(made, load_s=0.0, compute_s=bench.full_s(chunks))
+            return
+        with bench.placed(chunks) as segments, ThrottledLoader(bench.config, Throttle(rate)) as loader:
+            started = time.perf_counter()
+            fused = bench.fusor.fuse(segments, FusionConfig(recompute_ratio=made.ratio), loader)
+            took_s = time.perf_counter() - started
+        controller.see(made, load_s=loader.load_s, compute_s=took_s - fused.wait_s)
+
+    for _ in range(WINDOW):
+        request()
+    plan = controller.plan(reads, reusable, fresh)
 
     def load_alone() -> float:
         with bench.placed(chunks) as segments:
@@ -268,8 +292,8 @@ def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: a
     first_layer_s = seconds["load"] / (geometry.layers - 1)
     searched = [ratio for ratio in wanted if seconds[f"ttft {ratio}"] <= 1.05 * seconds[f"ttft {quality}"] and ratio >= quality]
     for ratio in wanted:
-        fixed = LoaderConfig(quality_ratio=ratio, max_ratio=ratio)
-        predicted = LoadingController(fixed, controller.profile, FusionConfig().gradual_spread).plan(reads, reusable, fresh)
+        controller.config = LoaderConfig(quality_ratio=ratio, max_ratio=ratio)
+        predicted = controller.plan(reads, reusable, fresh)
         blend_s = predicted.full_s if predicted.full_recompute else predicted.prefill_s
         real_s = seconds["full"] if predicted.full_recompute else seconds[f"ttft {ratio}"]
         bound_s = max(seconds["load"], seconds[f"recompute {ratio}"]) + first_layer_s
@@ -320,10 +344,9 @@ def main() -> None:
                     for row in overlap(bench, profile, max(1, length // CHUNK_TOKENS), rate, options):
                         rows.append(row)
                         print(json.dumps(row), file=sys.stderr, flush=True)
-        with KVStore(StoreConfig(directory=folder / "kv", ram_budget_bytes=1)) as store:
-            bench.store = store
-            summary |= disk(bench, folder, options.repeats)
-            print(f"NVMe over {summary['nvme_peer']}: {summary['nvme_over_fio']:.2f}")
+        for direct in (True, False):
+            summary |= disk(bench, folder, 3 * options.repeats, direct=direct)
+        print(f"NVMe over {summary['nvme_peer']}: {summary['nvme_over_fio']:.2f}, cached: {summary['cached_over_fio']:.2f}")
     summary |= summarize(rows, config.quality_ratio)
     print(json.dumps(summary))
 
@@ -333,6 +356,7 @@ def summarize(rows: list[dict[str, Any]], quality: float) -> dict[str, Any]:
     blended = [row for row in rows if not row["predicted_full"]]
     chosen = [row for row in rows if row["chosen"] and not row["chosen_full"]]
     slower = [row for row in chosen if row["load_s"] > row["recompute_s"] or row["ratio"] > quality]
+    at_quality = [row for row in rows if row["chosen_full"] and row["ratio"] == quality]
     bounds, errors = [row["over_bound"] for row in blended], [row["prediction_error"] for row in rows]
     return {
         "ttft_over_bound": max(bounds, default=None),
@@ -342,6 +366,7 @@ def summarize(rows: list[dict[str, Any]], quality: float) -> dict[str, Any]:
         "ratio_over_search": min((row["ratio"] / row["searched"] for row in slower), default=None),
         "ttft_over_quality": max((row["over_quality"] for row in slower), default=None),
         "reuse_over_full": max((row["ttft_s"] / row["full_s"] for row in chosen), default=None),
+        "full_over_reuse": max((row["full_s"] / row["ttft_s"] for row in at_quality), default=None),
         "below_quality": sum(row["ratio"] < quality for row in chosen),
         "points": len(rows),
     }

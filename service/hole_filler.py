@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cacheblend.blend import Fusor
 from cacheblend.store import ChunkKey, KVStore
@@ -14,6 +14,7 @@ from cacheblend.store.errors import CacheBlendError
 logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # holes; a later request finds again what is dropped beyond them
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long
+_Hole = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Sequence[Sequence[int]]]]  # tokens, prefix, what stands before
 
 
 class HoleFiller:
@@ -27,7 +28,7 @@ class HoleFiller:
     def __init__(self, fusor: Fusor, store: KVStore) -> None:
         self._fusor, self._store = fusor, store
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[ChunkKey, tuple[list[tuple[int, ...]], tuple[int, ...]]] = OrderedDict()
+        self._waiting: OrderedDict[ChunkKey, _Hole] = OrderedDict()
         self._busy = False
         self._requests = 0
         self._closed = False
@@ -35,7 +36,7 @@ class HoleFiller:
         self._thread.start()
 
     def fill(
-        self, key: ChunkKey, token_ids: Sequence[int], prefix_ids: Sequence[int], before: Sequence[Sequence[int]] = ()
+        self, key: ChunkKey, token_ids: Sequence[int], prefix_ids: Sequence[int], before: Callable[[], Sequence[Sequence[int]]]
     ) -> None:
         """Have a chunk's KV computed behind a prefix and stored, some time after the running requests.
 
@@ -43,11 +44,12 @@ class HoleFiller:
             key: the chunk's.
             token_ids: the chunk's.
             prefix_ids: the prefix.
-            before: chunks that stand before it in its document, as far as they are known.
+            before: gives the chunks that stand before it in its document, as far as they are known; asked in the thread, since
+                the request waits for its first token.
         """
         with self._changed:
             if not self._closed and len(self._waiting) < MOST_WAITING:
-                self._waiting.setdefault(key, ([tuple(ids) for ids in (*before, token_ids)], tuple(prefix_ids)))
+                self._waiting.setdefault(key, (tuple(token_ids), tuple(prefix_ids), before))
                 self._changed.notify_all()
 
     def __enter__(self) -> None:
@@ -85,10 +87,11 @@ class HoleFiller:
                 self._changed.wait_for(lambda: self._closed or not self._requests, timeout=POSTPONE_S)
                 if self._closed:
                     return
-                key, (document, prefix_ids) = self._waiting.popitem(last=False)
+                key, (token_ids, prefix_ids, before) = self._waiting.popitem(last=False)
                 self._busy = True
             try:
                 if key not in self._store:
+                    document = [*before(), token_ids]
                     (kv,) = self._fusor.precompute_document(document, prefix_ids, which=[len(document) - 1])
                     self._store.put(key, kv, flush=False)
             except CacheBlendError as error:
@@ -96,6 +99,7 @@ class HoleFiller:
             except Exception:  # out of memory, say: without this thread no hole would ever be filled, and drain never return
                 logger.exception("the KV of chunk %s was not computed", key)
             finally:
+                del before  # it holds the engine
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()

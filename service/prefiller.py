@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -199,7 +200,8 @@ class Prefiller:
                 self._tell(controller, loading, prefilled, loader, looked_up + away.seconds)
         for index, (key, chunk, placement) in enumerate(zip(keys, pieces.chunks, placements, strict=True)):
             if placement is None:
-                self._holes.fill(key, chunk, self._chunk_prefix_ids, self._chunks_before(pieces, index))
+                before = functools.partial(self._chunks_before, pieces, index)
+                self._holes.fill(key, chunk, self._chunk_prefix_ids, before)
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
 
     def _find_prefix(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> AbstractContextManager[PromptPrefix]:

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from .errors import ConfigError
+from .host_bytes import Bytes
 
 BLOCK_BYTES = 4096
 _mine = threading.local()
@@ -45,8 +46,8 @@ def check_direct_reads(folder: Path) -> None:
             raise ConfigError("direct_reads", True, allowed) from error
 
 
-def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count: int, *, reuse: bool) -> torch.Tensor:
-    """`count` bytes from `offset` on, as a uint8 tensor inside aligned memory.
+def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count: int, *, reuse: bool) -> Bytes:
+    """`count` bytes from `offset` on, inside aligned memory.
 
     Args:
         fill: reads at least so many bytes (its third argument) from an offset (its second) into a buffer (its first), which
@@ -58,17 +59,17 @@ def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count
     start = offset // BLOCK_BYTES * BLOCK_BYTES
     needed = offset + count - start
     blocks = _aligned(-(-needed // BLOCK_BYTES) * BLOCK_BYTES, reuse=reuse)
-    fill(blocks.numpy().data, start, needed)
+    fill(blocks.data, start, needed)
     return blocks[offset - start : needed]
 
 
-def _aligned(count: int, *, reuse: bool) -> torch.Tensor:
+def _aligned(count: int, *, reuse: bool) -> Bytes:
     """Memory of `count` bytes that begins on a block."""
-    held: torch.Tensor | None = getattr(_mine, "blocks", None)
+    held: Bytes | None = getattr(_mine, "blocks", None)
     if reuse and held is not None and len(held) >= count:
         return held[:count]
-    raw = torch.empty(count + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-    blocks = raw[-raw.data_ptr() % BLOCK_BYTES :][:count]
+    raw = np.empty(count + BLOCK_BYTES, np.uint8)
+    blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:count]
     if reuse:
         _mine.blocks = blocks
     return blocks

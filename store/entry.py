@@ -5,7 +5,7 @@ Shapes: H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,7 @@ from .codec import EncodedShape, LayerShape
 from .codecs import CODECS
 from .document_context import DocumentContext
 from .errors import InputError
+from .host_bytes import Bytes, host_bytes
 from .key import ChunkKey
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,10 +68,14 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedEntry:
-    """An entry in memory: `encoded` holds the stored tensor of each layer. It is never written to."""
+    """An entry in memory: `encoded` holds the stored tensor of each layer, never written to, and `bytes` is a view of it."""
 
     info: EntryInfo
     encoded: tuple[torch.Tensor, ...]
+    bytes: tuple[Bytes, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", tuple(host_bytes(encoded) for encoded in self.encoded))
 
     @classmethod
     def of(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 import xxhash
 
 from .direct_read import make_direct, read_blocks
 from .entry import EncodedEntry
-from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader, byte_view, checksum
+from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader, byte_view
 from .errors import DamagedEntryError, StoreError
+from .host_bytes import Bytes
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 
@@ -88,15 +90,15 @@ class EntryFile:
         """
         shape = self.info.encoded_shape(layer)
         if self._direct:
-            return self._read_direct(layer, reuse=False).view(shape.dtype).view(shape.shape)
+            return torch.from_numpy(self._read_direct(layer, reuse=False)).view(shape.dtype).view(shape.shape)
         encoded = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
         self._read_into(layer, [byte_view(encoded)])
         return encoded
 
-    def read_layer_into(self, layer: int, parts: Sequence[memoryview]) -> None:
-        """Read one layer's encoded bytes, in one read, into the parts in turn, and check them; raises as `read_layer` does.
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """Read one layer of a raw entry, in one read, to where it is needed, and check it.
 
-        The parts are filled before the check, so they are worth nothing where it fails. With direct reads the bytes are copied
+        The memory is filled before the check, so it is worth nothing where that fails. With direct reads the bytes are copied
         from aligned memory of this thread's own.
 
         Raises:
@@ -104,13 +106,10 @@ class EntryFile:
             StoreError: the file is closed.
 
         """
-        if not self._direct:
-            self._read_into(layer, parts)
-            return
-        rest = self._read_direct(layer, reuse=True).numpy().data
-        for part in parts:
-            part[:] = rest[: len(part)]
-            rest = rest[len(part) :]
+        if self._direct:
+            np.copyto(to_2HTB, self._read_direct(layer, reuse=True).reshape(to_2HTB.shape))
+        else:
+            self._read_into(layer, [to_TB.data.cast("B") for to_HTB in to_2HTB for to_TB in to_HTB])
 
     def _read_into(self, layer: int, parts: Sequence[memoryview]) -> None:
         with self._reading():
@@ -120,13 +119,13 @@ class EntryFile:
             found.update(part)
         self._check(layer, found.hexdigest())
 
-    def _read_direct(self, layer: int, *, reuse: bool) -> torch.Tensor:
+    def _read_direct(self, layer: int, *, reuse: bool) -> Bytes:
         def fill(buffer: memoryview, offset: int, needed: int) -> None:
             _fill(self._fd, [buffer], offset, self._path, needed)
 
         with self._reading():
             encoded = read_blocks(fill, self._offsets[layer], self.info.layer_bytes(layer), reuse=reuse)
-        self._check(layer, checksum(encoded))
+        self._check(layer, xxhash.xxh3_64_hexdigest(encoded.data))
         return encoded
 
     def _check(self, layer: int, found: str) -> None:

@@ -1,6 +1,6 @@
 """Where a pinned entry is, and how its layers are read.
 
-Shapes: H KV heads, T tokens, D head size.
+Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .chunk import LayerPair
 from .document_context import DocumentContext
 from .entry import EncodedEntry
 from .entry_file import EntryFile
-from .entry_header import byte_view
 from .errors import DamagedEntryError, InputError, StoreError
+from .host_bytes import Bytes, host_bytes
 from .key import ChunkKey
 
 Tier = Literal["ram", "nvme"]
@@ -106,30 +106,31 @@ class Placement:
         """`k_HTD` and `v_HTD` of one layer's stored tensor, on the device that it was brought to."""
         return self._info.decode(layer, encoded)
 
-    def read_layer_into(self, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
         """Read one layer to where it is needed: raw bytes of a file go straight there, others are decoded and copied.
 
         Args:
             layer: its index.
-            k_HTD: CPU memory for the keys, of the entry's dtype; each head's (T, D) is contiguous.
-            v_HTD: for the values.
+            to_2HTB: the bytes of CPU memory for keys and values of the entry's dtype; each head's (T, B) is contiguous.
 
         Raises:
-            InputError: the memory has another shape or dtype than the layer.
+            InputError: the memory has another shape than the layer.
             DamagedEntryError, StoreError: see `read_layer`.
 
         """
-        entry, wanted = self._held(), self._info.layer_shape(layer)
-        for x_HTD in (k_HTD, v_HTD):
-            if x_HTD.shape != wanted[:3] or x_HTD.dtype != wanted.dtype:
-                raise InputError(f"layer {layer} of {self.key} is {wanted}, and the memory for it {x_HTD.dtype} {x_HTD.shape}")
-        if isinstance(entry, EntryFile) and self.raw:
+        entry = self._held()
+        kv_heads, head_dim = self._info.heads[layer]
+        needed = (2, kv_heads, len(self._info.token_ids), head_dim * self._info.dtype.itemsize)
+        if to_2HTB.shape != needed:
+            raise InputError(f"layer {layer} of {self.key} has bytes {needed}, and the memory for it {to_2HTB.shape}")
+        if not self.raw:
+            for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
+                np.copyto(to_HTB, host_bytes(x_HTD.contiguous()))
+        elif isinstance(entry, EntryFile):
             with self._reporting(layer):
-                entry.read_layer_into(layer, [byte_view(x_TD) for x_HTD in (k_HTD, v_HTD) for x_TD in x_HTD])
-            return
-        for to_HTD, x_HTD in zip((k_HTD, v_HTD), self.read_layer(layer), strict=True):
-            # Not `copy_`: that starts threads of its own, which take the cores from those that compute.
-            np.copyto(to_HTD.view(torch.uint8).numpy(), x_HTD.contiguous().view(torch.uint8).numpy())
+                entry.read_layer_into(layer, to_2HTB)
+        else:
+            np.copyto(to_2HTB, entry.bytes[layer])
 
     def _held(self) -> EncodedEntry | EntryFile:
         entry = self._entry

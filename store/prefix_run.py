@@ -14,6 +14,7 @@ from .block_hash import BLOCK_TOKENS
 from .chunk import LayerPair
 from .document_context import DocumentContext
 from .errors import InputError, StoreError
+from .host_bytes import Bytes, host_bytes
 
 
 def blocks_needed(window: int | None, blocks: int) -> int:
@@ -78,26 +79,28 @@ class PrefixRun:
         """`k_HTD` and `v_HTD` of one layer on the CPU."""
         kv_heads, head_dim = self.heads(layer)
         pair_2HTD = torch.empty((2, kv_heads, len(self.token_ids), head_dim), dtype=self.dtype)
-        self.read_layer_into(layer, pair_2HTD[0], pair_2HTD[1])
+        self.read_layer_into(layer, host_bytes(pair_2HTD))
         return pair_2HTD[0], pair_2HTD[1]
 
-    def read_layer_into(self, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
-        """Copy one layer to where it is needed, which is memory of the CPU.
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """Copy one layer's keys and values to where they are needed.
+
+        Args:
+            layer: its index.
+            to_2HTB: the bytes of CPU memory for keys and values of the run's dtype, B to a head's vector.
 
         Raises:
-            InputError: the memory has another shape or dtype than the layer.
+            InputError: the memory has another shape than the layer.
             StoreError: the run was released.
         """
         pairs = self._pairs(layer)
         kv_heads, head_dim = self.heads(layer)
         start = len(self.token_ids) - len(pairs) * pairs[0][0].shape[1]
-        for which, x_HTD in enumerate((k_HTD, v_HTD)):
-            if x_HTD.shape != (kv_heads, len(self.token_ids), head_dim) or x_HTD.dtype != self.dtype:
-                raise InputError(
-                    f"layer {layer} of a prefix is {self.dtype} {(kv_heads, len(self.token_ids), head_dim)}, and the memory "
-                    f"for it {x_HTD.dtype} {tuple(x_HTD.shape)}"
-                )
-            x_HTD[:, :start] = 0
+        wanted = (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize)
+        if to_2HTB.shape != wanted:
+            raise InputError(f"layer {layer} of a prefix has bytes {wanted}, and the memory for it {to_2HTB.shape}")
+        to_2HTB[:, :, :start] = 0
+        for which, x_HTD in enumerate(torch.from_numpy(to_2HTB).view(self.dtype)):
             torch.cat([pair[which] for pair in pairs], dim=1, out=x_HTD[:, start:])
 
     @property

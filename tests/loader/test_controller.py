@@ -65,12 +65,13 @@ def test_recompute_hides_behind_loading(rate: float, reusable: int, fresh: int) 
 @given(rate=rates, reusable=tokens, fresh=tokens, layers=st.integers(2, 40))
 @settings(deadline=None, max_examples=60)
 def test_the_sooner_way_is_taken(rate: float, reusable: int, fresh: int, layers: int) -> None:
-    """What is predicted is never slower than full prefill: that is taken exactly where blending takes longer."""
+    """Full prefill is taken exactly where blending takes longer, or waits for its loading and is hardly sooner."""
     controller = controller_of(rate, layers)
     made = controller.plan(reads(reusable), reusable, fresh)
-    blended = blend_s(controller, made.ratio, reusable, fresh).total_s
-    assert made.full_recompute == (made.full_s < blended)
-    assert made.prefill_s == pytest.approx(min(made.full_s, blended))
+    blended = blend_s(controller, made.ratio, reusable, fresh)
+    most_s = blended.total_s * (1 + DELAY_ALLOWED * blended.waits_for_last)
+    assert made.full_recompute == (made.full_s < most_s)
+    assert made.prefill_s == pytest.approx(made.full_s if made.full_recompute else blended.total_s)
 
 
 def test_the_papers_example() -> None:
@@ -112,10 +113,10 @@ class TestLearning:
             controller.see(made, load_s=fresh.load_s * load, compute_s=compute_s * compute)
 
     def test_a_stable_machine_gives_equal_plans(self) -> None:
-        """Requests within a quarter of the prediction leave every later plan as it was."""
+        """Requests within a tenth of the prediction leave every later plan as it was."""
         controller = controller_of(5e8)
         before = plan_once(controller)
-        self.see(controller, 5 * WINDOW, load=1.2, compute=0.85)
+        self.see(controller, 5 * WINDOW, load=1.09, compute=0.92)
         assert plan_once(controller) == before
 
     def test_one_slow_request_moves_nothing(self) -> None:
@@ -171,7 +172,7 @@ def controller_factor(controller: LoadingController) -> float:
 
 def test_step_is_what_tests_assume() -> None:
     """The tests above stay within, or go beyond, the step at which a correction moves."""
-    assert 1.2 < STEP < 2
+    assert 1.05 < STEP < 1.15  # a prediction is to be within 15 %
 
 
 @pytest.mark.parametrize(

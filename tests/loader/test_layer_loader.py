@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, LayerKV, Prompt, Segment, SegmentKV
+from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.loader.layer_loader import THREADS
+from cacheblend.loader.staging import Room
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
 from cacheblend.store.errors import DamagedEntryError, FusionCancelledError, StoreError
+from cacheblend.store.host_bytes import Bytes
 
 SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}
 TOKENS = {1: 17, 2: 1, 3: 33, 4: 8, 5: 5, 6: 21}
@@ -31,11 +33,11 @@ class SpyLoader(LayerLoader):
         self.fetched: list[int] = []
         self.gate = gate
 
-    def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
         self.fetched.append(layer)
         if self.gate is not None:
             assert self.gate.wait(10)
-        super().fetch_kv(kv, layer, whole, start, stop)
+        super().fetch_kv(kv, layer, room, start, stop)
 
 
 def key_of(segment: Segment) -> ChunkKey:
@@ -134,9 +136,9 @@ def test_layer_0_is_read_for_full_reuse_alone(
     reads: Counter[tuple[str, int]] = Counter()
     read_layer_into = Placement.read_layer_into
 
-    def counted(placement: Placement, layer: int, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> None:
+    def counted(placement: Placement, layer: int, to_2HTB: Bytes) -> None:
         reads[placement.key.digest, layer] += 1
-        read_layer_into(placement, layer, k_HTD, v_HTD)
+        read_layer_into(placement, layer, to_2HTB)
 
     monkeypatch.setattr(Placement, "read_layer_into", counted)
     with prompts(fusor, stores, ["nvme", "ram", "nvme", "ram"]) as (spread, _), LayerLoader() as loader:
@@ -249,7 +251,7 @@ def test_closing_waits_for_a_read(fusor: Fusor) -> None:
 
     consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
     consumer.start()
-    wait_until(lambda: loader.fetched == [0, 0])  # both chunks' reads are under way
+    wait_until(lambda: loader.fetched == [0])  # the read of both chunks, which are in memory, is under way
     closer.start()
     assert cancelled.wait(10)
     assert closer.is_alive()
@@ -286,11 +288,12 @@ def test_a_layer_of_no_room_for_another(fusor: Fusor) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_reads_in_flight(fusor: Fusor, most: int) -> None:
-    """As many reads are under way at once as the config says, of several layers where one has not that many."""
+def test_reads_in_flight(fusor: Fusor, stores: dict[str, KVStore], most: int) -> None:
+    """As many reads of files are under way at once as the config says, of several layers where one has not that many."""
     gate = threading.Event()
-    prompt = Prompt.of([*(chunk(fusor, 8, seed=seed) for seed in (1, 2, 3)), Segment(draw_ids(3, seed=9))])
-    with SpyLoader(LoaderConfig(reads_in_flight=most), gate) as loader:
+    loading = SpyLoader(LoaderConfig(reads_in_flight=most), gate)
+    with prompts(fusor, stores, ["nvme"] * 3) as (spread, _), loading as loader:
+        prompt = Prompt.of(spread)
         loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
         wait_until(lambda: len(loader.fetched) == most)
         time.sleep(0.02)  # room for a read too many
@@ -298,7 +301,7 @@ def test_reads_in_flight(fusor: Fusor, most: int) -> None:
         gate.set()
         for layer in range(LAYERS):
             loader.synchronize(layer)
-    assert Counter(loader.fetched) == Counter(dict.fromkeys(range(LAYERS), 3))
+    assert Counter(loader.fetched) == Counter(dict.fromkeys(range(LAYERS), len(prompt.cached())))
 
 
 def test_one_fusion_each(fusor: Fusor) -> None:
@@ -337,7 +340,7 @@ def test_failure_in_the_thread(fusor: Fusor) -> None:
     """Whatever goes wrong in the thread is raised by the fusion, as it is."""
 
     class BrokenLoader(LayerLoader):
-        def fetch_kv(self, kv: SegmentKV, layer: int, whole: LayerKV, start: int, stop: int) -> None:
+        def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
             raise MemoryError(f"layer {layer}")
 
     with BrokenLoader() as loader, pytest.raises(MemoryError, match="layer 1"):

@@ -10,14 +10,15 @@ import torch
 from chunks import HEADS, TOKENS, file_of, make_chunk
 
 from cacheblend.store import ConfigError, DamagedEntryError, InputError, KVStore, StoreConfig
+from cacheblend.store.host_bytes import host_bytes
 
 KEY, KV = make_chunk(1)
 
 
-def room(layer: int, dtype: torch.dtype = torch.float32, stride: int = 3) -> list[torch.Tensor]:
+def room(layer: int, dtype: torch.dtype = torch.float32, stride: int = 3) -> torch.Tensor:
     """Keys and values inside larger memory, as a prompt's layer has them: each head contiguous, heads apart."""
     kv_heads, head_dim = HEADS[layer]
-    return [torch.full((kv_heads, TOKENS + stride, head_dim), torch.nan, dtype=dtype) for _ in "kv"]
+    return torch.full((2, kv_heads, TOKENS + stride, head_dim), torch.nan, dtype=dtype)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -35,7 +36,7 @@ def test_a_layer_comes_to_its_place(tmp_path: Path, tier: str, direct: bool) -> 
             assert placement.tier == tier
             for layer, own in enumerate(KV.layers):
                 whole = room(layer)
-                placement.read_layer_into(layer, whole[0][:, 1 : 1 + TOKENS], whole[1][:, 1 : 1 + TOKENS])
+                placement.read_layer_into(layer, host_bytes(whole)[:, :, 1 : 1 + TOKENS])
                 for got, want in zip(whole, own, strict=True):
                     assert torch.equal(got[:, 1 : 1 + TOKENS], want)
                     assert got[:, [0, -2, -1]].isnan().all()
@@ -68,13 +69,13 @@ def test_one_read_straight_into_place(tmp_path: Path, monkeypatch: pytest.Monkey
             monkeypatch.setattr(os, "preadv", noted)
             for layer, (kv_heads, head_dim) in enumerate(HEADS):
                 calls.clear()
-                placement.read_layer_into(layer, *(x[:, :TOKENS] for x in room(layer)))
+                placement.read_layer_into(layer, host_bytes(room(layer))[:, :, :TOKENS])
                 assert calls == [[4 * TOKENS * head_dim] * 2 * kv_heads]
     direct = StoreConfig(directory=tmp_path / "store", ram_budget_bytes=1, direct_reads=True)
     with KVStore(direct) as store, store.pin([KEY]) as (placement,):
         assert placement is not None
         calls.clear()
-        placement.read_layer_into(2, *(x[:, :TOKENS] for x in room(2)))
+        placement.read_layer_into(2, host_bytes(room(2))[:, :, :TOKENS])
         ((blocks,),) = calls
         assert blocks % 4096 == 0
 
@@ -89,21 +90,21 @@ def test_damage_is_found_in_place(tmp_path: Path, direct: bool) -> None:
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
         with store.pin([KEY]) as (placement,):
             assert placement is not None
-            placement.read_layer_into(0, *(x[:, :TOKENS] for x in room(0)))
+            placement.read_layer_into(0, host_bytes(room(0))[:, :, :TOKENS])
             with pytest.raises(DamagedEntryError, match="checksum"):
-                placement.read_layer_into(2, *(x[:, :TOKENS] for x in room(2)))
+                placement.read_layer_into(2, host_bytes(room(2))[:, :, :TOKENS])
         assert KEY not in store
 
 
 @pytest.mark.parametrize(("layer", "dtype"), [(1, torch.float32), (0, torch.bfloat16)])
 def test_a_place_that_does_not_fit(tmp_path: Path, layer: int, dtype: torch.dtype) -> None:
-    """Memory of another shape or dtype is refused before anything is read."""
+    """Memory of another shape or size is refused before anything is read."""
     with KVStore(StoreConfig(directory=tmp_path / "store", ram_budget_bytes=1)) as store:
         store.put(KEY, KV)
         with store.pin([KEY]) as (placement,):
             assert placement is not None
             with pytest.raises(InputError, match="layer 0"):
-                placement.read_layer_into(0, *(x[:, :TOKENS] for x in room(layer, dtype)))
+                placement.read_layer_into(0, host_bytes(room(layer, dtype))[:, :, :TOKENS])
 
 
 def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

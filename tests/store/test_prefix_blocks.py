@@ -19,6 +19,7 @@ from cacheblend.store import InputError, StoreError
 from cacheblend.store.block_hash import BLOCK_TOKENS, BlockChain, chain_root
 from cacheblend.store.errors import ConfigError
 from cacheblend.store.eviction import NamespaceShare, TierBudget
+from cacheblend.store.host_bytes import host_bytes
 from cacheblend.store.prefix_blocks import PrefixBlocks
 from cacheblend.store.prefix_run import PrefixRun
 from cacheblend.store.recent_namespaces import RecentNamespaces
@@ -209,7 +210,7 @@ def test_views_are_not_kept() -> None:
         assert run is not None
         assert all(x_HTD.all() for x_HTD in run.read_layer(1))
         with pytest.raises(InputError, match="the memory for it"):
-            run.read_layer_into(0, *torch.empty(2, HEADS, BLOCK_TOKENS + 1, HEAD_DIM))
+            run.read_layer_into(0, host_bytes(torch.empty(2, HEADS, BLOCK_TOKENS + 1, HEAD_DIM)))
 
 
 def test_clear() -> None:
