@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Fusor:
             PromptTooLongError: prefix and chunk are longer than the model's positions.
 
         """
-        return next(self.precompute_documents([([token_ids], [0])], prefix_ids, context=False))
+        return _apart(next(self.precompute_documents([([token_ids], [0])], prefix_ids, context=False)))
 
     def precompute_document(
         self, chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int] = (), which: Collection[int] | None = None
@@ -108,7 +109,7 @@ class Fusor:
             InputError, PromptTooLongError: see `precompute`.
 
         """
-        return self.precompute_documents([(chunks, range(len(chunks)) if which is None else which)], prefix_ids)
+        return map(_apart, self.precompute_documents([(chunks, range(len(chunks)) if which is None else which)], prefix_ids))
 
     @torch.no_grad()
     def precompute_documents(
@@ -129,7 +130,8 @@ class Fusor:
             context: False leaves out the second reading, and `ChunkKV.context`.
 
         Returns:
-            The chunks' KV, document by document, in ascending order of index.
+            The chunks' KV, document by document, in ascending order of index. Its tensors are views of what the pass gave, and
+            each keeps all of that in memory: to be stored, not collected.
 
         Raises:
             InputError, PromptTooLongError: see `precompute`.
@@ -267,3 +269,9 @@ class Fusor:
             keys = [layer.keys[:, :, -len(chunk) - 1 : -1] for layer in (mine, own)]
             off = max(off, float((keys[0] - keys[1]).abs().max() / keys[1].abs().max()))
         return off
+
+
+def _apart(kv: ChunkKV) -> ChunkKV:
+    """The same in memory of its own."""
+    own = torch.contiguous_format
+    return replace(kv, layers=[(k.clone(memory_format=own), v.clone(memory_format=own)) for k, v in kv.layers])

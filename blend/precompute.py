@@ -77,7 +77,7 @@ def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Readin
 
 
 def run_pass(decoder: Decoder, together: Sequence[Reading], prefix_ids: Sequence[int], model: str) -> Iterator[ChunkKV]:
-    """The KV of the chunks wanted, reading by reading, from one pass through the model.
+    """The KV of the chunks wanted, reading by reading, from one pass through the model; views of what it gave.
 
     Args:
         decoder: the model.
@@ -92,7 +92,7 @@ def run_pass(decoder: Decoder, together: Sequence[Reading], prefix_ids: Sequence
         deviation.add(k_1HND, v_1HND)
         k_HND, v_HND = k_1HND[0].cpu(), v_1HND[0].cpu()
         for pairs, at in zip(layers, rows.chunks, strict=True):
-            pairs.append((k_HND[:, at].contiguous(), v_HND[:, at].contiguous()))
+            pairs.append((k_HND[:, at], v_HND[:, at]))
     found = iter(deviation.values())
     pairs_of = iter(layers)
     for reading in together:

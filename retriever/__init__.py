@@ -6,7 +6,7 @@ from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Document
 from .embedder import Embedder, SentenceTransformerEmbedder
 from .plain_tokenizer import PlainTokenizer
-from .retriever import AddReport, Retriever
+from .retriever import AddReport, Retriever, embedded_text
 from .splitter import Splitter
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "ScoredChunk",
     "SentenceTransformerEmbedder",
     "Splitter",
+    "embedded_text",
     "in_reading_order",
 ]

@@ -114,7 +114,7 @@ class Retriever:
         if on_progress is not None and unchanged:
             on_progress(done, given)
         for batch in self._batches(changed):
-            vectors_ND = self._embed([_embedded_text(chunk) for _, chunks in batch for chunk in chunks])
+            vectors_ND = self._embed([embedded_text(chunk) for _, chunks in batch for chunk in chunks])
             for document, chunks in batch:
                 with self._lock:
                     change = self._catalogue.put(document, chunks, vectors_ND[: len(chunks)])
@@ -242,7 +242,7 @@ class Retriever:
         return index
 
 
-def _embedded_text(chunk: Chunk) -> str:
+def embedded_text(chunk: Chunk) -> str:
     """What a chunk is found by: its text, behind its document's title, which the text itself has in the first chunk only."""
     return chunk.text if chunk.position == 0 or not chunk.title else f"{chunk.title}\n{chunk.text}"
 
