@@ -31,63 +31,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import mmap
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_fusor import make_fusor, make_segments
+from disk_peer import fio_rate, reader_rate
+from throttled_loader import Throttle, ThrottledLoader
 
-from cacheblend.blend import FusionConfig, Fusor, LayerKV, Prompt, Segment, SegmentKV
+from cacheblend.blend import FusionConfig, Fusor, LayerKV, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig, LoadingController, Profile, TierSpeed, measure_profile
 from cacheblend.loader.correction import WINDOW
-from cacheblend.loader.staging import Room
 from cacheblend.loader.tier_speed import drop_page_cache
-from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
 CHUNK_TOKENS = 512
 SEARCHED = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-
-
-class Throttle:
-    """A device of so many bytes a second that serves one read after the other."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait(self, count: int) -> None:
-        """Return when the device would have read so many bytes more."""
-        with self._lock:
-            self._free_at = max(self._free_at, time.perf_counter()) + count / self.bytes_per_s
-            ready = self._free_at
-        time.sleep(max(0.0, ready - time.perf_counter()))
-
-
-class ThrottledLoader(LayerLoader):
-    """A loader whose reads of stored KV take at least the throttle's time."""
-
-    def __init__(self, config: LoaderConfig, throttle: Throttle) -> None:
-        super().__init__(config)
-        self._throttle = throttle
-
-    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
-        """See `LayerLoader.fetch_kv`."""
-        super().fetch_kv(kv, layer, room, start, stop)
-        if isinstance(kv, Placement):
-            self._throttle.wait(kv.layer_bytes(layer))
 
 
 class Bench:
@@ -167,7 +133,7 @@ def disk(bench: Bench, folder: Path, repeats: int, *, direct: bool) -> dict[str,
                 return total / bench.load_alone_s(segments, LayerLoader(bench.config), layer_0=True)
 
     fio = shutil.which("fio")
-    peer = (lambda: _fio_rate(fio, files, block, jobs, direct)) if fio else (lambda: _reader_rate(files, block, jobs))
+    peer = (lambda: fio_rate(fio, files, block, jobs, direct)) if fio else (lambda: reader_rate(files, block, jobs))
     rates = medians({"loader": loader_rate, "peer": peer}, repeats)
     name = "nvme" if direct else "cached"
     return {
@@ -176,40 +142,6 @@ def disk(bench: Bench, folder: Path, repeats: int, *, direct: bool) -> dict[str,
         f"{name}_peer_bytes_per_s": rates["peer"],
         "nvme_peer": "fio" if fio else "plain O_DIRECT reader",
     }
-
-
-def _fio_rate(fio: str, files: list[Path], block: int, jobs: int, direct: bool) -> float:
-    """What fio reads: the files in order, one block at a time."""
-    drop_page_cache(files)
-    shares = [files[job::jobs] for job in range(jobs)]
-    arguments = ["--ioengine=psync", f"--direct={int(direct)}", "--rw=read", f"--bs={block}", "--output-format=json"]
-    arguments += ["--file_service_type=sequential"]
-    for number, share in enumerate(shares):
-        if share:
-            arguments += [f"--name=job{number}", f"--filename={':'.join(map(str, share))}"]
-    output = subprocess.run([fio, "--readonly", *arguments], check=True, capture_output=True, text=True).stdout
-    done = json.loads(output[output.index("{") :])["jobs"]
-    return float(sum(job["read"]["io_bytes"] for job in done) / (max(job["read"]["runtime"] for job in done) / 1000))
-
-
-def _reader_rate(files: list[Path], block: int, jobs: int) -> float:
-    """What plain reads of the same files give, as many at once."""
-    drop_page_cache(files)
-
-    def read(path: Path) -> int:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        buffer, done = mmap.mmap(-1, block), 0
-        while count := os.preadv(fd, [buffer], done):
-            done += count
-            if count < block:
-                break
-        os.close(fd)
-        return done
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(jobs) as pool:
-        total = sum(pool.map(read, files))
-    return total / (time.perf_counter() - started)
 
 
 def memory(bench: Bench, repeats: int) -> dict[str, Any]:
