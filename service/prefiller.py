@@ -200,8 +200,7 @@ class Prefiller:
                 self._tell(controller, loading, prefilled, loader, looked_up + away.seconds)
         for index, (key, chunk, placement) in enumerate(zip(keys, pieces.chunks, placements, strict=True)):
             if placement is None:
-                before = functools.partial(self._chunks_before, pieces, index)
-                self._holes.fill(key, chunk, self._chunk_prefix_ids, before)
+                self._holes.fill(key, chunk, self._chunk_prefix_ids, functools.partial(self._chunks_before, pieces, index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
 
     def _find_prefix(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> AbstractContextManager[PromptPrefix]:
