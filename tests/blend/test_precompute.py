@@ -64,9 +64,8 @@ def test_contexts_do_not_depend_on_who_is_in_the_pass(monkeypatch: pytest.Monkey
             torch.testing.assert_close(kv.context.deviation, own.context.deviation, rtol=2e-3, atol=1e-6)
 
 
-def test_some_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are wanted come, in order, with their contexts; nothing is run for a document of which none is."""
-    fusor = Fusor(tiny_model("llama"))
+def lengths_run(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of every sequence that is run alone from now on."""
     ran: list[int] = []
     run_alone = fusor.decoder.run_alone
 
@@ -75,6 +74,13 @@ def test_some_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return run_alone(sequences)
 
     monkeypatch.setattr(fusor.decoder, "run_alone", counting)
+    return ran
+
+
+def test_some_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are wanted come, in order, with their contexts; nothing is run for a document of which none is."""
+    fusor = Fusor(tiny_model("llama"))
+    ran = lengths_run(fusor, monkeypatch)
     kvs = list(fusor.precompute_documents([(DOCUMENTS[0], [3, 1]), (DOCUMENTS[1], []), (DOCUMENTS[2], [0])], BOS))
     assert [kv.token_ids for kv in kvs] == [tuple(DOCUMENTS[0][1]), tuple(DOCUMENTS[0][3]), tuple(DOCUMENTS[2][0])]
     assert [kv.context is not None for kv in kvs] == [True, True, False]
@@ -85,14 +91,7 @@ def test_some_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_first_chunk_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A document's first chunk is taken from the reading of the whole, where nothing but the prefix stands before it."""
     fusor = Fusor(tiny_model("llama"))
-    ran: list[int] = []
-    run_alone = fusor.decoder.run_alone
-
-    def counting(sequences: list[list[int]]) -> object:
-        ran.extend(map(len, sequences))
-        return run_alone(sequences)
-
-    monkeypatch.setattr(fusor.decoder, "run_alone", counting)
+    ran = lengths_run(fusor, monkeypatch)
     first, second = fusor.precompute_document(DOCUMENTS[2], BOS)
     assert sorted(ran) == [10, 40]
     monkeypatch.undo()
