@@ -241,7 +241,7 @@ def test_closing_waits_for_a_read(fusor: Fusor) -> None:
     """Closing wakes a waiting fusor with FusionCancelledError, and returns when the read under way has ended."""
     gate, cancelled = threading.Event(), threading.Event()
     prompt = Prompt.of([chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))])
-    loader = SpyLoader(gate=gate)
+    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
     loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
 
     def consume() -> None:
