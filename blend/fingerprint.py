@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cacheblend.store.user_cache import user_cache_folder
+
 logger = logging.getLogger(__name__)
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -53,8 +55,7 @@ def _config_digest(model: nn.Module, dtype: torch.dtype) -> hashlib._Hash:
 
 
 def _known_file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "cacheblend" / "fingerprints.json"
+    return user_cache_folder() / "fingerprints.json"
 
 
 def _read_known() -> dict[str, str]:

@@ -216,7 +216,7 @@ def _run(config: EvalConfig, out: Path | None, resume: bool, as_json: bool) -> N
         raise ConfigError("resume", resume, "only with --out, the folder of the run to go on with")
     folder = out or Path("runs") / f"{config.source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with options.progress_bars() as progress:
-        summary = evaluate(config, folder, resume=resume, on_progress=lambda done, total: progress("cases", done, total))
+        summary = evaluate(config, folder, resume=resume, on_progress=progress)
     if as_json:
         options.print_json(summary)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,9 @@ def load(
     name: Annotated[str, typer.Option("--data-set", help=f"world, or one of {', '.join(DATA_SETS)}.")] = "world",
     data: Annotated[str | None, typer.Option(envvar=DATA_VARIABLE, help="The set's file, or a folder that has it.")] = None,
     preset: Annotated[str, typer.Option(help=f"Set-up of a data set: {' or '.join(PRESETS)}.")] = "extended",
+    cases: Annotated[
+        int | None, typer.Option(help="Cases from the file's start, which make up the corpus; left out, the whole data set.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Draws the cases, or their order, and the arrivals.")] = DEFAULTS["seed"],
     warm_up: Annotated[
         int, typer.Option(help="Requests before, not measured, where the data set has none for that.")
@@ -94,7 +98,7 @@ def load(
 
     model = default_model() if model is None else model
     swept = _numbers(rates)
-    source = _source(name, data, preset, seed, warm_up + requests * len(swept))
+    source = _source(name, data, preset, seed, cases or (warm_up + requests * len(swept) if name == "world" else None))
     config = LoadConfig(
         source=source,
         rates_rps=swept,
@@ -108,17 +112,17 @@ def load(
     wanted = _listed(methods)
     if not wanted and not peers:
         raise ConfigError("methods", methods, "at least one, or a --peer")
-    made = _requests(config, model)
     folder = out or Path("runs") / f"load-{source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with ExitStack() as running, options.progress_bars() as progress:
+        first, by_rate = _requests(config, model, progress)
         targets: list[Target] = []
         if wanted:
             own = address or running.enter_context(
-                _service(model, serve_config, store_dir, device, dtype, _chunk_tokens(made, model))
+                _service(model, serve_config, store_dir, device, dtype, _chunk_tokens([first, *by_rate], model))
             )
             targets += _own(own, wanted, source, recompute_ratio, api_key)
         targets += _peers(peers, source, peer_completions, peer_api_key)
-        summary = run_load(config, targets, made, folder, on_progress=progress)
+        summary = run_load(config, targets, first, by_rate, folder, on_progress=progress)
     if as_json:
         options.print_json(summary)
     else:
@@ -127,20 +131,24 @@ def load(
         raise typer.Exit(INTERRUPTED)
 
 
-def _source(name: str, data: str | None, preset: str, seed: int, cases: int) -> RequestSource:
+def _source(name: str, data: str | None, preset: str, seed: int, cases: int | None) -> RequestSource:
     if name == "world":
-        return WorldSource(seed=seed, cases=max(1, cases))
+        return WorldSource(seed=seed, cases=max(1, cases or 0))
     if preset not in PRESETS:
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
-    return FileSource(name=name, data=data, seed=seed, preset=PRESETS[preset])
+    return FileSource(name=name, data=data, cases=cases, seed=seed, preset=PRESETS[preset])
 
 
-def _requests(config: LoadConfig, model: str) -> list[LoadRequest]:
-    from .load import load_requests
+def _requests(
+    config: LoadConfig, model: str, on_progress: options.OnProgress
+) -> tuple[list[LoadRequest], list[list[LoadRequest]]]:
+    """Those that warm up, and those of every rate."""
+    from .load import load_requests, split_requests
 
     tokenizer, positions = _tokenizer(model)
     limit = None if positions is None else max(1, positions - config.max_tokens - MARGIN_TOKENS)
-    return load_requests(config.source, tokenizer, limit)
+    requests = load_requests(config.source, tokenizer, limit, on_corpus=functools.partial(on_progress, "corpus"))
+    return split_requests(requests, config.warm_up, len(config.rates_rps), config.requests)
 
 
 def _tokenizer(model: str) -> tuple[Any, int | None]:
@@ -159,10 +167,10 @@ def _tokenizer(model: str) -> tuple[Any, int | None]:
     return tokenizer, getattr(config, "max_position_embeddings", None)
 
 
-def _chunk_tokens(requests: Sequence[LoadRequest], model: str) -> int:
+def _chunk_tokens(groups: Sequence[Sequence[LoadRequest]], model: str) -> int:
     """A chunk size at which the service cuts none of the chunks again."""
     tokenizer, _ = _tokenizer(model)
-    chunks = {chunk for request in requests for chunk in request.chunks}
+    chunks = {chunk for group in groups for request in group for chunk in request.chunks}
     return max((len(tokenizer(chunk, add_special_tokens=False)["input_ids"]) for chunk in chunks), default=1)
 
 

@@ -52,6 +52,12 @@ class HoleFiller:
                 self._waiting.setdefault(key, (tuple(token_ids), tuple(prefix_ids), before))
                 self._changed.notify_all()
 
+    @property
+    def waiting(self) -> int:
+        """Holes that are not filled yet."""
+        with self._changed:
+            return len(self._waiting) + self._busy
+
     def __enter__(self) -> None:
         """A request is running: a precompute gives way to it, for a while."""
         with self._changed:

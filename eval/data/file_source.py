@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from .case_file import read_examples
 from .data_set import DataSet, data_set, find_file
 from .example import Example
 from .preset import Preset
+from .remembering_embedder import RememberingEmbedder
 from .request import Request, make_request
 from .source import prompt_builder
 from .wording import Wording
@@ -78,7 +79,13 @@ class FileSource:
         """Whether each chunk of a request is cached before it comes."""
         return not self.preset.shared_corpus
 
-    def requests(self, tokenizer: Any, limit: int | None, embedder: Embedder | None = None) -> Iterator[Request]:
+    def requests(
+        self,
+        tokenizer: Any,
+        limit: int | None,
+        embedder: Embedder | None = None,
+        on_corpus: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Request]:
         """See `RequestSource.requests`; the whole file is read before the first request.
 
         Raises:
@@ -90,10 +97,10 @@ class FileSource:
         warm_up = int(self.preset.warm_up * len(examples))
         builder, plain = prompt_builder(tokenizer, self.wording), PlainTokenizer(tokenizer)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
-        with Retriever(config, tokenizer, embedder or SentenceTransformerEmbedder()) as retriever:
+        with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
             if self.preset.shared_corpus:
                 random.Random(self.seed).shuffle(examples)
-                retriever.add(document for example in examples for document in _documents(example))
+                retriever.add((document for example in examples for document in _documents(example)), on_corpus)
             for index, example in enumerate(examples):
                 question = self.wording.question.format(question=example.question)
                 chunks = self._chunks(example, retriever, plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from cacheblend.retriever import Embedder
@@ -35,13 +35,20 @@ class RequestSource(Protocol):
     def caches_all(self) -> bool:
         """Whether each chunk of a request is cached before it comes, or only what earlier requests had."""
 
-    def requests(self, tokenizer: Any, limit: int | None, embedder: Embedder | None = None) -> Iterator[Request]:
+    def requests(
+        self,
+        tokenizer: Any,
+        limit: int | None,
+        embedder: Embedder | None = None,
+        on_corpus: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Request]:
         """The requests, in an order that the source alone fixes.
 
         Args:
             tokenizer: the model's.
             limit: longest prompt in tokens; None for no limit.
             embedder: in place of the retriever's own.
+            on_corpus: where all are searched in one corpus, called with its documents that are embedded and their number.
         """
 
 

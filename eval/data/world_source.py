@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,13 @@ class WorldSource:
         """Each chunk was met before."""
         return True
 
-    def requests(self, tokenizer: Any, limit: int | None, embedder: Embedder | None = None) -> Iterator[Request]:
+    def requests(
+        self,
+        tokenizer: Any,
+        limit: int | None,
+        embedder: Embedder | None = None,
+        on_corpus: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Request]:
         """See `RequestSource.requests`."""
         builder, plain = prompt_builder(tokenizer, self.wording), PlainTokenizer(tokenizer)
         for index, case in enumerate(make_cases(self.seed, self.cases, config=self._config())):

@@ -48,7 +48,7 @@ def draw_figures(
             last whole cases and draws anew.
         fusor: in place of the model that the config names.
         embedder: in place of the retriever's own.
-        on_progress: called with the run, its cases done and their number.
+        on_progress: called with the run and its stage, what of it is done, and how much it is.
 
     Returns:
         By figure the path of its PNG, or why it was left out.
@@ -70,7 +70,7 @@ def draw_figures(
             resume=path.exists(),
             fusor=fusor,
             embedder=embedder,
-            on_progress=lambda done, total: on_progress(name, done, total),
+            on_progress=lambda stage, done, total: on_progress(f"{name}, {stage}", done, total),
         )
 
     def sweep(name: str, sources: Mapping[str, RequestSource]) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from .config import LoadConfig
 from .equal_ttft import Curve, throughput_at
 from .report import is_load_run, load_report, read_summary
-from .request_set import LoadRequest, load_requests
+from .request_set import LoadRequest, load_requests, split_requests
 from .sweep import run_load
 from .target import Target, own_targets, peer_target
 
@@ -19,5 +19,6 @@ __all__ = [
     "peer_target",
     "read_summary",
     "run_load",
+    "split_requests",
     "throughput_at",
 ]

@@ -61,6 +61,8 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> str:
         "throughput (1/s)",
         "tokens/s",
         "hit rate",
+        "quality",
+        "evicted",
     )
     rows = [
         (
@@ -74,6 +76,8 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> str:
             _number(step["throughput_rps"], 2),
             _number(step["tokens_per_s"], 1),
             _number(step["hit_rate"], 2),
+            _number(step["quality"], 2),
+            _number(step["evictions"], 0),
         )
         for step in steps
     ]

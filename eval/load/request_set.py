@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.eval.data import Request, RequestSource
+from cacheblend.eval.data import Example, Request, RequestSource
 from cacheblend.retriever import Embedder
 from cacheblend.store.errors import InputError
 
@@ -16,42 +17,54 @@ class LoadRequest:
     """A question over chunks.
 
     Args:
-        id: the example's.
+        example: with the right answers.
         question: in the data set's words.
         chunks: texts, in the prompt's order.
         is_warm_up: the source sets it apart to fill caches.
     """
 
-    id: str
+    example: Example
     question: str
     chunks: tuple[str, ...]
     is_warm_up: bool = False
 
 
 def load_requests(
-    source: RequestSource, tokenizer: Any, limit: int | None, embedder: Embedder | None = None
-) -> list[LoadRequest]:
-    """All requests of a source.
+    source: RequestSource,
+    tokenizer: Any,
+    limit: int | None,
+    embedder: Embedder | None = None,
+    on_corpus: Callable[[int, int], None] | None = None,
+) -> Iterator[LoadRequest]:
+    """The requests of a source, made as they are asked for.
 
     Args:
         source: the data set.
         tokenizer: measures chunks and prompts; a peer's own may count a little differently.
         limit: longest prompt in tokens; None for no limit.
         embedder: in place of the retriever's own.
+        on_corpus: see `RequestSource.requests`.
     """
-    return [_texts(request, source, tokenizer) for request in source.requests(tokenizer, limit, embedder)]
+    for request in source.requests(tokenizer, limit, embedder, on_corpus):
+        yield _texts(request, source, tokenizer)
 
 
 def split_requests(
-    requests: Sequence[LoadRequest], warm_up: int, rates: int, each: int
+    requests: Iterable[LoadRequest], warm_up: int, rates: int, each: int
 ) -> tuple[list[LoadRequest], list[list[LoadRequest]]]:
-    """Requests to warm up with, and those of every rate.
+    """Requests to warm up with, and those of every rate; no more are taken than that.
 
     Raises:
         InputError: there are too few.
     """
-    apart = [request for request in requests if request.is_warm_up]
-    measured = [request for request in requests if not request.is_warm_up]
+    coming = iter(requests)
+    apart, measured = [], []
+    for request in coming:
+        (apart if request.is_warm_up else measured).append(request)
+        if measured:
+            break
+    needed = rates * each if apart else warm_up + rates * each
+    measured += itertools.islice(coming, needed - len(measured))
     if not apart:
         apart, measured = measured[:warm_up], measured[warm_up:]
     if len(measured) < rates * each:
@@ -69,4 +82,4 @@ def _texts(request: Request, source: RequestSource, tokenizer: Any) -> LoadReque
 
     question = source.wording.question.format(question=request.example.question)
     chunks = tuple(filter(None, map(text, request.pieces.chunks)))
-    return LoadRequest(request.example.id, question, chunks, request.is_warm_up)
+    return LoadRequest(request.example, question, chunks, request.is_warm_up)

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from cacheblend.eval.metrics import quality
+
 from .request_set import LoadRequest
 from .target import Target
 
@@ -32,6 +34,7 @@ class Sample:
         cached_tokens: those of them that it had cached; None where it does not tell.
         completion_tokens: as the server counts them; None where it does not tell.
         text: the answer.
+        quality: of the answer, 0..1, by the first metric of its example's task; None unless answered.
     """
 
     id: str
@@ -45,6 +48,7 @@ class Sample:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     text: str = ""
+    quality: float | None = None
 
 
 async def ask(
@@ -63,9 +67,9 @@ async def ask(
     sent_s = time.perf_counter() - started
     seen = _Stream()
 
-    def sample(outcome: str, detail: str = "", ttft_s: float | None = None) -> Sample:
+    def sample(outcome: str, detail: str = "", ttft_s: float | None = None, marked: float | None = None) -> Sample:
         return Sample(
-            id=request.id,
+            id=request.example.id,
             due_s=due_s,
             sent_s=sent_s,
             end_s=time.perf_counter() - started,
@@ -74,6 +78,7 @@ async def ask(
             ttft_s=ttft_s,
             **seen.usage(),
             text=seen.text,
+            quality=marked,
         )
 
     try:
@@ -91,7 +96,9 @@ async def ask(
     if seen.error is not None or not seen.finished:
         return sample("failed", seen.error or "the stream ended before the answer did")
     ended = time.perf_counter() - started
-    return sample("answered", ttft_s=(ended if seen.first_text_s is None else seen.first_text_s) - due_s)
+    first_s = ended if seen.first_text_s is None else seen.first_text_s
+    found = quality(request.example, target.wording.answer_in(seen.text))
+    return sample("answered", ttft_s=first_s - due_s, marked=next(iter(found.values())))
 
 
 class _Stream:

@@ -21,9 +21,10 @@ from .arrivals import poisson_arrivals
 from .config import LoadConfig
 from .equal_ttft import equal_ttft
 from .open_loop import send_on_time
-from .request_set import LoadRequest, split_requests
+from .request_set import LoadRequest
 from .sample import Sample, ask
 from .step import Step, step_of
+from .store_state import settled_evictions
 from .target import Target
 
 Progress = Callable[[str, int, int], None]
@@ -33,7 +34,8 @@ DOCUMENTS_AT_ONCE = 100
 def run_load(
     config: LoadConfig,
     targets: Sequence[Target],
-    requests: Sequence[LoadRequest],
+    warm_up: Sequence[LoadRequest],
+    by_rate: Sequence[Sequence[LoadRequest]],
     folder: Path,
     *,
     on_progress: Progress = lambda *_: None,
@@ -46,18 +48,18 @@ def run_load(
     Args:
         config: rates, requests, seed.
         targets: whom to ask; at each rate one after the other.
-        requests: of the data set.
+        warm_up: requests that are not measured; see `split_requests`.
+        by_rate: those of every rate.
         folder: new.
         on_progress: called with the stage, requests ended, and requests in all.
 
     Raises:
-        InputError: a label twice, too few requests, or a folder that exists.
+        InputError: a label twice, or a folder that exists.
         ServiceError: a target does not answer the warm-up, or our own service refuses the documents.
     """
     labels = [target.label for target in targets]
     if not labels or len(set(labels)) < len(labels):
         raise InputError(f"the targets are {labels}: give at least one, and each its own name")
-    warm_up, by_rate = split_requests(requests, config.warm_up, len(config.rates_rps), config.requests)
     run = RunFolder.create(folder, _setup(config, targets))
     if config.source.caches_all:
         _ingest(targets, [request for group in (warm_up, *by_rate) for request in group], on_progress)
@@ -127,13 +129,16 @@ async def _step(
         samples.append(sample)
         on_progress(f"{target.label} at {rate_rps:g}/s", len(samples), len(requests))
 
+    before, evictions = await settled_evictions(client, target), None
     try:
         await send_on_time(client, target, requests, arrivals_s, max_tokens, keep)
+        after = await settled_evictions(client, target)
+        evictions = None if before is None or after is None else after - before
     finally:  # cancelled or not
         for sample in samples:
             run.append({"target": target.label, "rate_rps": rate_rps, **dataclasses.asdict(sample)})
         if samples:
-            steps.append(step_of(target.label, rate_rps, samples))
+            steps.append(step_of(target.label, rate_rps, samples, evictions))
 
 
 def _ingest(targets: Sequence[Target], requests: Sequence[LoadRequest], on_progress: Progress) -> None:

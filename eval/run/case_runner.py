@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from cacheblend.blend import FusedPrompt, Fusor
-from cacheblend.eval.data import Example, Request, Task
+from cacheblend.eval.data import Example, Request
 from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.methods import CacheHistory, EverythingCached, MethodAnswer, ResidentRequest, SeenBefore, make_methods
-from cacheblend.eval.metrics import deviation_left, exact_match, f1, rouge_l
+from cacheblend.eval.metrics import deviation_left, quality
 
 from .config import EvalConfig
 from .environment import has_random_weights
@@ -94,10 +94,3 @@ class CaseRunner:
         """A GPU may still be at the method before."""
         if self._fusor.decoder.device.type == "cuda":
             torch.cuda.synchronize(self._fusor.decoder.device)
-
-
-def quality(example: Example, prediction: str) -> dict[str, float]:
-    """The metrics of the example's task, each 0..1; the first is the one that methods are compared by."""
-    if example.task is Task.SUMMARIZATION:
-        return {"rouge_l": rouge_l(prediction, example.answers)}
-    return {"f1": f1(prediction, example.answers), "em": exact_match(prediction, example.answers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from .environment import environment
 from .folder import RunFolder
 from .summary import summarize
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
 
 
 def evaluate(
@@ -28,7 +29,7 @@ def evaluate(
     resume: bool = False,
     fusor: Fusor | None = None,
     embedder: Embedder | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Run an evaluation and give its summary, see `summarize`; rows and summary are in the folder as well.
 
@@ -38,7 +39,7 @@ def evaluate(
         resume: go on behind the last whole case; the set-up must be the same.
         fusor: in place of the model that the config names.
         embedder: in place of the retriever's own.
-        on_progress: called with the cases done and their number.
+        on_progress: called with the stage, what of it is done, and how much it is.
 
     Raises:
         InputError: the folder exists, or is no run to go on with; no model or data set there; a line of it is no example.
@@ -49,7 +50,7 @@ def evaluate(
     fusor = fusor or load_fusor(config)
     limit = None if fusor.max_positions is None else fusor.max_positions - config.new_tokens
     # What is wrong with data, model or packages shows before a folder is made.
-    requests = config.source.requests(fusor.tokenizer, limit, embedder)
+    requests = config.source.requests(fusor.tokenizer, limit, embedder, functools.partial(on_progress, "corpus"))
     first = next(requests, None)
     if first is None:
         raise InputError(f"the data set {config.source.name} holds no case")
@@ -63,8 +64,7 @@ def evaluate(
             cases.skip(request)
         else:
             run.append(cases.run(request, index))
-        if on_progress is not None:
-            on_progress(index + 1, max(index + 1, config.source.count))
+        on_progress("cases", index + 1, max(index + 1, config.source.count))
     summary = summarize(run)
     run.write_summary(summary)
     return summary

@@ -33,13 +33,16 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/store")
 async def store(request: Request) -> dict[str, Any]:
-    """What the tenant's store and prefix blocks hold and have done since the service started, and how good its answers are."""
+    """What the tenant's store and prefix blocks hold and have done since the service started, how many of its chunks wait to be
+    computed in the background, and how good its answers are.
+    """
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     stats = await run_in_threadpool(engine.store.stats)
     quality = server.scheduler.quality(request.state.tenant)
     prefix = engine.prefixes.stats()
-    return {"object": "store", **stats.as_dict(), "prefix": prefix.as_dict(), "quality": asdict(quality)}
+    holes = engine.holes.waiting
+    return {"object": "store", **stats.as_dict(), "holes": holes, "prefix": prefix.as_dict(), "quality": asdict(quality)}
 
 
 @router.get("/healthz")

@@ -19,7 +19,7 @@ from peers import peer, piece, refuse, sse
 
 from cacheblend.blend import Fusor
 from cacheblend.eval import cli
-from cacheblend.eval.data import WorldSource
+from cacheblend.eval.data import Example, Passage, Task, WorldSource
 from cacheblend.eval.load import Curve, LoadConfig, LoadRequest, Target, load_report, peer_target, run_load, throughput_at
 from cacheblend.eval.load.arrivals import poisson_arrivals
 from cacheblend.eval.load.equal_ttft import Reached, equal_ttft
@@ -37,7 +37,8 @@ from api import listening
 
 SOURCE = WorldSource(seed=3, cases=8)
 WORDING = SOURCE.wording
-REQUEST = LoadRequest("one", "Where?", ("Here is a place.", "There is another."))
+EXAMPLE = Example("one", "Where?", ("a b",), (Passage("", "x"),), Task.QA)
+REQUEST = LoadRequest(EXAMPLE, "Where?", ("Here is a place.", "There is another."))
 USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
 
 
@@ -77,6 +78,7 @@ def test_ttft_is_the_first_text() -> None:
     assert seen.ttft_s is not None
     assert 0.3 <= seen.ttft_s < seen.end_s - 0.19
     assert (seen.text, seen.prompt_tokens, seen.cached_tokens, seen.completion_tokens) == ("ab", 40, 30, 2)
+    assert seen.quality == 0  # "ab" is not "a b"
 
 
 def test_requests_are_sent_when_due() -> None:
@@ -107,7 +109,7 @@ def test_what_a_server_may_do(answer: Any, outcome: str, named: str) -> None:
         (seen,) = asked(address)
     assert seen.outcome == outcome
     assert named in seen.detail
-    assert (seen.ttft_s is not None) == (outcome == "answered")
+    assert (seen.ttft_s is not None) == (seen.quality is not None) == (outcome == "answered")
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -143,20 +145,35 @@ def test_what_a_peer_is_asked() -> None:
 def test_sums_of_a_step() -> None:
     """Percentiles are over the answered, throughput over first arrival to last answer, the hit rate over tokens."""
     samples = [
-        sample(ttft_s, due_s=1.0 + place, end_s=2.0 + place, prompt_tokens=100, cached_tokens=50 * place, completion_tokens=8)
+        sample(
+            ttft_s,
+            due_s=1.0 + place,
+            end_s=2.0 + place,
+            prompt_tokens=100,
+            cached_tokens=50 * place,
+            completion_tokens=8,
+            quality=0.5 * place,
+        )
         for place, ttft_s in enumerate((0.1, 0.5, 0.2))
     ]
     samples += [sample(None, due_s=9.0, end_s=90.0, outcome=outcome) for outcome in ("rejected", "failed", "failed")]
-    step = step_of("blend", 2.0, samples)
+    step = step_of("blend", 2.0, samples, evictions=7)
     assert (step.requests, step.answered, step.rejected, step.failed) == (6, 3, 1, 2)
     assert step.ttft_median_s == 0.2
     assert step.ttft_p99_s == pytest.approx(0.2 + 0.98 * 0.3)
     assert step.throughput_rps == pytest.approx(3 / (4.0 - 1.0))
     assert step.tokens_per_s == pytest.approx(24 / 3.0)
     assert step.hit_rate == pytest.approx(150 / 300)
+    assert (step.quality, step.evictions) == (0.5, 7)
     assert step.latest_send_s == pytest.approx(0.01)
     none = step_of("blend", 2.0, [sample(None, outcome="failed")])
-    assert (none.ttft_median_s, none.ttft_p99_s, none.throughput_rps, none.hit_rate) == (None, None, 0.0, None)
+    assert (none.ttft_median_s, none.ttft_p99_s, none.throughput_rps, none.hit_rate, none.quality) == (
+        None,
+        None,
+        0.0,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,6 +216,8 @@ def test_equal_ttft() -> None:
             throughput_rps=rps,
             tokens_per_s=None,
             hit_rate=None,
+            quality=None,
+            evictions=None,
             latest_send_s=0.0,
         )
 
@@ -215,13 +234,17 @@ def test_equal_ttft() -> None:
 
 def test_each_rate_has_its_own_requests() -> None:
     """Warm-up and rates never share a request; what the set sets apart warms up, and too few are refused."""
-    requests = [LoadRequest(str(number), "?", ("x",)) for number in range(7)]
-    warm_up, by_rate = split_requests(requests, 1, 2, 3)
-    assert [request.id for group in (warm_up, *by_rate) for request in group] == list("0123456")
-    apart = LoadRequest("apart", "?", ("x",), is_warm_up=True)
-    assert split_requests([*requests, apart], 5, 2, 3)[0] == [apart]
-    with pytest.raises(InputError, match="need 8"):
-        split_requests(requests, 1, 2, 4)
+    requests = [LoadRequest(EXAMPLE, str(number), ("x",)) for number in range(9)]
+    coming = iter(requests)
+    warm_up, by_rate = split_requests(coming, 1, 2, 3)
+    assert [request.question for group in (warm_up, *by_rate) for request in group] == list("0123456")
+    assert list(coming) == requests[7:]
+    apart = [LoadRequest(EXAMPLE, "apart", ("x",), is_warm_up=True)] * 2
+    warm_up, by_rate = split_requests([*apart, *requests], 5, 2, 3)
+    assert warm_up == apart
+    assert [request.question for group in by_rate for request in group] == list("012345")
+    with pytest.raises(InputError, match="need 10"):
+        split_requests(requests, 1, 2, 5)
 
 
 def test_requests_have_the_chunks_text(fusor: Fusor) -> None:
@@ -268,7 +291,8 @@ def test_an_interrupt_leaves_a_partial_report(tmp_path: Path, fusor: Fusor) -> N
     config = LoadConfig(source=SOURCE, rates_rps=(50.0, 1.0), requests=3, warm_up=2)
     with peer(answer) as address:
         targets = [peer_target("peer", address, WORDING)]
-        summary = run_load(config, targets, load_requests(SOURCE, fusor.tokenizer, None), tmp_path / "run")
+        warm_up, by_rate = split_requests(load_requests(SOURCE, fusor.tokenizer, None), 2, 2, 3)
+        summary = run_load(config, targets, warm_up, by_rate, tmp_path / "run")
     assert summary["interrupted"]
     first = summary["steps"][0]
     assert (first["rate_rps"], first["answered"]) == (50.0, 3)
@@ -304,6 +328,8 @@ def test_a_run_over_methods_and_a_peer(
     assert hit_rate["full_recompute"] == 0
     assert hit_rate["blend"] > 0.7
     assert hit_rate["vllm"] == 0.75
+    assert all((step["evictions"] is None) == (step["target"] == "vllm") for step in summary["steps"])
+    assert all(0 <= step["quality"] <= 1 for step in summary["steps"])
     assert {row["ttft_median_s"] for row in summary["equal_ttft"]}
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 4 * 2 * 3

@@ -122,7 +122,10 @@ def test_the_extended_preset_shares_a_corpus(tmp_path: Path, embedder: FakeEmbed
     assert [request.is_warm_up for request in requests] == [True] * 2 + [False] * 10
     assert all(len(request.pieces.chunks) == 6 for request in requests)  # more than a case has
     again = FileSource(name="2wikimqa_shared", data=str(tmp_path), preset=PRESETS["extended"], seed=1)
-    assert [request.example.id for request in again.requests(tiny_tokenizer(), None, embedder)] != ids
+    seen: list[tuple[int, int]] = []
+    others = again.requests(tiny_tokenizer(), None, embedder, on_corpus=lambda *step: seen.append(step))
+    assert [request.example.id for request in others] != ids
+    assert seen[-1] == (24, 24)
 
 
 def test_few_shot_examples_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:

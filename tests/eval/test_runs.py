@@ -39,8 +39,8 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> None:
     """Set-up, a row a case with every method, and the summary by method and class are in the new folder."""
-    seen: list[tuple[int, int]] = []
-    summary = evaluate(config, tmp_path / "run", fusor=fusor, on_progress=lambda done, total: seen.append((done, total)))
+    seen: list[tuple[str, int, int]] = []
+    summary = evaluate(config, tmp_path / "run", fusor=fusor, on_progress=lambda *step: seen.append(step))
     run = RunFolder(tmp_path / "run")
     setup, rows = run.setup(), run.rows()
     assert setup["config"]["source"] == {"data_set": "world", "seed": 2, "cases": 5, "articles": 3, "chunk_tokens": 96}
@@ -48,7 +48,7 @@ def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> Non
     assert setup["fingerprint"] == fusor.fingerprint
     assert {"device", "threads", "commit", "versions"} <= set(setup)
     assert [row["case"] for row in rows] == list(range(5))
-    assert seen[-1] == (5, 5)
+    assert seen[-1] == ("cases", 5, 5)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert set(summary["methods"]) == set(METHODS)
     for of_class in summary["methods"].values():
