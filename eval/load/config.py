@@ -21,7 +21,7 @@ class LoadConfig:
             apart come in their place.
         max_tokens: most tokens of an answer.
         timeout_s: a request without a byte for so long has failed.
-        seed: of the arrivals.
+        seed: of the arrivals, and of the order of the documents that are ingested before.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import platform
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def run_load(
         raise InputError(f"the targets are {labels}: give at least one, and each its own name")
     run = RunFolder.create(folder, _setup(config, targets))
     if config.source.caches_all:
-        _ingest(targets, [request for group in (warm_up, *by_rate) for request in group], on_progress)
+        _ingest(targets, [request for group in (warm_up, *by_rate) for request in group], config.seed, on_progress)
     steps: list[Step] = []
     whole = asyncio.run(_sweep(config, targets, warm_up, by_rate, run, steps, on_progress))
     summary = {
@@ -141,9 +142,14 @@ async def _step(
             steps.append(step_of(target.label, rate_rps, samples, evictions))
 
 
-def _ingest(targets: Sequence[Target], requests: Sequence[LoadRequest], on_progress: Progress) -> None:
-    """Have our own services precompute every chunk, as the data set says that all were met before."""
+def _ingest(targets: Sequence[Target], requests: Sequence[LoadRequest], seed: int, on_progress: Progress) -> None:
+    """Have our own services precompute every chunk, as the data set says that all were met before.
+
+    They come in an order of their own: in that of the requests, a store that is too small for all would have evicted just what
+    is asked for next.
+    """
     chunks = list(dict.fromkeys(chunk for request in requests for chunk in request.chunks))
+    random.Random(seed).shuffle(chunks)
     for target in {target.address: target for target in targets if target.method is not None}.values():
         for start in range(0, len(chunks), DOCUMENTS_AT_ONCE):
             documents = [{"text": chunk} for chunk in chunks[start : start + DOCUMENTS_AT_ONCE]]
