@@ -1,25 +1,35 @@
-"""What each codec costs and saves: bytes, error of keys and values, and what becomes of the first logits after blending.
+"""What each codec costs and saves: bytes, error of keys and values, first logits and answers after blending.
 
-    python scripts/measure_codecs.py                  # a random Llama, 4 chunks of 128 tokens
+    python scripts/measure_codecs.py                  # a random Llama, 4 chunks of 128 tokens; the packaged reader, 100 cases
+    python scripts/measure_codecs.py --cases 0        # no answers
 
-The model's q, k, v and o weights are random and scaled up, so that attention is sharp and an error shows. Figures, by codec:
+The random model's q, k, v and o weights are scaled up, so that attention is sharp and an error shows. Figures, by codec:
 `size`: stored bytes over those of raw float32. `size_16_bit`: the same over a model of 16 bits. `key_error`, `value_error`:
 norm of the error over the norm of what was stored, over all chunks and layers. `logits`, by recompute ratio: norm of the change
 of the first logits against the same blend from raw KV, over the norm of what blending from raw KV changes against full prefill
 at ratio 0: 1 would be as much as reuse itself costs. `same_first_token`: whether the greedy first token is that of raw KV.
+`f1`, by recompute ratio: of the packaged reader's answers in the fictional world; `full_recompute` stands beside the codecs.
 The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import statistics
 import sys
+from collections import defaultdict
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import FusionConfig, Fusor, Segment
+from cacheblend.eval.data import Request, WorldSource
+from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.methods import EverythingCached, ResidentRequest
+from cacheblend.eval.metrics import f1
+from cacheblend.service.default_model import default_model
 from cacheblend.store import ChunkKV
 from cacheblend.store.codec import LayerShape
 from cacheblend.store.codecs import CODECS
@@ -55,7 +65,7 @@ def stored(kv: ChunkKV, codec: str) -> tuple[ChunkKV, int]:
         encoded = CODECS[codec].encode(k_HTD, v_HTD)
         layers.append(CODECS[codec].decode(encoded, LayerShape(*k_HTD.shape, k_HTD.dtype)))
         size += encoded.nbytes
-    return ChunkKV(layers, kv.token_ids, kv.prefix_ids, kv.model), size
+    return dataclasses.replace(kv, layers=layers), size
 
 
 def relative_error(ours: list[ChunkKV], raw: list[ChunkKV], part: int) -> float:
@@ -65,11 +75,42 @@ def relative_error(ours: list[ChunkKV], raw: list[ChunkKV], part: int) -> float:
     return (error / sum(float(other.square().sum()) for _, other in pairs)) ** 0.5
 
 
+def answers(cases: int, seed: int) -> dict[str, dict[float, float]]:
+    """Mean F1 of the packaged reader's answers, by codec and recompute ratio; full recompute's stands at ratio 1."""
+    fusor = Fusor.from_pretrained(default_model(), "cpu", torch.float32)
+    source = WorldSource(seed=seed, cases=cases)
+    builder = prompt_builder(fusor.tokenizer, source.wording)
+    found: dict[tuple[str, float], list[float]] = defaultdict(list)
+
+    def mark(label: str, ratio: float, request: Request, segments: list[Segment]) -> None:
+        fused = fusor.fuse(segments, FusionConfig(recompute_ratio=ratio))
+        text = fusor.tokenizer.decode(fusor.generate(fused, source.new_tokens), skip_special_tokens=True)
+        found[label, ratio].append(f1(source.wording.answer_in(text), request.example.answers))
+
+    for place, request in enumerate(source.requests(fusor.tokenizer, None), start=1):
+        cached = EverythingCached().cached(request.pieces.chunks)
+        raw = ResidentRequest(fusor, request, builder.chunk_prefix_ids, *cached).blend_segments()
+        mark("full_recompute", 1.0, request, [Segment(request.pieces.token_ids)])
+        for codec in CODECS:
+            kept = [
+                dataclasses.replace(one, kv=stored(one.kv, codec)[0]) if isinstance(one.kv, ChunkKV) and not one.exact else one
+                for one in raw
+            ]
+            for ratio in RATIOS:
+                mark(codec, ratio, request, kept)
+        print(f"answers: {place} of {cases} cases", end="\r", file=sys.stderr)
+    means: dict[str, dict[float, float]] = defaultdict(dict)
+    for (label, ratio), marks in found.items():
+        means[label][ratio] = round(statistics.fmean(marks), 4)
+    return means
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--chunk-tokens", type=int, default=128)
+    parser.add_argument("--cases", type=int, default=100, help="of the fictional world, for the answers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     fusor = make_fusor(options.seed)
@@ -98,7 +139,8 @@ def main() -> None:
             "same_first_token": {ratio: bool(blended[ratio].argmax() == from_raw[ratio].argmax()) for ratio in RATIOS},
         }
         print(f"{codec}: {figures[codec]}", file=sys.stderr)
-    print(json.dumps({"chunks": options.chunks, "chunk_tokens": options.chunk_tokens, "codecs": figures}))
+    f1_by_codec = answers(options.cases, options.seed) if options.cases else {}
+    print(json.dumps({"chunks": options.chunks, "chunk_tokens": options.chunk_tokens, "codecs": figures, "f1": f1_by_codec}))
 
 
 if __name__ == "__main__":
