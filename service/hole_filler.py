@@ -14,11 +14,15 @@ from cacheblend.store.errors import CacheBlendError
 logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # holes; a later request finds again what is dropped beyond them
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long
+REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 _Hole = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Sequence[Sequence[int]]]]  # tokens, prefix, what stands before
 
 
 class HoleFiller:
     """One thread that precomputes chunks alone and stores them: a fused KV is contaminated by its neighbours, and never stored.
+
+    In a store that is full, a chunk is computed when it is missed for the second time: many are asked for only once, and each
+    would take as long as its part of the request did, and evict an entry that others may ask for.
 
     Args:
         fusor: the model.
@@ -29,6 +33,7 @@ class HoleFiller:
         self._fusor, self._store = fusor, store
         self._changed = threading.Condition()
         self._waiting: OrderedDict[ChunkKey, _Hole] = OrderedDict()
+        self._missed: OrderedDict[ChunkKey, None] = OrderedDict()
         self._busy = False
         self._requests = 0
         self._closed = False
@@ -38,7 +43,7 @@ class HoleFiller:
     def fill(
         self, key: ChunkKey, token_ids: Sequence[int], prefix_ids: Sequence[int], before: Callable[[], Sequence[Sequence[int]]]
     ) -> None:
-        """Have a chunk's KV computed behind a prefix and stored, some time after the running requests.
+        """Have a chunk's KV computed behind a prefix and stored, some time after the running requests, if it is worth it.
 
         Args:
             key: the chunk's.
@@ -48,7 +53,7 @@ class HoleFiller:
                 the request waits for its first token.
         """
         with self._changed:
-            if not self._closed and len(self._waiting) < MOST_WAITING:
+            if not self._closed and self._is_worth(key, len(token_ids)) and len(self._waiting) < MOST_WAITING:
                 self._waiting.setdefault(key, (tuple(token_ids), tuple(prefix_ids), before))
                 self._changed.notify_all()
 
@@ -85,6 +90,19 @@ class HoleFiller:
         """Stop, and wait for the thread."""
         self.stop()
         self._thread.join()
+
+    def _is_worth(self, key: ChunkKey, tokens: int) -> bool:
+        """Whether there is room for the chunk's KV, or it was missed before."""
+        was_missed = key in self._missed
+        self._missed[key] = None
+        self._missed.move_to_end(key)
+        if len(self._missed) > REMEMBERED_MISSES:
+            self._missed.popitem(last=False)
+        if was_missed:
+            return True
+        stats, geometry = self._store.stats(), self._fusor.decoder.geometry
+        kv_bytes = geometry.layers * geometry.layer_bytes(tokens)  # a codec's are fewer
+        return stats.nvme.bytes + stats.pending_bytes + kv_bytes <= stats.nvme.budget_bytes
 
     def _work(self) -> None:
         while True:

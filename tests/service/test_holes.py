@@ -169,6 +169,25 @@ def test_too_many_holes(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
     assert ask(engine, documents=documents).plan.hits == 4
 
 
+def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another entry would be evicted, a chunk is computed when it is missed again, if not too many were missed since."""
+    monkeypatch.setattr("cacheblend.service.hole_filler.REMEMBERED_MISSES", 2)
+    engine = open_engine(nvme_budget_bytes=150_000, ram_budget_bytes=1)
+    engine.ingest(DOCUMENTS)
+    evictions = engine.store.stats().nvme.evictions
+    assert evictions
+
+    def misses(word: str) -> int:
+        found = ask(engine, documents=[{"text": f"{word} " * 5}]).plan.misses
+        engine.drain()
+        return found
+
+    assert [misses(word) for word in ("zebra", "rhino", "koala", "zebra")] == [1, 1, 1, 1]
+    assert engine.store.stats().nvme.evictions == evictions
+    assert [misses("zebra"), misses("zebra")] == [1, 0]
+    assert engine.store.stats().nvme.evictions > evictions
+
+
 def test_an_evicted_corpus_is_still_answered(open_engine: OpenEngine) -> None:
     """With room for a few entries alone, answers stay right while entries come and go."""
     engine = open_engine(nvme_budget_bytes=150_000, ram_budget_bytes=1)
