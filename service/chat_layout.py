@@ -25,19 +25,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class FixedLayout:
-    """Token ids before the chunks and behind them."""
+    """Token ids before the chunks and behind them; see `PromptPieces`."""
 
     head: tuple[int, ...]
     tail: tuple[int, ...]
+    may_be_continued: bool = True
 
     def pieces(self, chunks: list[Chunk]) -> PromptPieces:
         """The prompt over these chunks."""
         ids = tuple(chunk.document_id for chunk in chunks)
-        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), self.tail, ids)
+        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), self.tail, ids, self.may_be_continued)
 
 
 class ChatLayouts:
-    """Lays out chats for one model.
+    """Lays out chats for one model. A later turn has its own chunks before its question, and an earlier one's nowhere.
 
     The chat template is rendered around marks and cut there, as in `PromptBuilder`: no message becomes part of a template, and
     special tokens in messages stay plain text. Where a chat has no system message, the instruction stands before the chunks,
@@ -72,7 +73,8 @@ class ChatLayouts:
         if self._tokenizer.chat_template is None:
             turns = "".join(f"{message.content.strip()}\n" for message in messages[:-1])
             head = (*self._bos, *self._ids(instruction), *self._ids(turns))
-            return FixedLayout(head, (*self._ids(before), *self._ids(question), *self._ids(AFTER_QUESTION)))
+            tail = (*self._ids(before), *self._ids(question), *self._ids(AFTER_QUESTION))
+            return FixedLayout(head, tail, may_be_continued=False)
         return self._templated(messages, instruction, before, question)
 
     def completion(self, prompt: str) -> FixedLayout:
@@ -83,7 +85,7 @@ class ChatLayouts:
         """
         if not prompt:
             raise InputError("prompt is empty; give some text to continue")
-        return FixedLayout(self._bos, self._ids(prompt))
+        return FixedLayout(self._bos, self._ids(prompt), may_be_continued=False)
 
     def _templated(self, messages: Sequence[Message], instruction: str, before: str, question: str) -> FixedLayout:
         marks = [secrets.token_hex(16) for _ in messages]
@@ -102,7 +104,8 @@ class ChatLayouts:
             opening, _, rendered = rendered.partition(mark)
             head = (*head, *self._template_ids(opening), *self._ids(text))
         between, _, ending = rendered.partition(marks[-1])
-        return FixedLayout(head, (*self._ids(between + before), *self._ids(question), *self._template_ids(ending)))
+        tail = (*self._ids(between + before), *self._ids(question), *self._template_ids(ending))
+        return FixedLayout(head, tail, may_be_continued=False)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._plain.ids(text))

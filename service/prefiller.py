@@ -187,8 +187,8 @@ class Prefiller:
                 whole = yield from away.watch(self._recompute(pieces, prefix.watch(ResidentLayers())))
                 prefilled = replace(whole, segments=self._planned(pieces, keys, placements, None))
             else:
-                reused = (place for place, placement in enumerate(placements) if placement is not None)
-                prefix.exact_tokens = next((pieces.start(place) for place in reused), None)
+                prefix.exact_tokens = next((pieces.start(at) for at, one in enumerate(placements) if one is not None), None)
+                prefix.keep_blended = pieces.may_be_continued
                 chunks = [Segment(chunk, placement) for chunk, placement in zip(pieces.chunks, placements, strict=True)]
                 segments = [*ends.exact, Segment(ends.head), *chunks, Segment(ends.tail)]
                 prefilled = Prefilled(

@@ -69,6 +69,7 @@ class PromptPrefix:
         run: what was found; its KV may be read inside `PrefixCache.find`.
         exact_tokens: so many of the prompt's first tokens get exact KV, provided that the run's is; None for all of them, and
             those that are generated.
+        keep_blended: keep the others too; needless where no later prompt will begin with this one's chunks.
     """
 
     blocks: PrefixBlocks
@@ -76,6 +77,7 @@ class PromptPrefix:
     chains: Sequence[BlockChain]
     run: PrefixRun | None
     exact_tokens: int | None = None
+    keep_blended: bool = True
     _layers: list[LayerKV] = field(default_factory=list)
 
     @property
@@ -135,12 +137,13 @@ class PromptPrefix:
 
     @property
     def _digests(self) -> list[bytes]:
-        """Each block in the chain that it belongs to."""
+        """Each block that is kept, in the chain that it belongs to."""
         found = () if self.run is None else self.run.digests
         exact = len(self.chains[0].digests) if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS
         if self.run is not None and self.run.first_chain_blocks < len(found):
             exact = len(found)  # what is computed behind blended KV is no better
-        return [*found, *self.chains[0].digests[len(found) : exact], *self.chains[-1].digests[max(exact, len(found)) :]]
+        blended = self.chains[-1].digests[max(exact, len(found)) :] if self.keep_blended else ()
+        return [*found, *self.chains[0].digests[len(found) : exact], *blended]
 
 
 class _Watched:

@@ -20,13 +20,15 @@ AFTER_QUESTION = "\nAnswer:"
 class PromptPieces:
     """A prompt's token ids: `head`, every chunk's, and `tail`, which holds the question. Their concatenation is the prompt.
 
-    `document_ids` says which document each chunk is of; empty where nobody knows.
+    `document_ids` says which document each chunk is of; empty where nobody knows. `may_be_continued` says whether a later
+    prompt may begin with all of this one, chunks and answer included: then its blended KV is kept for that.
     """
 
     head: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
     document_ids: tuple[str, ...] = ()
+    may_be_continued: bool = True
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ class PromptBuilder:
         text = self._before_question + question.strip() + self._after_question
         tail = (*self._plain.ids(text), *self._tail_end)
         ids = tuple(chunk.document_id for chunk in chunks)
-        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail, ids)
+        return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail, ids, may_be_continued=False)
 
     @staticmethod
     def _template_ids(tokenizer: Any, text: str) -> tuple[int, ...]:

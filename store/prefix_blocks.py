@@ -1,6 +1,6 @@
 """Blocks of prompts' KV in RAM, found again by whoever's prompt begins with the same tokens.
 
-Shapes: H KV heads, T tokens that a layer keeps of a block, D head size.
+Shapes: L layers of one window, H KV heads, T tokens that a layer keeps of a block, D head size.
 """
 
 from __future__ import annotations
@@ -8,19 +8,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from .block_hash import BLOCK_TOKENS, BlockChain
-from .chunk import LayerPair
+from .block_reader import BlockReader, ReadLayer
 from .errors import ConfigError
 from .eviction import Evictable, TierBudget
 from .prefix_run import PrefixRun, blocks_needed, tokens_kept
 
-ReadLayer = Callable[[int, int, int], LayerPair]
 _Name = tuple[bytes, int | None]  # a block's hash, and the window of the layers that a part of it is of
 
 
@@ -28,8 +27,7 @@ _Name = tuple[bytes, int | None]  # a block's hash, and the window of the layers
 class _Part:
     """A block's KV in all layers of one window."""
 
-    pairs: tuple[LayerPair, ...]
-    nbytes: int
+    kv_L2HTD: torch.Tensor
     namespace: str
     users: int = 0
 
@@ -103,7 +101,7 @@ class PrefixBlocks:
             names = [(digest, window) for window in self._layers for digest in self._needed(digests, window)]
             self._take(names)
             held = {
-                window: [self._parts[digest, window].pairs for digest in self._needed(digests, window)]
+                window: [self._parts[digest, window].kv_L2HTD for digest in self._needed(digests, window)]
                 for window in self._layers
             }
         try:
@@ -128,13 +126,14 @@ class PrefixBlocks:
             How many of the prompt's blocks, from its start, are held now.
         """
         names: list[_Name] = []
+        reader = BlockReader(read, len(digests))
         with self._lock:
             self._budget.used(namespace)
             done = 0
             # One walk for all blocks: who gives nothing to the first of them gives nothing to the others.
             oldest = self._oldest()
             for index, digest in enumerate(digests):
-                if not self._hold(index, digest, read if index >= first else None, namespace, oldest, names):
+                if not self._hold(index, digest, reader if index >= first else None, namespace, oldest, names):
                     break
                 done = index + 1
             self._release(names, digests)
@@ -178,27 +177,25 @@ class PrefixBlocks:
         self,
         index: int,
         digest: bytes,
-        read: ReadLayer | None,
+        reader: BlockReader | None,
         namespace: str,
         oldest: Iterator[_Name],
         names: list[_Name],
     ) -> bool:
         """Have a block's parts held and in use, and note their names; False where one is missing and cannot be had."""
-        for window in self._layers:
+        for window, layers in self._layers.items():
             name = (digest, window)
             if name not in self._parts:
-                if read is None:
+                if reader is None:
                     if window is None:
                         return False  # behind a missing parent no full layer would be found again
                     continue
-                stop = (index + 1) * BLOCK_TOKENS
-                pairs = [read(layer, stop - tokens_kept(window), stop) for layer in self._layers[window]]
-                nbytes = sum(x_HTD.nbytes for pair in pairs for x_HTD in pair)
-                if not self._make_room(namespace, nbytes, oldest):
+                kv_L2HTD = reader.block(index, layers, tokens_kept(window))
+                if not self._make_room(namespace, kv_L2HTD.nbytes, oldest):
                     return False
-                self._parts[name] = _Part(_copies(pairs), nbytes, namespace)
-                self._held[namespace] += nbytes
-                self._bytes += nbytes
+                self._parts[name] = _Part(kv_L2HTD, namespace)
+                self._held[namespace] += kv_L2HTD.nbytes
+                self._bytes += kv_L2HTD.nbytes
             self._take([name])
             names.append(name)
         return True
@@ -213,7 +210,7 @@ class PrefixBlocks:
                 if name in self._idle:
                     part = self._parts[name]
                     if part.namespace == only or (only is None and part.namespace not in spared):
-                        yield Evictable(name, part.namespace, part.nbytes)
+                        yield Evictable(name, part.namespace, part.kv_L2HTD.nbytes)
 
         def take(name: _Name) -> bool:
             victims.append(name)
@@ -233,8 +230,8 @@ class PrefixBlocks:
     def _drop(self, name: _Name) -> None:
         del self._idle[name]
         part = self._parts.pop(name)
-        self._bytes -= part.nbytes
-        self._held[part.namespace] -= part.nbytes
+        self._bytes -= part.kv_L2HTD.nbytes
+        self._held[part.namespace] -= part.kv_L2HTD.nbytes
         if not self._held[part.namespace]:
             del self._held[part.namespace]
 
@@ -252,9 +249,3 @@ class PrefixBlocks:
             part.users -= 1
             if not part.users:
                 self._idle[name] = None
-
-
-def _copies(pairs: Sequence[LayerPair]) -> tuple[LayerPair, ...]:
-    """The pairs on the CPU, in memory of their own: a view would keep the whole prompt's alive."""
-    copied_LCHTD = torch.stack([torch.stack(pair) for pair in pairs]).cpu()
-    return tuple((k_HTD, v_HTD) for k_HTD, v_HTD in copied_LCHTD)

@@ -40,7 +40,7 @@ class PrefixRun:
         first_chain_blocks: how many of the blocks, from the first on, were found in the first of the chains asked for.
         model: fingerprint of the model that computed it.
         windows: each layer's sliding window; None for full attention.
-        held: per window, the pairs (one a layer of that window) of the blocks that are needed, in order.
+        held: per window, `kv_L2HTD` (L layers of that window, T tokens kept) of the blocks that are needed, in order.
     """
 
     token_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class PrefixRun:
     first_chain_blocks: int
     model: str
     windows: tuple[int | None, ...]
-    held: Mapping[int | None, Sequence[Sequence[LayerPair]]] = field(repr=False)
+    held: Mapping[int | None, Sequence[torch.Tensor]] = field(repr=False)
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class PrefixRun:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the keys and values."""
-        return self._any_pair[0].dtype
+        return self._blocks(0)[-1].dtype
 
     @property
     def layers(self) -> int:
@@ -72,8 +72,8 @@ class PrefixRun:
 
     def heads(self, layer: int) -> tuple[int, int]:
         """KV heads and head size of one layer."""
-        k_HTD = self._pairs(layer)[-1][0]
-        return k_HTD.shape[0], k_HTD.shape[2]
+        _, heads, _, size = self._blocks(layer)[-1].shape
+        return heads, size
 
     def read_layer(self, layer: int) -> LayerPair:
         """`k_HTD` and `v_HTD` of one layer on the CPU."""
@@ -93,22 +93,17 @@ class PrefixRun:
             InputError: the memory has another shape than the layer.
             StoreError: the run was released.
         """
-        pairs = self._pairs(layer)
+        blocks = self._blocks(layer)
         kv_heads, head_dim = self.heads(layer)
-        start = len(self.token_ids) - len(pairs) * pairs[0][0].shape[1]
+        start = len(self.token_ids) - len(blocks) * blocks[0].shape[2]
         wanted = (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize)
         if to_2HTB.shape != wanted:
             raise InputError(f"layer {layer} of a prefix has bytes {wanted}, and the memory for it {to_2HTB.shape}")
         to_2HTB[:, :, :start] = 0
-        for which, x_HTD in enumerate(torch.from_numpy(to_2HTB).view(self.dtype)):
-            torch.cat([pair[which] for pair in pairs], dim=1, out=x_HTD[:, start:])
+        torch.cat(blocks, dim=2, out=torch.from_numpy(to_2HTB).view(self.dtype)[:, :, start:])
 
-    @property
-    def _any_pair(self) -> LayerPair:
-        return self._pairs(0)[-1]
-
-    def _pairs(self, layer: int) -> list[LayerPair]:
-        """The layer's pairs of the blocks that are needed, in order."""
+    def _blocks(self, layer: int) -> list[torch.Tensor]:
+        """The layer's keys and values (2, H, T, D) of the blocks that are needed, in order."""
         window = self.windows[layer]
         if window not in self.held:
             raise StoreError("a prefix's KV was read after it was released; read inside `with blocks.match`")

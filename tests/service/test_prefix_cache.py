@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from cacheblend.blend import Fusor
 from cacheblend.service import Answer, AnswerPlan, Engine, EngineConfig
-from cacheblend.service.chat_layout import FixedLayout
+from cacheblend.service.chat_layout import ChatLayouts, FixedLayout, Message
 from cacheblend.service.serving import Scheduler
 from cacheblend.store import BLOCK_TOKENS
 from cacheblend.store.errors import ConfigError
@@ -179,6 +179,16 @@ class TestBlend:
         assert (len(second.plan.segments[0].token_ids), cached(second.plan)) == (blocks(len(SYSTEM)), whole)
         assert all(int(positions[0]) == whole for positions in second.plan.recomputed)
         assert furthest(second, ask(engine, after(first, OTHER), "full_recompute")) > 1e-3
+
+    def test_what_no_later_turn_begins_with(self, engine: Engine) -> None:
+        """Of a chat over chunks exact blocks alone are kept: the next turn's prompt does not begin with these chunks."""
+        turns = [Message("system", "Answer in few words, and say so where the text does not tell."), Message("user", QUESTION)]
+        layout = ChatLayouts(engine.fusor.tokenizer, engine.config.instruction).chat(turns, with_chunks=True)
+        for _ in range(2):
+            answer = ask(engine, layout, "blend", top_k=2)
+            assert len(answer.token_ids) > BLOCK_TOKENS
+            assert engine.prefixes.stats().parts == len(layout.head) // BLOCK_TOKENS > 0
+        assert kinds(answer) == ["exact", "fresh", "reused", "reused", "fresh"]
 
     @pytest.mark.parametrize(
         ("method", "ratio"), [("prefix_cache", None), ("full_reuse", None), ("blend", 1.0), ("blend", 0.3)]
