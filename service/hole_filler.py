@@ -12,7 +12,7 @@ from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.errors import CacheBlendError
 
 logger = logging.getLogger(__name__)
-MOST_WAITING = 256  # holes; a later request finds again what is dropped beyond them
+MOST_WAITING = 256  # holes; beyond them the namespace with most loses its last, which a later request finds again
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 _Hole = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Sequence[Sequence[int]]]]  # tokens, prefix, what stands before
@@ -20,6 +20,8 @@ _Hole = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Sequence[Sequence[i
 
 class HoleFiller:
     """One thread that precomputes chunks alone and stores them: a fused KV is contaminated by its neighbours, and never stored.
+
+    It takes one hole of each namespace in turn, so that one with many misses does not keep the others' waiting.
 
     In a store that is full, a chunk is computed when it is missed for the second time: many are asked for only once, and each
     would take as long as its part of the request did, and evict an entry that others may ask for.
@@ -32,7 +34,7 @@ class HoleFiller:
     def __init__(self, fusor: Fusor, store: KVStore) -> None:
         self._fusor, self._store = fusor, store
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[ChunkKey, _Hole] = OrderedDict()
+        self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
         self._missed: OrderedDict[ChunkKey, None] = OrderedDict()
         self._busy = False
         self._requests = 0
@@ -53,15 +55,22 @@ class HoleFiller:
                 the request waits for its first token.
         """
         with self._changed:
-            if not self._closed and self._is_worth(key, len(token_ids)) and len(self._waiting) < MOST_WAITING:
-                self._waiting.setdefault(key, (tuple(token_ids), tuple(prefix_ids), before))
-                self._changed.notify_all()
+            if self._closed or not self._is_worth(key, len(token_ids)):
+                return
+            line = self._waiting.setdefault(key.namespace, OrderedDict())
+            line.setdefault(key, (tuple(token_ids), tuple(prefix_ids), before))
+            if sum(map(len, self._waiting.values())) > MOST_WAITING:
+                longest, line = max(reversed(self._waiting.items()), key=lambda waiting: len(waiting[1]))
+                line.popitem()
+                if not line:
+                    del self._waiting[longest]
+            self._changed.notify_all()
 
     @property
     def waiting(self) -> int:
         """Holes that are not filled yet."""
         with self._changed:
-            return len(self._waiting) + self._busy
+            return sum(map(len, self._waiting.values())) + self._busy
 
     def __enter__(self) -> None:
         """A request is running: a precompute gives way to it, for a while."""
@@ -104,6 +113,14 @@ class HoleFiller:
         kv_bytes = geometry.layers * geometry.layer_bytes(tokens)  # a codec's are fewer
         return stats.nvme.bytes + stats.pending_bytes + kv_bytes <= stats.nvme.budget_bytes
 
+    def _take(self) -> tuple[ChunkKey, _Hole]:
+        """The next hole; its namespace goes to the end of the turns."""
+        namespace, line = self._waiting.popitem(last=False)
+        hole = line.popitem(last=False)
+        if line:
+            self._waiting[namespace] = line
+        return hole
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -111,7 +128,7 @@ class HoleFiller:
                 self._changed.wait_for(lambda: self._closed or not self._requests, timeout=POSTPONE_S)
                 if self._closed:
                     return
-                key, (token_ids, prefix_ids, before) = self._waiting.popitem(last=False)
+                key, (token_ids, prefix_ids, before) = self._take()
                 self._busy = True
             try:
                 if key not in self._store:

@@ -188,6 +188,26 @@ def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch
     assert engine.store.stats().nvme.evictions == 1
 
 
+def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Namespaces' holes are filled in turn, and beyond the most that may wait the longest line loses its last."""
+    monkeypatch.setattr("cacheblend.service.hole_filler.MOST_WAITING", 5)
+    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    precompute_document, filled = engine.fusor.precompute_document, list[int]()
+
+    def noting(chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int], which: Sequence[int]) -> object:
+        filled.append(chunks[0][0])
+        return precompute_document(chunks, prefix_ids, which)
+
+    monkeypatch.setattr(engine.fusor, "precompute_document", noting)
+    with engine.holes:  # so that the filler does not begin
+        for namespace, first_ids in (("many", range(10, 17)), ("few", range(20, 22)), ("one", range(30, 31))):
+            for first_id in first_ids:
+                token_ids = (first_id, 5, 6)
+                engine.holes.fill(engine._prefiller.key(token_ids, namespace), token_ids, (1,), tuple)
+    engine.drain()
+    assert filled == [10, 20, 30, 11, 21]
+
+
 def test_an_evicted_corpus_is_still_answered(open_engine: OpenEngine) -> None:
     """With room for a few entries alone, answers stay right while entries come and go."""
     engine = open_engine(nvme_budget_bytes=150_000, ram_budget_bytes=1)
