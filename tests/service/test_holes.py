@@ -199,11 +199,12 @@ def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         return precompute_document(chunks, prefix_ids, which)
 
     monkeypatch.setattr(engine.fusor, "precompute_document", noting)
+    prefix_ids = (engine.fusor.tokenizer.bos_token_id,)
     with engine.holes:  # so that the filler does not begin
         for namespace, first_ids in (("many", range(10, 17)), ("few", range(20, 22)), ("one", range(30, 31))):
             for first_id in first_ids:
                 token_ids = (first_id, 5, 6)
-                engine.holes.fill(engine._prefiller.key(token_ids, namespace), token_ids, (1,), tuple)
+                engine.holes.fill(engine._prefiller.key(token_ids, namespace), token_ids, prefix_ids, tuple)
     engine.drain()
     assert filled == [10, 20, 30, 11, 21]
 
