@@ -62,8 +62,11 @@ def stored(kv: ChunkKV, codec: str) -> tuple[ChunkKV, int]:
     """A chunk's KV after it was stored, and the bytes that it took."""
     layers, size = [], 0
     for k_HTD, v_HTD in kv.layers:
-        encoded = CODECS[codec].encode(k_HTD, v_HTD)
-        layers.append(CODECS[codec].decode(encoded, LayerShape(*k_HTD.shape, k_HTD.dtype)))
+        layer = LayerShape(*k_HTD.shape, k_HTD.dtype)
+        dtype, shape = CODECS[codec].encoded_shape(layer)
+        encoded = torch.empty(shape, dtype=dtype)
+        CODECS[codec].encode(k_HTD, v_HTD, encoded)
+        layers.append(CODECS[codec].decode(encoded, layer))
         size += encoded.nbytes
     return dataclasses.replace(kv, layers=layers), size
 

@@ -49,10 +49,10 @@ class Codec(Protocol):
         """What the key of an entry says."""
 
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        """What `encode` gives for such a layer: a file that says otherwise is damaged."""
+        """What `encode` fills for such a layer: a file that says otherwise is damaged."""
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
-        """One contiguous tensor on the CPU that shares no memory with its arguments; computed where they are.
+    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Fill a layer's stored tensor, contiguous on the CPU and of `encoded_shape`; computed where keys and values are.
 
         Raises:
             InputError: values that the codec cannot hold.
@@ -64,20 +64,18 @@ class Codec(Protocol):
 
 
 def packed_shape(parts: Sequence[EncodedShape]) -> EncodedShape:
-    """The shape of what `pack` gives for such parts."""
+    """The shape of what `pack` fills with such parts."""
     size = sum(part.nbytes for part in parts)
     return EncodedShape(torch.uint8, (-(-size // _ALIGNMENT) * _ALIGNMENT,))
 
 
-def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of several tensors as one tensor on the CPU; those of the widest dtype come first, so that all are aligned."""
-    size = packed_shape([EncodedShape(part.dtype, tuple(part.shape)) for part in parts]).nbytes
-    encoded = torch.zeros(size, dtype=torch.uint8, device="cpu")
+def pack(parts: Sequence[torch.Tensor], encoded: torch.Tensor) -> None:
+    """Fill a tensor of `packed_shape` with tensors' bytes; those of the widest dtype come first, so that all are aligned."""
     at = 0
     for part in parts:
         encoded[at : at + part.nbytes] = part.contiguous().view(-1).view(torch.uint8)
         at += part.nbytes
-    return encoded
+    encoded[at:] = 0
 
 
 def unpack(encoded: torch.Tensor, parts: Sequence[EncodedShape]) -> list[torch.Tensor]:

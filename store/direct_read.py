@@ -1,6 +1,6 @@
-"""Reads past the page cache (O_DIRECT), for stores larger than RAM.
+"""Reads and writes past the page cache (O_DIRECT).
 
-Address, offset and length of such a read are whole blocks, so it goes through aligned memory of its own.
+Address, offset and length of such a read or write are whole blocks, so it needs aligned memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _mine = threading.local()
 
 
 def make_direct(fd: int) -> None:
-    """Have reads from a descriptor pass the page cache by.
+    """Have reads and writes of a descriptor pass the page cache by.
 
     Raises:
-        OSError: the file system has no such reads.
+        OSError: the file system has none such.
 
     """
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
@@ -58,18 +58,24 @@ def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count
     """
     start = offset // BLOCK_BYTES * BLOCK_BYTES
     needed = offset + count - start
-    blocks = _aligned(-(-needed // BLOCK_BYTES) * BLOCK_BYTES, reuse=reuse)
+    blocks = aligned_blocks(needed, reuse=reuse)
     fill(blocks.data, start, needed)
     return blocks[offset - start : needed]
 
 
-def _aligned(count: int, *, reuse: bool) -> Bytes:
-    """Memory of `count` bytes that begins on a block."""
+def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
+    """Memory that begins on a block, of the whole blocks that `count` bytes take; zeros stand behind those.
+
+    With `reuse` it is this thread's, and is overwritten by its next use.
+    """
+    size = -(-count // BLOCK_BYTES) * BLOCK_BYTES
     held: Bytes | None = getattr(_mine, "blocks", None)
-    if reuse and held is not None and len(held) >= count:
-        return held[:count]
-    raw = np.empty(count + BLOCK_BYTES, np.uint8)
-    blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:count]
-    if reuse:
-        _mine.blocks = blocks
+    if reuse and held is not None and len(held) >= size:
+        blocks = held[:size]
+    else:
+        raw = np.empty(size + BLOCK_BYTES, np.uint8)
+        blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:size]
+        if reuse:
+            _mine.blocks = blocks
+    blocks[count:] = 0
     return blocks

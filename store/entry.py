@@ -5,13 +5,16 @@ Shapes: H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 
 from .chunk import ChunkKV, LayerPair
 from .codec import EncodedShape, LayerShape
 from .codecs import CODECS
+from .direct_read import aligned_blocks
 from .document_context import DocumentContext
 from .errors import InputError
 from .host_bytes import Bytes, host_bytes
@@ -61,21 +64,51 @@ class EntryInfo:
         """Bytes of the layer's stored tensor."""
         return self.encoded_shape(layer).nbytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(map(self.layer_bytes, range(self.layers)))
+
     def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
         """`k_HTD` and `v_HTD` of a layer's stored tensor."""
         return CODECS[self.key.codec].decode(encoded, self.layer_shape(layer))
 
 
+def checksum(stored: Bytes) -> str:
+    """The xxh3-64 of contiguous bytes, in hex."""
+    return xxhash.xxh3_64_hexdigest(stored.data)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedEntry:
-    """An entry in memory: `encoded` holds the stored tensor of each layer, never written to, and `bytes` is a view of it."""
+    """An entry in memory, never written to once it is filled.
+
+    Args:
+        info: all but the keys and values.
+        blocks: what stands behind the header in its file, the layers' tensors without gaps, and zeros up to a whole block; in
+            memory that begins on a block, so that it is written and read past the page cache without a copy.
+        checksums: of each layer's tensor; see `checksum`.
+
+    Attributes:
+        encoded: the stored tensor of each layer, a view.
+        bytes: the same as bytes.
+
+    """
 
     info: EntryInfo
-    encoded: tuple[torch.Tensor, ...]
+    blocks: Bytes
+    checksums: Sequence[str]
+    encoded: tuple[torch.Tensor, ...] = field(init=False, repr=False)
     bytes: tuple[Bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", tuple(host_bytes(encoded) for encoded in self.encoded))
+        whole, at, views = torch.from_numpy(self.blocks), 0, []
+        for shape in map(self.info.encoded_shape, range(self.info.layers)):
+            stop = at + shape.nbytes
+            views.append(whole[at:stop].view(shape.dtype).view(shape.shape))
+            at = stop
+        object.__setattr__(self, "encoded", tuple(views))
+        object.__setattr__(self, "bytes", tuple(map(host_bytes, views)))
 
     @classmethod
     def of(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:
@@ -105,7 +138,12 @@ class EncodedEntry:
             heads=tuple((k_HTD.shape[0], k_HTD.shape[2]) for k_HTD, _ in kv.layers),
             context=kv.context,
         )
-        return cls(info, tuple(codec.encode(k_HTD, v_HTD) for k_HTD, v_HTD in kv.layers))
+        checksums: list[str] = []
+        entry = cls(info, aligned_blocks(info.nbytes), checksums)
+        for (k_HTD, v_HTD), encoded, layer_bytes in zip(kv.layers, entry.encoded, entry.bytes, strict=True):
+            codec.encode(k_HTD, v_HTD, encoded)
+            checksums.append(checksum(layer_bytes))  # while the processor's cache still has it
+        return entry
 
     @property
     def nbytes(self) -> int:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import xxhash
 
-from .direct_read import make_direct, read_blocks
-from .entry import EncodedEntry
-from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader, byte_view
+from .direct_read import aligned_blocks, make_direct, read_blocks
+from .entry import EncodedEntry, checksum
+from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader
 from .errors import DamagedEntryError, StoreError
-from .host_bytes import Bytes
+from .host_bytes import Bytes, host_bytes
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 
@@ -92,7 +92,7 @@ class EntryFile:
         if self._direct:
             return torch.from_numpy(self._read_direct(layer, reuse=False)).view(shape.dtype).view(shape.shape)
         encoded = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
-        self._read_into(layer, [byte_view(encoded)])
+        self._read_into(layer, [host_bytes(encoded).reshape(-1).data])
         return encoded
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
@@ -125,7 +125,7 @@ class EntryFile:
 
         with self._reading():
             encoded = read_blocks(fill, self._offsets[layer], self.info.layer_bytes(layer), reuse=reuse)
-        self._check(layer, xxhash.xxh3_64_hexdigest(encoded.data))
+        self._check(layer, checksum(encoded))
         return encoded
 
     def _check(self, layer: int, found: str) -> None:
@@ -133,8 +133,13 @@ class EntryFile:
             raise DamagedEntryError(f"layer {layer} of {self._path} does not match its checksum")
 
     def load(self) -> EncodedEntry:
-        """Read and check the whole entry; raises as `read_layer` does."""
-        return EncodedEntry(self.info, tuple(self.read_layer(layer) for layer in range(self.info.layers)))
+        """Read the whole entry in one read, and check it; raises as `read_layer` does."""
+        entry = EncodedEntry(self.info, aligned_blocks(self.info.nbytes), self._checksums)
+        with self._reading():
+            _fill(self._fd, [entry.blocks.data], self._offsets[0], self._path, entry.nbytes)
+        for layer, stored in enumerate(entry.bytes):
+            self._check(layer, checksum(stored))
+        return entry
 
     def close(self) -> None:
         """Close the file as soon as no thread is reading from it; a second call does nothing."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
+from .direct_read import BLOCK_BYTES
 from .document_context import DocumentContext
 from .entry import EncodedEntry, EntryInfo
 from .errors import InputError
@@ -22,7 +23,6 @@ from .key import ChunkKey
 ENTRY_FORMAT = 1
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
-_BLOCK_BYTES = 4096
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _STORED_NAMES = {**_NAMES, torch.uint8: "U8"}
@@ -38,7 +38,7 @@ class EntryHeader:
     @classmethod
     def of(cls, entry: EncodedEntry) -> EntryHeader:
         """The header for an entry in memory."""
-        return cls(entry.info, [checksum(encoded) for encoded in entry.encoded])
+        return cls(entry.info, entry.checksums)
 
     def pack(self) -> bytes:
         """The bytes that stand before the first layer, padded to a whole number of blocks for direct reads.
@@ -67,7 +67,7 @@ class EntryHeader:
         )
         metadata = {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
         header = json.dumps({"__metadata__": metadata, **_table(info)}, separators=(",", ":")).encode()
-        header = header.ljust(-(-(LENGTH_BYTES + len(header)) // _BLOCK_BYTES) * _BLOCK_BYTES - LENGTH_BYTES)
+        header = header.ljust(-(-(LENGTH_BYTES + len(header)) // BLOCK_BYTES) * BLOCK_BYTES - LENGTH_BYTES)
         if len(header) > MAX_HEADER_BYTES:
             raise InputError(f"a chunk of {len(info.token_ids)} tokens is too long to be stored; split it")
         return len(header).to_bytes(LENGTH_BYTES, "little") + header
@@ -104,16 +104,6 @@ class EntryHeader:
             return cls(info, entry["checksums"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__} {error}") from error
-
-
-def checksum(encoded: torch.Tensor) -> str:
-    """The xxh3-64 of a contiguous tensor's bytes, in hex."""
-    return xxhash.xxh3_64_hexdigest(byte_view(encoded))
-
-
-def byte_view(encoded: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, not copied."""
-    return encoded.view(-1).view(torch.uint8).numpy().data
 
 
 def _context(found: dict[str, list[Any]] | None) -> DocumentContext | None:

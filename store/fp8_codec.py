@@ -27,13 +27,13 @@ class Fp8Codec:
         """See `Codec`."""
         return packed_shape(self._parts(layer))
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
+    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
         """See `Codec`."""
         x_2HTD = torch.stack(as_float32(self.name, k_HTD, v_HTD))
         scale_2H = (x_2HTD.abs().amax((2, 3)) / _LARGEST).clamp_(min=_TINY)
         # Clamped: a value that rounding puts above the largest would become NaN.
         codes_2HTD = (x_2HTD / scale_2H[:, :, None, None]).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-        return pack((scale_2H, codes_2HTD))
+        pack((scale_2H, codes_2HTD), encoded)
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
         """See `Codec`."""

@@ -30,12 +30,12 @@ class Int4Codec:
         """See `Codec`."""
         return packed_shape(self._parts(layer))
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
+    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
         """See `Codec`."""
         k_HTD, v_HTD = as_float32(self.name, k_HTD, v_HTD, largest=_HALF_LARGEST)
         k_range_2HGD, k_codes_HTD = _quantise(k_HTD, 1)
         v_range_2HTG, v_codes_HTD = _quantise(v_HTD, 2)
-        return pack((k_range_2HGD, v_range_2HTG, k_codes_HTD | v_codes_HTD << 4))
+        pack((k_range_2HGD, v_range_2HTG, k_codes_HTD | v_codes_HTD << 4), encoded)
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
         """See `Codec`."""

@@ -28,13 +28,13 @@ class Int8Codec:
         """See `Codec`."""
         return packed_shape(self._parts(layer))
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
+    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
         """See `Codec`."""
         k_HTD, v_HTD = as_float32(self.name, k_HTD, v_HTD)
         k_scale_H1D = (k_HTD.abs().amax(1, keepdim=True) / _LARGEST).clamp_(min=_TINY)
         v_scale_HT1 = (v_HTD.abs().amax(2, keepdim=True) / _LARGEST).clamp_(min=_TINY)
         codes_2HTD = torch.stack((k_HTD / k_scale_H1D, v_HTD / v_scale_HT1)).round_().clamp_(-_LARGEST, _LARGEST)
-        return pack((k_scale_H1D, v_scale_HT1, codes_2HTD.to(torch.int8)))
+        pack((k_scale_H1D, v_scale_HT1, codes_2HTD.to(torch.int8)), encoded)
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
         """See `Codec`."""

@@ -13,7 +13,7 @@ from .direct_read import check_direct_reads
 from .entry import EncodedEntry
 from .entry_file import EntryFile
 from .entry_header import EntryHeader
-from .entry_writer import EntryWriter, NewFile
+from .entry_writer import NewFile, write_files
 from .errors import DamagedEntryError, StoreError, StoreFullError
 from .eviction import TierBudget
 from .journal import Journal
@@ -36,7 +36,6 @@ class NvmeTier:
         self.folder, self.budget, self._pins, self._direct_reads = folder, budget, pins, direct_reads
         if direct_reads:
             check_direct_reads(folder.root)
-        self._writer = EntryWriter()
         self.evictions, self.damaged = 0, 0
         with ExitStack() as opened:
             self._lock = WriteLock(folder.lock)
@@ -125,10 +124,11 @@ class NvmeTier:
             headers = {digest: EntryHeader.of(entry).pack() for digest, entry in new.items()}
             file_bytes = sum(len(headers[digest]) + entry.nbytes for digest, entry in new.items())
             with self._making_room(namespace, file_bytes) as victims, self.changing([*new, *victims]):
-                self._writer.write(
+                paths = self.folder.new_entry_paths(new)
+                write_files(
                     [
-                        NewFile(headers[digest], entry, self.folder.writing / digest, self.folder.new_entry_path(digest))
-                        for digest, entry in new.items()
+                        NewFile(headers[digest], entry, self.folder.writing / digest, path)
+                        for (digest, entry), path in zip(new.items(), paths, strict=True)
                     ]
                 )
                 rows = [self._row(entry, len(headers[digest])) for digest, entry in new.items()]

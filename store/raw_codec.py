@@ -20,12 +20,10 @@ class RawCodec:
         """See `Codec`."""
         return EncodedShape(layer.dtype, (2, layer.kv_heads, layer.tokens, layer.head_dim))
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
+    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
         """See `Codec`."""
-        encoded_2HTD = torch.empty((2, *k_HTD.shape), dtype=k_HTD.dtype, device="cpu")
-        encoded_2HTD[0].copy_(k_HTD.detach())
-        encoded_2HTD[1].copy_(v_HTD.detach())
-        return encoded_2HTD
+        encoded[0].copy_(k_HTD.detach())
+        encoded[1].copy_(v_HTD.detach())
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
         """See `Codec`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,16 +69,18 @@ class StoreFolder:
         """Where the entry's file is."""
         return self._entries / digest[:2] / digest
 
-    def new_entry_path(self, digest: str) -> Path:
-        """Where the entry's file is to be; makes its folder."""
-        path = self.entry_path(digest)
+    def new_entry_paths(self, digests: Iterable[str]) -> list[Path]:
+        """Where entries' files are to be; makes their folders."""
+        paths = [self.entry_path(digest) for digest in digests]
+        missing = [folder for folder in {path.parent for path in paths} if not folder.is_dir()]
         try:
-            if not path.parent.is_dir():
-                path.parent.mkdir(exist_ok=True)
+            for folder in missing:
+                folder.mkdir(exist_ok=True)
+            if missing:
                 sync_folder(self._entries)
         except OSError as error:
-            raise write_error(path, error) from error
-        return path
+            raise write_error(self._entries, error) from error
+        return paths
 
     def entry_files(self) -> Iterator[Path]:
         """Every file of the entries' folders, in order."""

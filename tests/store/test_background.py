@@ -11,7 +11,7 @@ from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same, 
 
 from cacheblend.store import ChunkKey, StoreFullError, pending
 from cacheblend.store.catalogue import Catalogue
-from cacheblend.store.entry_writer import EntryWriter
+from cacheblend.store.entry_writer import write_files
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 
@@ -116,14 +116,13 @@ def test_one_of_a_group_cannot_be_written(open_store, monkeypatch) -> None:
     """What fails takes no other entry of its group with it."""
     store = open_store()
     bad = str(PAIRS[1][0])
-    write = EntryWriter.write
 
-    def failing(writer, files) -> None:
+    def failing(files) -> None:
         if any(file.final.name == bad for file in files):
             raise StoreFullError("no room for this one")
-        write(writer, files)
+        write_files(files)
 
-    monkeypatch.setattr(EntryWriter, "write", failing)
+    monkeypatch.setattr("cacheblend.store.nvme_tier.write_files", failing)
     with store._nvme.exclusive():
         for pair in PAIRS[:3]:
             store.put(*pair, flush=False)

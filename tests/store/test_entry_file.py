@@ -18,14 +18,14 @@ from cacheblend.store import ChunkKV, DamagedEntryError, DocumentContext
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.entry_file import EntryFile
 from cacheblend.store.entry_header import EntryHeader
-from cacheblend.store.entry_writer import EntryWriter, NewFile
+from cacheblend.store.entry_writer import NewFile, write_files
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def write(folder: Path, entry: EncodedEntry) -> Path:
     path = folder / "entry"
-    EntryWriter().write([NewFile(EntryHeader.of(entry).pack(), entry, folder / "new", path)])
+    write_files([NewFile(EntryHeader.of(entry).pack(), entry, folder / "new", path)])
     return path
 
 
