@@ -37,7 +37,7 @@ class NewFile:
 def write_files(files: Sequence[NewFile]) -> None:
     """Write files, all of them synced before one has its name; names are synced at the end, a folder once.
 
-    The first sync takes most of the others' work with it, so files that are synced together cost a fifth of the syncs.
+    The first sync does most of the others' work: together they take a fifth of the processor time (docs/experiments.md).
 
     Raises:
         StoreFullError: the disk is full. What was written stays, under either name.

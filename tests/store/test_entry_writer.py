@@ -62,6 +62,30 @@ def test_several(tmp_path: Path) -> None:
             check(file)
 
 
+def test_synced_before_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file has its name before all are synced, and names are synced last, a folder once."""
+    calls: list[str] = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: calls.append(name) or call(*given))
+    write_files([new_file(tmp_path, make_entry(tokens)) for tokens in (3, 40, 150)])
+    assert calls == ["fsync"] * 3 + ["replace"] * 3 + ["fsync"]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_memory_is_whole_blocks(tmp_path: Path, direct: bool) -> None:
+    """What is encoded, and what is read again, can be written past the page cache from where it is."""
+    entry = make_entry(97)
+    file = new_file(tmp_path, entry)
+    write_files([file])
+    with EntryFile.open(file.final, str(entry.info.key), direct=direct) as opened:
+        again = opened.load()
+    assert again.checksums == entry.checksums
+    for one in (entry, again):
+        assert one.blocks.ctypes.data % BLOCK_BYTES == len(one.blocks) % BLOCK_BYTES == 0
+        assert not one.blocks[one.nbytes :].any()
+
+
 def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the flag is refused, or every direct write, the file is written through the page cache."""
     write, direct = os.write, []
