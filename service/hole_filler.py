@@ -110,8 +110,8 @@ class HoleFiller:
         if was_missed:
             return True
         stats, geometry = self._store.stats(), self._fusor.decoder.geometry
-        kv_bytes = geometry.layers * geometry.layer_bytes(tokens)  # a codec's are fewer
-        return stats.nvme.bytes + stats.pending_bytes + kv_bytes <= stats.nvme.budget_bytes
+        entry_bytes = geometry.layers * geometry.layer_bytes(tokens) * 5 // 4  # a header comes on top; a codec's are fewer
+        return stats.nvme.bytes + stats.pending_bytes + entry_bytes <= stats.nvme.budget_bytes
 
     def _take(self) -> tuple[ChunkKey, _Hole]:
         """The next hole; its namespace goes to the end of the turns."""
