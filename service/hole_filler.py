@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,8 @@ from cacheblend.store.errors import CacheBlendError
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # holes; beyond them the namespace with most loses its last, which a later request finds again
-POSTPONE_S = 1.0  # a precompute gives way to running requests for so long
+POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at least,
+POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 _Hole = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Sequence[Sequence[int]]]]  # tokens, prefix, what stands before
 
@@ -36,7 +38,7 @@ class HoleFiller:
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
         self._missed: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._busy = False
+        self._busy, self._took_s = False, 0.0
         self._requests = 0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
@@ -125,11 +127,13 @@ class HoleFiller:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._waiting)
-                self._changed.wait_for(lambda: self._closed or not self._requests, timeout=POSTPONE_S)
+                postpone_s = max(POSTPONE_S, POSTPONE_TIMES * self._took_s)
+                self._changed.wait_for(lambda: self._closed or not self._requests, timeout=postpone_s)
                 if self._closed:
                     return
                 key, (token_ids, prefix_ids, before) = self._take()
                 self._busy = True
+            began = time.perf_counter()
             try:
                 if key not in self._store:
                     document = [*before(), token_ids]
@@ -142,5 +146,5 @@ class HoleFiller:
             finally:
                 del before  # it holds the engine
                 with self._changed:
-                    self._busy = False
+                    self._busy, self._took_s = False, time.perf_counter() - began
                     self._changed.notify_all()

@@ -14,13 +14,14 @@ import xxhash
 from .chunk import ChunkKV, LayerPair
 from .codec import EncodedShape, LayerShape
 from .codecs import CODECS
-from .direct_read import aligned_blocks
+from .direct_read import BLOCK_BYTES, aligned_blocks
 from .document_context import DocumentContext
 from .errors import InputError
 from .host_bytes import Bytes, host_bytes
 from .key import ChunkKey
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PIECE_BYTES = 8 * 2**20  # malloc gives freed pieces of up to 32 MiB again; larger ones are new memory each time, which is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,27 @@ def checksum(stored: Bytes) -> str:
     return xxhash.xxh3_64_hexdigest(stored.data)
 
 
+def _layers_by_piece(info: EntryInfo) -> list[list[int]]:
+    """Runs of layers that end on a block, of `PIECE_BYTES` and more where it can be; the last one may end anywhere."""
+    pieces: list[list[int]] = [[]]
+    at = begun = 0
+    for layer in range(info.layers):
+        if at - begun >= PIECE_BYTES and at % BLOCK_BYTES == 0:
+            pieces.append([])
+            begun = at
+        pieces[-1].append(layer)
+        at += info.layer_bytes(layer)
+    return pieces
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedEntry:
     """An entry in memory, never written to once it is filled.
 
     Args:
         info: all but the keys and values.
-        blocks: what stands behind the header in its file, the layers' tensors without gaps, and zeros up to a whole block; in
-            memory that begins on a block, so that it is written and read past the page cache without a copy.
+        pieces: what stands behind the header in its file, the layers' tensors without gaps, and zeros up to a whole block; each
+            in memory that begins on a block, so that it is written past the page cache without a copy.
         checksums: of each layer's tensor; see `checksum`.
 
     Attributes:
@@ -96,19 +110,26 @@ class EncodedEntry:
     """
 
     info: EntryInfo
-    blocks: Bytes
+    pieces: Sequence[Bytes]
     checksums: Sequence[str]
     encoded: tuple[torch.Tensor, ...] = field(init=False, repr=False)
     bytes: tuple[Bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        whole, at, views = torch.from_numpy(self.blocks), 0, []
-        for shape in map(self.info.encoded_shape, range(self.info.layers)):
-            stop = at + shape.nbytes
-            views.append(whole[at:stop].view(shape.dtype).view(shape.shape))
-            at = stop
+        views = []
+        for piece, layers in zip(self.pieces, _layers_by_piece(self.info), strict=True):
+            rest = torch.from_numpy(piece)
+            for shape in map(self.info.encoded_shape, layers):
+                views.append(rest[: shape.nbytes].view(shape.dtype).view(shape.shape))
+                rest = rest[shape.nbytes :]
         object.__setattr__(self, "encoded", tuple(views))
         object.__setattr__(self, "bytes", tuple(map(host_bytes, views)))
+
+    @classmethod
+    def empty(cls, info: EntryInfo, checksums: Sequence[str]) -> EncodedEntry:
+        """An entry that is yet to be filled, and has its checksums by then."""
+        pieces = (sum(map(info.layer_bytes, layers)) for layers in _layers_by_piece(info))
+        return cls(info, tuple(map(aligned_blocks, pieces)), checksums)
 
     @classmethod
     def of(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:
@@ -139,7 +160,7 @@ class EncodedEntry:
             context=kv.context,
         )
         checksums: list[str] = []
-        entry = cls(info, aligned_blocks(info.nbytes), checksums)
+        entry = cls.empty(info, checksums)
         for (k_HTD, v_HTD), encoded, layer_bytes in zip(kv.layers, entry.encoded, entry.bytes, strict=True):
             codec.encode(k_HTD, v_HTD, encoded)
             checksums.append(checksum(layer_bytes))  # while the processor's cache still has it
@@ -148,7 +169,7 @@ class EncodedEntry:
     @property
     def nbytes(self) -> int:
         """Bytes of all encoded tensors."""
-        return sum(encoded.nbytes for encoded in self.encoded)
+        return self.info.nbytes
 
     def read_layer(self, layer: int) -> torch.Tensor:
         """The layer's encoded tensor, not copied."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .direct_read import aligned_blocks, make_direct, read_blocks
+from .direct_read import make_direct, read_blocks
 from .entry import EncodedEntry, checksum
 from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader
 from .errors import DamagedEntryError, StoreError
@@ -134,9 +134,9 @@ class EntryFile:
 
     def load(self) -> EncodedEntry:
         """Read the whole entry in one read, and check it; raises as `read_layer` does."""
-        entry = EncodedEntry(self.info, aligned_blocks(self.info.nbytes), self._checksums)
+        entry = EncodedEntry.empty(self.info, self._checksums)
         with self._reading():
-            _fill(self._fd, [entry.blocks.data], self._offsets[0], self._path, entry.nbytes)
+            _fill(self._fd, [piece.data for piece in entry.pieces], self._offsets[0], self._path, entry.nbytes)
         for layer, stored in enumerate(entry.bytes):
             self._check(layer, checksum(stored))
         return entry

@@ -78,7 +78,8 @@ def _write_file(fd: int, file: NewFile) -> None:
     header = aligned_blocks(len(file.header), reuse=True)
     header[: len(file.header)] = np.frombuffer(file.header, np.uint8)
     _write(fd, header.data)
-    _write(fd, file.entry.blocks.data)
+    for piece in file.entry.pieces:
+        _write(fd, piece.data)
     if (length := len(file.header) + file.entry.nbytes) % BLOCK_BYTES:
         os.ftruncate(fd, length)
 

@@ -45,7 +45,15 @@ class RunningRequest:
             self._begin(done.value)
         finally:
             self.prefill_s += time.perf_counter() - began
-        return self.is_prefilled and self._draw(self._first_logits_V)
+        if not self.is_prefilled:
+            return False
+        is_complete = self._draw(self._first_logits_V)
+        cache = self.prefilled.fused.cache
+        if not is_complete:  # copied to where it can grow; the first token, which is out by now, does not wait for that
+            self.kv = SequenceKV(cache, self.request.engine.fusor.decoder.windows)
+        if not self.guarded.sampled:
+            cache.layers.clear()  # without a check one of the two is enough
+        return is_complete
 
     @property
     def prefilled(self) -> Prefilled:
@@ -84,9 +92,6 @@ class RunningRequest:
         fused = prefilled.fused
         self._prefilled, self._prefill_done, self._first_logits_V = prefilled, time.perf_counter(), fused.logits
         self._tokens = NextToken(fusor.model, fused.token_ids, prepared.max_tokens, self.request.seed, **prepared.sampling)
-        self.kv = SequenceKV(fused.cache, fusor.decoder.windows)
-        if not self.guarded.sampled:
-            fused.cache.layers.clear()  # the copy is what grows; without a check one of the two is enough
 
     def _draw(self, logits_V: torch.Tensor) -> bool:
         first = not self._tokens.token_ids

@@ -72,18 +72,24 @@ def test_synced_before_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert calls == ["fsync"] * 3 + ["replace"] * 3 + ["fsync"]
 
 
+@pytest.mark.parametrize(("tokens", "pieces"), [(97, 1), (128, 2)])
 @pytest.mark.parametrize("direct", [False, True])
-def test_memory_is_whole_blocks(tmp_path: Path, direct: bool) -> None:
+def test_memory_is_whole_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, tokens: int, pieces: int
+) -> None:
     """What is encoded, and what is read again, can be written past the page cache from where it is."""
-    entry = make_entry(97)
+    monkeypatch.setattr("cacheblend.store.entry.PIECE_BYTES", 1)
+    entry = make_entry(tokens)
     file = new_file(tmp_path, entry)
     write_files([file])
     with EntryFile.open(file.final, str(entry.info.key), direct=direct) as opened:
         again = opened.load()
     assert again.checksums == entry.checksums
     for one in (entry, again):
-        assert one.blocks.ctypes.data % BLOCK_BYTES == len(one.blocks) % BLOCK_BYTES == 0
-        assert not one.blocks[one.nbytes :].any()
+        assert len(one.pieces) == pieces
+        assert all(piece.ctypes.data % BLOCK_BYTES == len(piece) % BLOCK_BYTES == 0 for piece in one.pieces)
+        whole = b"".join(piece.tobytes() for piece in one.pieces)
+        assert whole == b"".join(layer.tobytes() for layer in one.bytes).ljust(len(whole), b"\0")
 
 
 def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
