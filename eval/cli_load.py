@@ -115,11 +115,10 @@ def load(
     folder = out or Path("runs") / f"load-{source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with ExitStack() as running, options.progress_bars() as progress:
         first, by_rate = _requests(config, model, progress)
+        chunk_tokens = max(request.chunk_tokens for group in (first, *by_rate) for request in group)
         targets: list[Target] = []
         if wanted:
-            own = address or running.enter_context(
-                _service(model, serve_config, store_dir, device, dtype, _chunk_tokens([first, *by_rate], model))
-            )
+            own = address or running.enter_context(_service(model, serve_config, store_dir, device, dtype, chunk_tokens))
             targets += _own(own, wanted, source, recompute_ratio, api_key)
         targets += _peers(peers, source, peer_completions, peer_api_key)
         summary = run_load(config, targets, first, by_rate, folder, on_progress=progress)
@@ -165,13 +164,6 @@ def _tokenizer(model: str) -> tuple[Any, int | None]:
     if tokenizer is None:
         raise InputError(f"the model at {model!r} has no tokenizer; save one beside it")
     return tokenizer, getattr(config, "max_position_embeddings", None)
-
-
-def _chunk_tokens(groups: Sequence[Sequence[LoadRequest]], model: str) -> int:
-    """A chunk size at which the service cuts none of the chunks again."""
-    tokenizer, _ = _tokenizer(model)
-    chunks = {chunk for group in groups for request in group for chunk in request.chunks}
-    return max((len(tokenizer(chunk, add_special_tokens=False)["input_ids"]) for chunk in chunks), default=1)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,21 @@ from cacheblend.store.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A question over chunks.
+    """A question over documents.
 
     Args:
         example: with the right answers.
         question: in the data set's words.
-        chunks: texts, in the prompt's order.
+        documents: texts, in the prompt's order; chunks of one document are one text, since what is in front of a chunk in its
+            document tells which of its tokens must be recomputed.
+        chunk_tokens: of the longest chunk.
         is_warm_up: the source sets it apart to fill caches.
     """
 
     example: Example
     question: str
-    chunks: tuple[str, ...]
+    documents: tuple[str, ...]
+    chunk_tokens: int
     is_warm_up: bool = False
 
 
@@ -76,10 +79,14 @@ def split_requests(
 
 
 def _texts(request: Request, source: RequestSource, tokenizer: Any) -> LoadRequest:
-    def text(token_ids: Sequence[int]) -> str:
-        decoded: str = tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
-        return decoded.strip()
-
-    question = source.wording.question.format(question=request.example.question)
-    chunks = tuple(filter(None, map(text, request.pieces.chunks)))
-    return LoadRequest(request.example, question, chunks, request.is_warm_up)
+    pieces, documents = request.pieces, dict[str, str]()
+    for index, chunk in enumerate(pieces.chunks):
+        document = pieces.document_ids[index] if pieces.document_ids else str(index)
+        documents[document] = documents.get(document, "") + tokenizer.decode(chunk, clean_up_tokenization_spaces=False)
+    return LoadRequest(
+        request.example,
+        source.wording.question.format(question=request.example.question),
+        tuple(filter(None, map(str.strip, documents.values()))),
+        max(map(len, pieces.chunks), default=1),
+        request.is_warm_up,
+    )

@@ -143,21 +143,21 @@ async def _step(
 
 
 def _ingest(targets: Sequence[Target], requests: Sequence[LoadRequest], seed: int, on_progress: Progress) -> None:
-    """Have our own services precompute every chunk, as the data set says that all were met before.
+    """Have our own services precompute every document, as the data set says that all were met before.
 
     They come in an order of their own: in that of the requests, a store that is too small for all would have evicted just what
     is asked for next.
     """
-    chunks = list(dict.fromkeys(chunk for request in requests for chunk in request.chunks))
-    random.Random(seed).shuffle(chunks)
+    texts = list(dict.fromkeys(document for request in requests for document in request.documents))
+    random.Random(seed).shuffle(texts)
     for target in {target.address: target for target in targets if target.method is not None}.values():
-        for start in range(0, len(chunks), DOCUMENTS_AT_ONCE):
-            documents = [{"text": chunk} for chunk in chunks[start : start + DOCUMENTS_AT_ONCE]]
+        for start in range(0, len(texts), DOCUMENTS_AT_ONCE):
+            documents = [{"text": text} for text in texts[start : start + DOCUMENTS_AT_ONCE]]
             url = f"{target.address}/v1/documents"
             response = httpx.post(url, json={"documents": documents}, headers=target.headers, timeout=None)
             if response.is_error:
                 raise ServiceError(f"{url} refuses the documents of the run: {response.text}")
-            on_progress("ingest", start + len(documents), len(chunks))
+            on_progress("ingest", start + len(documents), len(texts))
 
 
 def _setup(config: LoadConfig, targets: Sequence[Target]) -> dict[str, Any]:

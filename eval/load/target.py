@@ -13,7 +13,7 @@ from cacheblend.store.errors import ConfigError, InputError
 
 from .request_set import LoadRequest
 
-BETWEEN_CHUNKS = "\n\n"
+BETWEEN_DOCUMENTS = "\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Target:
         address: up to `/v1`, which is not part of it.
         model: as the server calls it.
         wording: the words around a question.
-        method: of our own service; None for another server, which gets the chunks as part of the text.
+        method: of our own service; None for another server, which gets the documents as part of the text.
         recompute_ratio: of our own service, where the method takes one; None leaves it to the service.
         cache_salt: of our own service: what this target's requests find cached is what its own left.
         completions: a text is continued by `/v1/completions`, for models without a chat template; else `/v1/chat/completions`.
@@ -67,11 +67,11 @@ class Target:
                 **common,
                 **ratio,
                 "messages": [{"role": "user", "content": request.question}],
-                "documents": [{"text": chunk} for chunk in request.chunks],
+                "documents": [{"text": document} for document in request.documents],
                 "method": self.method,
                 "cache_salt": self.cache_salt,
             }
-        text = "".join(f"{chunk}{BETWEEN_CHUNKS}" for chunk in request.chunks)
+        text = "".join(f"{document}{BETWEEN_DOCUMENTS}" for document in request.documents)
         text = f"{self.wording.instruction}{text}{self.wording.before_question}{request.question}"
         if self.completions:
             return {**common, "prompt": f"{text}{self.wording.after_question}"}

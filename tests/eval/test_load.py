@@ -38,7 +38,7 @@ from api import listening
 SOURCE = WorldSource(seed=3, cases=8)
 WORDING = SOURCE.wording
 EXAMPLE = Example("one", "Where?", ("a b",), (Passage("", "x"),), Task.QA)
-REQUEST = LoadRequest(EXAMPLE, "Where?", ("Here is a place.", "There is another."))
+REQUEST = LoadRequest(EXAMPLE, "Where?", ("Here is a place.", "There is another."), 8)
 USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
 
 
@@ -234,12 +234,12 @@ def test_equal_ttft() -> None:
 
 def test_each_rate_has_its_own_requests() -> None:
     """Warm-up and rates never share a request; what the set sets apart warms up, and too few are refused."""
-    requests = [LoadRequest(EXAMPLE, str(number), ("x",)) for number in range(9)]
+    requests = [LoadRequest(EXAMPLE, str(number), ("x",), 1) for number in range(9)]
     coming = iter(requests)
     warm_up, by_rate = split_requests(coming, 1, 2, 3)
     assert [request.question for group in (warm_up, *by_rate) for request in group] == list("0123456")
     assert list(coming) == requests[7:]
-    apart = [LoadRequest(EXAMPLE, "apart", ("x",), is_warm_up=True)] * 2
+    apart = [LoadRequest(EXAMPLE, "apart", ("x",), 1, is_warm_up=True)] * 2
     warm_up, by_rate = split_requests([*apart, *requests], 5, 2, 3)
     assert warm_up == apart
     assert [request.question for group in by_rate for request in group] == list("012345")
@@ -247,11 +247,16 @@ def test_each_rate_has_its_own_requests() -> None:
         split_requests(requests, 1, 2, 5)
 
 
-def test_requests_have_the_chunks_text(fusor: Fusor) -> None:
-    """The world's chunks arrive as they were written."""
+def test_requests_have_the_documents_text(fusor: Fusor) -> None:
+    """The world's chunks arrive as they were written, those of an article as one document."""
     (request, *_) = load_requests(SOURCE, fusor.tokenizer, None)
     (case, *_) = SOURCE.requests(fusor.tokenizer, None)
-    assert request.chunks == tuple(passage.text.strip() for passage in case.example.passages)
+    articles: dict[str, str] = {}
+    for id_, passage in zip(case.pieces.document_ids, case.example.passages, strict=True):
+        articles[id_] = articles.get(id_, "") + passage.text
+    assert request.documents == tuple(text.strip() for text in articles.values())
+    assert len(articles) < len(case.pieces.chunks)
+    assert request.chunk_tokens == max(map(len, case.pieces.chunks))
     assert request.question == case.example.question
 
 
