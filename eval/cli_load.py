@@ -21,6 +21,7 @@ from .load.config import LoadConfig
 
 if TYPE_CHECKING:
     from .load import LoadRequest, Target
+    from .load.sweep import Progress
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(LoadConfig)}
 MARGIN_TOKENS = 128  # a server's own separators and template stand around what is measured here
@@ -138,9 +139,7 @@ def _source(name: str, data: str | None, preset: str, seed: int, cases: int | No
     return FileSource(name=name, data=data, cases=cases, seed=seed, preset=PRESETS[preset])
 
 
-def _requests(
-    config: LoadConfig, model: str, on_progress: options.OnProgress
-) -> tuple[list[LoadRequest], list[list[LoadRequest]]]:
+def _requests(config: LoadConfig, model: str, on_progress: Progress) -> tuple[list[LoadRequest], list[list[LoadRequest]]]:
     """Those that warm up, and those of every rate."""
     from .load import load_requests, split_requests
 

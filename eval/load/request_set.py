@@ -61,7 +61,8 @@ def split_requests(
         InputError: there are too few.
     """
     coming = iter(requests)
-    apart, measured = [], []
+    apart: list[LoadRequest] = []
+    measured: list[LoadRequest] = []
     for request in coming:
         (apart if request.is_warm_up else measured).append(request)
         if measured:
