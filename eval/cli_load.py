@@ -99,7 +99,9 @@ def load(
 
     model = default_model() if model is None else model
     swept = _numbers(rates)
-    source = _source(name, data, preset, seed, cases or (warm_up + requests * len(swept) if name == "world" else None))
+    if name == "world" and cases is None:
+        cases = max(1, warm_up + requests * len(swept))  # as many as are asked for; a corpus is more than that
+    source = _source(name, data, preset, seed, cases)
     config = LoadConfig(
         source=source,
         rates_rps=swept,
@@ -133,7 +135,7 @@ def load(
 
 def _source(name: str, data: str | None, preset: str, seed: int, cases: int | None) -> RequestSource:
     if name == "world":
-        return WorldSource(seed=seed, cases=max(1, cases or 0))
+        return WorldSource(seed=seed) if cases is None else WorldSource(seed=seed, cases=cases)
     if preset not in PRESETS:
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
     return FileSource(name=name, data=data, cases=cases, seed=seed, preset=PRESETS[preset])

@@ -358,6 +358,8 @@ def test_usage_errors(tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFix
             (["--methods", ""], 2, "--peer"),
             (["--address", address], 2, "is no CacheBlend service"),
             (["--data-set", "trivia"], 2, "one of world"),
+            (["--cases", "0"], 2, "cases"),
+            (["--cases", "0", "--data-set", "musique", "--preset", "paper"], 2, "cases"),
             (["--model", "./no/model"], 2, "no model at"),
             (["--methods", "", "--peer", f"a={address}", "--warm-up", "1", "--out", str(tmp_path / "other")], 1, "warm-up"),
         ):
