@@ -111,7 +111,8 @@ def check_documents(address: str, known: Acknowledged) -> None:
             assert now in (before, text), f"{id_}: half a change: {now!r} is neither {before!r} nor {text!r}"
             known.made += now == text
             known.texts[id_] = now
-            (known.changed.add if now == before else known.changed.discard)(id_)  # KV of what was not answered may be missing
+            kept = now == before and text is not None  # a replacement drops nothing before its text is in
+            (known.changed.add if kept else known.changed.discard)(id_)  # else KV may be missing: a deletion drops it first
         known.doubtful.clear()
         for id_, text in known.texts.items():
             assert _text_of(client, id_) == text, f"{id_}: not what was acknowledged"

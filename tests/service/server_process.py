@@ -206,7 +206,7 @@ def main(config: ServedConfig) -> None:
             if isinstance(how, Done) and not request.prepared.sampling.get("do_sample"):
                 answers.write(RecordedAnswer.of(how.answer).line())
 
-        with Server(engine_config, serving, http, embedder=FakeEmbedder(), observer=record) as server:
+        with Server(engine_config, serving, http, embedder=FakeEmbedder(dimensions=4096), observer=record) as server:
 
             def answer_stdin() -> None:
                 for _ in sys.stdin:
