@@ -19,6 +19,8 @@ from transformers import DynamicCache
 
 from cacheblend.store import LayerPair
 
+from .layer_memory import empty_layer
+
 GROWTH_TOKENS = 128  # the KV is copied once in so many tokens
 
 
@@ -64,8 +66,10 @@ class LayerOfSequence:
 
     def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
         heads, self._used, size = k_HKD.shape
-        self._k_HCD = k_HKD.new_empty(heads, self._used + GROWTH_TOKENS, size)
-        self._v_HCD = v_HKD.new_empty(heads, self._used + GROWTH_TOKENS, v_HKD.shape[-1])
+        room = self._used + GROWTH_TOKENS
+        kv_X = empty_layer((heads * room * (size + v_HKD.shape[-1]),), k_HKD.dtype, k_HKD.device)
+        k_X, v_X = kv_X.split([heads * room * size, heads * room * v_HKD.shape[-1]])
+        self._k_HCD, self._v_HCD = k_X.view(heads, room, -1), v_X.view(heads, room, -1)
         self._k_HCD[:, : self._used] = k_HKD
         self._v_HCD[:, : self._used] = v_HKD
 

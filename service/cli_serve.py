@@ -64,6 +64,9 @@ def serve(
         "max_running"
     ],
     max_waiting: Annotated[int, _option("max_waiting", "Waiting requests of a tenant.", LIMITS)] = SERVING["max_waiting"],
+    decode_share: Annotated[
+        float, _option("decode_share", "Of the time, for those that decode, while a prompt is prefilled.", LIMITS)
+    ] = SERVING["decode_share"],
     deadline_s: Annotated[float, _option("deadline_s", "Seconds for a request.", LIMITS)] = SERVING["deadline_s"],
     grace_s: Annotated[float, _option("grace_s", "Seconds to finish in when stopped.", LIMITS)] = SERVING["grace_s"],
     guard_share: Annotated[
@@ -113,7 +116,10 @@ def serve(
     from .http import HttpConfig, Server
     from .http.request_log import log_json
     from .http.run import run
+    from .own_thread import in_own_thread
+    from .process_memory import keep_freed_memory
 
+    keep_freed_memory()
     chosen = choose_model(model, chunk_tokens, store_dir)
     engine_config = EngineConfig(
         model=chosen.model,
@@ -137,6 +143,7 @@ def serve(
     serving = ServingConfig(
         max_running=max_running,
         max_waiting=max_waiting,
+        decode_share=decode_share,
         deadline_s=deadline_s,
         grace_s=grace_s,
         guard_share=guard_share,
@@ -154,9 +161,14 @@ def serve(
     )
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
-    with Server(engine_config, serving, http, tenants_of(tables)) as server:
+
+    def opened() -> Server:
+        server = Server(engine_config, serving, http, tenants_of(tables))
         if chosen.wants_corpus and not tables:
             server.engines[""].ingest(bundled_corpus())
+        return server
+
+    with in_own_thread(opened) as server:
         run(server)
 
 

@@ -12,6 +12,8 @@ from cacheblend.blend import Fusor
 from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.errors import CacheBlendError
 
+from .own_thread import in_own_thread
+
 logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # holes; beyond them the namespace with most loses its last, which a later request finds again
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at least,
@@ -136,9 +138,7 @@ class HoleFiller:
             began = time.perf_counter()
             try:
                 if key not in self._store:
-                    document = [*before(), token_ids]
-                    (kv,) = self._fusor.precompute_document(document, prefix_ids, which=[len(document) - 1])
-                    self._store.put(key, kv, flush=False)
+                    in_own_thread(self._compute, key, [*before(), token_ids], prefix_ids)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)
             except Exception:  # out of memory, say: without this thread no hole would ever be filled, and drain never return
@@ -148,3 +148,8 @@ class HoleFiller:
                 with self._changed:
                     self._busy, self._took_s = False, time.perf_counter() - began
                     self._changed.notify_all()
+
+    def _compute(self, key: ChunkKey, document: Sequence[Sequence[int]], prefix_ids: Sequence[int]) -> None:
+        """Precompute and store the last chunk of a document."""
+        (kv,) = self._fusor.precompute_document(document, prefix_ids, which=[len(document) - 1])
+        self._store.put(key, kv, flush=False)

@@ -13,6 +13,7 @@ from cacheblend.store.errors import InputError
 
 from ..documents import DocumentStatus
 from ..engine import Engine
+from ..own_thread import in_own_thread
 from .errors import ApiError
 from .schemas import IngestBody, PinBody, ReplaceBody
 
@@ -28,7 +29,7 @@ async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
         message = f"documents: {len(body.documents)} are more than max_documents={limit}; send them in several calls"
         raise ApiError(400, message, param="documents", code="too_many_documents")
     engine: Engine = request.state.engine
-    report = await run_in_threadpool(engine.ingest, [document.model_dump() for document in body.documents])
+    report = await run_in_threadpool(in_own_thread, engine.ingest, [document.model_dump() for document in body.documents])
     return {"object": "ingest_report", **report.as_dict()}
 
 
@@ -52,7 +53,7 @@ async def show(id_: str, request: Request) -> dict[str, Any]:
 async def replace(id_: str, body: ReplaceBody, request: Request) -> dict[str, Any]:
     """Put a document, in place of the one with this id where there is one."""
     engine: Engine = request.state.engine
-    report = await run_in_threadpool(engine.ingest, [{"id": id_, "title": body.title, "text": body.text}])
+    report = await run_in_threadpool(in_own_thread, engine.ingest, [{"id": id_, "title": body.title, "text": body.text}])
     return {"object": "ingest_report", **report.as_dict()}
 
 

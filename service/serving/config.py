@@ -18,6 +18,8 @@ class ServingConfig:
     Args:
         max_running: requests that hold a KV cache at once: those that decode together, and the one that is prefilled.
         max_waiting: requests of one tenant that may wait; the next one is refused.
+        decode_share: share of the time, above 0 and up to 1, that those with a first token get while another is
+            prefilled. Lower brings first tokens sooner and answers more a second, and the tokens behind the first later.
         deadline_s: a request that is not answered so long after it came is given up.
         grace_s: how long running requests may go on when the service stops.
         guard_share: share, 0..1, of the blended requests that are prefilled in full once more when nothing else runs.
@@ -31,6 +33,7 @@ class ServingConfig:
 
     max_running: int = 16
     max_waiting: int = 64
+    decode_share: float = 0.25
     deadline_s: float = 300.0
     grace_s: float = 30.0
     guard_share: float = 0.01
@@ -50,6 +53,8 @@ class ServingConfig:
         for name in ("guard_share", "guard_floor"):
             if not _is_number(value := getattr(self, name)) or not 0 <= value <= 1:
                 raise ConfigError(name, value, "a number from 0 to 1")
+        if not _is_number(self.decode_share) or not 0 < self.decode_share <= 1:
+            raise ConfigError("decode_share", self.decode_share, "a number above 0, up to 1")
         if self.guard_floor and not self.guard_share:
             raise ConfigError("guard_floor", self.guard_floor, "0 where guard_share=0, since nothing is checked then")
 

