@@ -17,13 +17,14 @@ Everything is a ratio inside one run; medians over repeats, interleaved where tw
 - `ttft_prediction_error`: |predicted - measured| / measured of the controller's plan, over the grid. Worst and median. Before
   each length and rate the controller plans and sees a window of requests, as it does in a service: so it corrects its profile
   where the machine is not as it was when that was measured.
-- `ratio_over_search`: where loading is the longer side, the controller's ratio over the largest of a list of ratios whose
-  measured TTFT is within 5 % of that at r*. `ttft_over_quality`: TTFT at the controller's ratio over TTFT at r*.
+- `ratio_over_search`: where loading is the longer side (the search runs there alone), the controller's ratio over the largest
+  of a list of ratios whose measured TTFT is within 5 % of that at r*. `ttft_over_quality`: TTFT at the controller's ratio over
+  TTFT at r*.
 - `reuse_over_full`: TTFT of the blend over full prefill where the controller said that blending is sooner; the worst.
   `full_over_reuse`: TTFT of full prefill over the blend at r* where it chose full prefill; the worst.
 
 The throttle is a rate limit around the loader's reads in this script; the store knows nothing of it. TTFT is from the plan to
-the first logits. The last stdout line is one JSON object.
+the first logits. The last stdout line is one JSON object; Ctrl-C ends the grid early, and the object is of what was measured.
 """
 
 from __future__ import annotations
@@ -32,90 +33,28 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_fusor import make_fusor, make_segments
+from bench_fusor import make_fusor
 from disk_peer import fio_rate, reader_rate
+from loader_calls import CHUNK_TOKENS, Bench, medians
 from throttled_loader import Throttle, ThrottledLoader
 
-from cacheblend.blend import FusionConfig, Fusor, LayerKV, Prompt, Segment
+from cacheblend.blend import FusionConfig, LayerKV
 from cacheblend.loader import LayerLoader, LoaderConfig, LoadingController, Profile, TierSpeed, measure_profile
 from cacheblend.loader.correction import WINDOW
 from cacheblend.loader.tier_speed import drop_page_cache
-from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store import KVStore, StoreConfig
 
-CHUNK_TOKENS = 512
 SEARCHED = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-
-
-class Bench:
-    """A model, a store with chunks of it, and prompts over them."""
-
-    def __init__(self, fusor: Fusor, store: KVStore, config: LoaderConfig, chunks: int) -> None:
-        self.fusor, self.store, self.config = fusor, store, config
-        head, *stored, question = make_segments(fusor, chunks, CHUNK_TOKENS, 32)
-        self.head, self.question = head, question
-        self.keys = []
-        for segment in stored:
-            assert isinstance(segment.kv, ChunkKV)
-            key = ChunkKey.of(segment.kv.token_ids, prefix_ids=segment.kv.prefix_ids, model=fusor.fingerprint)
-            store.put(key, segment.kv)
-            self.keys.append(key)
-        self.resident = stored
-
-    @contextmanager
-    def placed(self, chunks: int) -> Iterator[list[Segment]]:
-        """Segments of a prompt whose chunks are in the store."""
-        with self.store.pin(self.keys[:chunks]) as placements:
-            found = [placement for placement in placements if placement is not None]
-            yield [self.head, *(Segment(placement.token_ids, placement) for placement in found), self.question]
-
-    def load_alone_s(self, segments: Sequence[Segment], loader: LayerLoader, *, layer_0: bool = False) -> float:
-        """Seconds until every layer is there, nothing computed beside."""
-        geometry, prompt = self.fusor.decoder.geometry, Prompt.of(segments)
-        with loader:
-            started = time.perf_counter()
-            loader.start(prompt, geometry, reuse_layer_0=layer_0)
-            cache = [loader.synchronize(layer) for layer in range(geometry.layers)]
-            took_s = time.perf_counter() - started
-            del cache  # held so long, as a request does: the first touch of new memory is a part of both sides
-            return took_s
-
-    def fuse_s(self, segments: Sequence[Segment], ratio: float, loader: LayerLoader | None = None) -> float:
-        """Seconds of a fuse to the first logits."""
-        started = time.perf_counter()
-        if loader is None:
-            self.fusor.fuse(segments, FusionConfig(recompute_ratio=ratio))
-        else:
-            with loader:
-                self.fusor.fuse(segments, FusionConfig(recompute_ratio=ratio), loader)
-        return time.perf_counter() - started
-
-    def full_s(self, chunks: int) -> float:
-        """Seconds of a full prefill."""
-        token_ids = [token for segment in (self.head, *self.resident[:chunks], self.question) for token in segment.token_ids]
-        started = time.perf_counter()
-        self.fusor.prefill(token_ids)
-        return time.perf_counter() - started
-
-
-def medians(calls: dict[str, Callable[[], float]], repeats: int, in_a_row: int = 1) -> dict[str, float]:
-    """Median of every call, in turns, after a warm-up each; with `in_a_row` so many of a turn count, after two that do not."""
-    results: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            turn = [call() for _ in range(1 if in_a_row == 1 else 2 + in_a_row)][-in_a_row:]
-            if repeat or not repeats:
-                results[name] += turn
-    return {name: statistics.median(found) for name, found in results.items()}
 
 
 def disk(bench: Bench, folder: Path, repeats: int, *, direct: bool) -> dict[str, Any]:
@@ -207,15 +146,17 @@ def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: a
             took_s = time.perf_counter() - started
         controller.see(made, load_s=loader.load_s, compute_s=took_s - fused.wait_s)
 
-    for _ in range(WINDOW):
-        request()
-    plan = controller.plan(reads, reusable, fresh)
-
     def load_alone() -> float:
         with bench.placed(chunks) as segments:
             return bench.load_alone_s(segments, ThrottledLoader(bench.config, Throttle(rate)))
 
-    wanted = sorted({*options.ratios, quality, plan.ratio, *(SEARCHED if options.search else ())})
+    for _ in range(WINDOW):
+        load_alone()  # what is measured below comes behind a load too: after a second without work a prefill takes longer
+        request()
+    plan = controller.plan(reads, reusable, fresh)
+    loading_is_longer = load_alone() > 0.8 * bench.fuse_s(resident, quality)  # elsewhere nothing can hide behind it
+    searched_ratios = SEARCHED if options.search and (loading_is_longer or plan.ratio > quality) else ()
+    wanted = sorted({*options.ratios, quality, plan.ratio, *searched_ratios})
     calls: dict[str, Callable[[], float]] = {"load": load_alone, "full": lambda: bench.full_s(chunks)}
     for ratio in wanted:
         calls[f"ttft {ratio}"] = ttft(ratio)
@@ -247,8 +188,23 @@ def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: a
         }
 
 
+def grid(bench: Bench, profile: Profile, options: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
+    """Add the rows of all lengths and rates, shown as they come; False where Ctrl-C ended it early."""
+    points = [(length, rate) for length in options.lengths for rate in options.rates]
+    try:
+        for number, (length, rate) in enumerate(points, start=1):
+            print(f"{number} of {len(points)}: {length} tokens at {rate / 1e6:g} MB/s", file=sys.stderr, flush=True)
+            for row in overlap(bench, profile, max(1, length // CHUNK_TOKENS), rate, options):
+                rows.append(row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
 def main() -> None:
     """Measure and print."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to measure")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 3072], help="chunk tokens of the prompts")
@@ -270,12 +226,8 @@ def main() -> None:
             summary |= memory(bench, options.repeats)
             print(f"RAM over copy: {summary['ram_over_copy']:.2f}")
             profile = measure_profile(fusor, folder, config, lengths=sorted({512, *options.lengths}), repeats=options.repeats)
-            rows = []
-            for length in options.lengths:
-                for rate in options.rates:
-                    for row in overlap(bench, profile, max(1, length // CHUNK_TOKENS), rate, options):
-                        rows.append(row)
-                        print(json.dumps(row), file=sys.stderr, flush=True)
+            rows: list[dict[str, Any]] = []
+            summary["interrupted"] = not grid(bench, profile, options, rows)
         for direct in (True, False):
             summary |= disk(bench, folder, 3 * options.repeats, direct=direct)
         print(f"NVMe over {summary['nvme_peer']}: {summary['nvme_over_fio']:.2f}, cached: {summary['cached_over_fio']:.2f}")
