@@ -38,7 +38,9 @@ def test_blocks_equal_the_dense_mask(
     data: st.DataObject, keys: int, window: int | None, softcap: float | None, block: int
 ) -> None:
     """Any rows, window, soft-capping and block size give what one dense exact mask gives."""
-    rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, keys - 1), min_size=1))))
+    scattered = st.sets(st.integers(0, keys - 1), min_size=1)
+    to_the_end = st.integers(0, keys // 4).map(lambda first: set(range(first, keys)))
+    rows = torch.tensor(sorted(data.draw(scattered | to_the_end)))
     generator = torch.Generator().manual_seed(keys)
     q, k, v = (torch.randn(1, heads, n, 8, generator=generator) for heads, n in ((4, len(rows)), (2, keys), (2, keys)))
     with pytest.MonkeyPatch.context() as patch:
