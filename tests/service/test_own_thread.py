@@ -27,17 +27,14 @@ def compute() -> float:
     return float((x @ x).exp().mul(0).sum())
 
 
-def settled() -> int:
-    """The system's threads, when those that are ending have ended."""
-    before, now = -1, len(os.listdir(TASKS))
-    while before != now:
-        time.sleep(0.1)
-        before, now = now, len(os.listdir(TASKS))
-    return now
+def tasks() -> set[int]:
+    """The system's threads of this process that are not Python's."""
+    python = {thread.native_id for thread in threading.enumerate()}
+    return {int(task) for task in os.listdir(TASKS)} - python
 
 
 def made_by(work: Callable[[], object]) -> int:
-    """How many of the system's threads a Python thread has beside itself when it has done some work."""
+    """How many of the system's threads are there for a Python thread that has done some work, and still lives."""
     done, go_on = threading.Event(), threading.Event()
 
     def work_and_stay() -> None:
@@ -45,11 +42,12 @@ def made_by(work: Callable[[], object]) -> int:
         done.set()
         go_on.wait(60)
 
-    before = settled()
+    before = tasks()
     thread = threading.Thread(target=work_and_stay)
     thread.start()
     assert done.wait(60)
-    made = settled() - before - 1
+    time.sleep(0.2)  # those that are ending end
+    made = len(tasks() - before)
     go_on.set()
     thread.join()
     return made
