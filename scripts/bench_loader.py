@@ -1,6 +1,6 @@
 """The loader against what the disk, the memory and the arithmetic allow, and the controller against a search.
 
-    python scripts/bench_loader.py                                   # on a quiet machine, about ten minutes
+    python scripts/bench_loader.py                                   # on a quiet machine, half an hour or so
     python scripts/bench_loader.py --threads 1 --lengths 1024 --rates 20e6 200e6 2e9 --repeats 1
 
 Everything is a ratio inside one run; medians over repeats, interleaved where two things are compared.

@@ -161,14 +161,9 @@ def serve(
     )
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
-
-    def opened() -> Server:
-        server = Server(engine_config, serving, http, tenants_of(tables))
+    with in_own_thread(Server, engine_config, serving, http, tenants_of(tables)) as server:
         if chosen.wants_corpus and not tables:
-            server.engines[""].ingest(bundled_corpus())
-        return server
-
-    with in_own_thread(opened) as server:
+            in_own_thread(server.engines[""].ingest, bundled_corpus())
         run(server)
 
 

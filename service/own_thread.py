@@ -7,10 +7,8 @@ and, beside one idle team of another thread, 0.46 (two processors). So in a serv
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 _Parameters = ParamSpec("_Parameters")
@@ -18,20 +16,6 @@ _Result = TypeVar("_Result")
 
 
 def in_own_thread(function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-    """Call a function in a new thread, and give or raise what it does; where this wait is interrupted it runs on."""
-    future: Future[_Result] = Future()
-    thread = threading.Thread(target=_work, args=(future, functools.partial(function, *args, **kwargs)), daemon=True)
-    thread.start()
-    try:
-        result = future.result()
-    finally:
-        del future  # it holds the error, whose traceback holds this frame
-    thread.join()  # the team is gone with it
-    return result
-
-
-def _work(future: Future[_Result], function: Callable[[], _Result]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:  # raised in the caller's thread
-        future.set_exception(error)
+    """Call a function in a new thread, and give or raise what it does; an interrupt is raised when it has ended."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args, **kwargs).result()

@@ -13,7 +13,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep up to `KEPT_BYTES` of freed memory, but for large pieces, instead of handing it back at once.
 
     A prefill's activations are freed layer by layer, and memory that comes anew from the system costs its first touch: on a
-    virtual machine, 6,000 page faults and a tenth of a blend's time. Does nothing where the C library is not glibc.
+    virtual machine, 6,000 page faults and a twentieth of a blend's time. Does nothing where the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
