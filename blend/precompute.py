@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 
+import torch
+
 from cacheblend.store import ChunkKV, DocumentContext, LayerPair, token_digest
 
 from .decoder import Decoder
@@ -90,9 +92,8 @@ def run_pass(decoder: Decoder, together: Sequence[Reading], prefix_ids: Sequence
     layers: list[list[LayerPair]] = [[] for _ in rows.chunks]
     for k_1HND, v_1HND in decoder.run_alone(rows.sequences):
         deviation.add(k_1HND, v_1HND)
-        k_HND, v_HND = k_1HND[0].cpu(), v_1HND[0].cpu()
-        for pairs, at in zip(layers, rows.chunks, strict=True):
-            pairs.append((k_HND[:, at], v_HND[:, at]))
+        for pairs, *pair in zip(layers, rows.split(k_1HND[0].cpu()), rows.split(v_1HND[0].cpu()), strict=True):
+            pairs.append((pair[0], pair[1]))
     found = iter(deviation.values())
     pairs_of = iter(layers)
     for reading in together:
@@ -137,3 +138,10 @@ class _Rows:
                     self.alone += range(start, start + tokens)
                     behind = starts[number, None] + before[index]
                     self.behind += range(behind, behind + tokens)
+        self._edges = sorted({edge for at in self.chunks for edge in (at.start, at.stop)})
+        self._parts = [self._edges.index(at.start) + 1 for at in self.chunks]
+
+    def split(self, x_HND: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each of the chunks wanted, views taken in one operation."""
+        parts = x_HND.tensor_split(self._edges, dim=1)
+        return [parts[part] for part in self._parts]

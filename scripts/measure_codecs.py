@@ -64,9 +64,9 @@ def stored(kv: ChunkKV, codec: str) -> tuple[ChunkKV, int]:
     for k_HTD, v_HTD in kv.layers:
         layer = LayerShape(*k_HTD.shape, k_HTD.dtype)
         dtype, shape = CODECS[codec].encoded_shape(layer)
-        encoded = torch.empty(shape, dtype=dtype)
-        CODECS[codec].encode(k_HTD, v_HTD, encoded)
-        layers.append(CODECS[codec].decode(encoded, layer))
+        encoded = torch.empty((1, *shape), dtype=dtype)
+        CODECS[codec].encode([(k_HTD, v_HTD)], encoded)
+        layers.append(CODECS[codec].decode(encoded[0], layer))
         size += encoded.nbytes
     return dataclasses.replace(kv, layers=layers), size
 

@@ -51,8 +51,12 @@ class Codec(Protocol):
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
         """What `encode` fills for such a layer: a file that says otherwise is damaged."""
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Fill a layer's stored tensor, contiguous on the CPU and of `encoded_shape`; computed where keys and values are.
+    def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
+        """Fill the stored tensors of L layers of one shape, contiguous on the CPU; computed where keys and values are.
+
+        Args:
+            layers: L times `k_HTD` and `v_HTD`.
+            encoded: `(L, *encoded_shape)`.
 
         Raises:
             InputError: values that the codec cannot hold.

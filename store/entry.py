@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 import xxhash
@@ -17,7 +18,7 @@ from .codecs import CODECS
 from .direct_read import BLOCK_BYTES, aligned_blocks
 from .document_context import DocumentContext
 from .errors import InputError
-from .host_bytes import Bytes, host_bytes
+from .host_bytes import Bytes
 from .key import ChunkKey
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +38,9 @@ class EntryInfo:
         heads: KV heads and head size of each layer; hybrid models differ from layer to layer.
         context: what the text before the chunk in its document does to it; None where that is not known.
 
+    Attributes:
+        nbytes: of all stored tensors.
+
     """
 
     key: ChunkKey
@@ -46,33 +50,38 @@ class EntryInfo:
     dtype: torch.dtype
     heads: tuple[tuple[int, int], ...]
     context: DocumentContext | None = None
+    nbytes: int = field(init=False, repr=False, compare=False)
+    _shapes: tuple[EncodedShape, ...] = field(init=False, repr=False, compare=False)
+    _sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Asked for many times by threads that hold up the computing one (see `host_bytes`), and mostly the same in all layers.
+        shape_of = {heads: CODECS[self.key.codec].encoded_shape(self._layer_shape(heads)) for heads in set(self.heads)}
+        shapes = tuple(map(shape_of.__getitem__, self.heads))
+        sizes = tuple(shape.nbytes for shape in shapes)
+        for name, value in (("_shapes", shapes), ("_sizes", sizes), ("nbytes", sum(sizes))):
+            object.__setattr__(self, name, value)
 
     @property
     def layers(self) -> int:
         """Number of layers."""
         return len(self.heads)
 
-    def layer_shape(self, layer: int) -> LayerShape:
-        """Shape and dtype of the layer's decoded keys."""
-        kv_heads, head_dim = self.heads[layer]
-        return LayerShape(kv_heads, len(self.token_ids), head_dim, self.dtype)
-
     def encoded_shape(self, layer: int) -> EncodedShape:
         """Shape and dtype of the layer's stored tensor."""
-        return CODECS[self.key.codec].encoded_shape(self.layer_shape(layer))
+        return self._shapes[layer]
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the layer's stored tensor."""
-        return self.encoded_shape(layer).nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all stored tensors."""
-        return sum(map(self.layer_bytes, range(self.layers)))
+        return self._sizes[layer]
 
     def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
         """`k_HTD` and `v_HTD` of a layer's stored tensor."""
-        return CODECS[self.key.codec].decode(encoded, self.layer_shape(layer))
+        return CODECS[self.key.codec].decode(encoded, self._layer_shape(self.heads[layer]))
+
+    def _layer_shape(self, heads: tuple[int, int]) -> LayerShape:
+        kv_heads, head_dim = heads
+        return LayerShape(kv_heads, len(self.token_ids), head_dim, self.dtype)
 
 
 def checksum(stored: Bytes) -> str:
@@ -104,26 +113,25 @@ class EncodedEntry:
         checksums: of each layer's tensor; see `checksum`.
 
     Attributes:
-        encoded: the stored tensor of each layer, a view.
-        bytes: the same as bytes.
+        bytes: of the stored tensor of each layer, a view: its shape, the last axis in bytes.
 
     """
 
     info: EntryInfo
     pieces: Sequence[Bytes]
     checksums: Sequence[str]
-    encoded: tuple[torch.Tensor, ...] = field(init=False, repr=False)
     bytes: tuple[Bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         views = []
         for piece, layers in zip(self.pieces, _layers_by_piece(self.info), strict=True):
-            rest = torch.from_numpy(piece)
-            for shape in map(self.info.encoded_shape, layers):
-                views.append(rest[: shape.nbytes].view(shape.dtype).view(shape.shape))
-                rest = rest[shape.nbytes :]
-        object.__setattr__(self, "encoded", tuple(views))
-        object.__setattr__(self, "bytes", tuple(map(host_bytes, views)))
+            at = 0
+            for layer in layers:
+                dtype, shape = self.info.encoded_shape(layer)
+                end = at + self.info.layer_bytes(layer)
+                views.append(piece[at:end].reshape(*shape[:-1], shape[-1] * dtype.itemsize))
+                at = end
+        object.__setattr__(self, "bytes", tuple(views))
 
     @classmethod
     def empty(cls, info: EntryInfo, checksums: Sequence[str]) -> EncodedEntry:
@@ -161,9 +169,14 @@ class EncodedEntry:
         )
         checksums: list[str] = []
         entry = cls.empty(info, checksums)
-        for (k_HTD, v_HTD), encoded, layer_bytes in zip(kv.layers, entry.encoded, entry.bytes, strict=True):
-            codec.encode(k_HTD, v_HTD, encoded)
-            checksums.append(checksum(layer_bytes))  # while the processor's cache still has it
+        for piece, layers in zip(entry.pieces, _layers_by_piece(info), strict=True):
+            rest = torch.from_numpy(piece)
+            for _, same in groupby(layers, info.encoded_shape):  # hybrid models have layers of several shapes
+                which = list(same)
+                (dtype, shape), count = info.encoded_shape(which[0]), sum(map(info.layer_bytes, which))
+                codec.encode([kv.layers[layer] for layer in which], rest[:count].view(dtype).view(len(which), *shape))
+                rest = rest[count:]
+            checksums += [checksum(entry.bytes[layer]) for layer in layers]  # while the processor's cache still has them
         return entry
 
     @property
@@ -173,11 +186,11 @@ class EncodedEntry:
 
     def read_layer(self, layer: int) -> torch.Tensor:
         """The layer's encoded tensor, not copied."""
-        return self.encoded[layer]
+        return torch.from_numpy(self.bytes[layer]).view(self.info.encoded_shape(layer).dtype)
 
     def chunk(self, *, copy: bool) -> ChunkKV:
         """The chunk's KV; with `copy` it shares no memory with this entry."""
-        pairs = [self.info.decode(layer, encoded) for layer, encoded in enumerate(self.encoded)]
+        pairs = [self.info.decode(layer, self.read_layer(layer)) for layer in range(self.info.layers)]
         if copy:
             pairs = [(k_HTD.clone(), v_HTD.clone()) for k_HTD, v_HTD in pairs]
         return ChunkKV(pairs, self.info.token_ids, self.info.prefix_ids, self.info.model, self.info.context)

@@ -5,6 +5,8 @@ Shapes: H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .chunk import LayerPair
@@ -27,8 +29,12 @@ class Fp8Codec:
         """See `Codec`."""
         return packed_shape(self._parts(layer))
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
+    def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
         """See `Codec`."""
+        for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
+            self._encode(k_HTD, v_HTD, layer)
+
+    def _encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
         x_2HTD = torch.stack(as_float32(self.name, k_HTD, v_HTD))
         scale_2H = (x_2HTD.abs().amax((2, 3)) / _LARGEST).clamp_(min=_TINY)
         # Clamped: a value that rounding puts above the largest would become NaN.

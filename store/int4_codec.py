@@ -6,6 +6,8 @@ Shapes: H KV heads, T tokens, D head size, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .chunk import LayerPair
@@ -30,8 +32,12 @@ class Int4Codec:
         """See `Codec`."""
         return packed_shape(self._parts(layer))
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
+    def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
         """See `Codec`."""
+        for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
+            self._encode(k_HTD, v_HTD, layer)
+
+    def _encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
         k_HTD, v_HTD = as_float32(self.name, k_HTD, v_HTD, largest=_HALF_LARGEST)
         k_range_2HGD, k_codes_HTD = _quantise(k_HTD, 1)
         v_range_2HTG, v_codes_HTD = _quantise(v_HTD, 2)

@@ -7,6 +7,8 @@ Shapes: H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .chunk import LayerPair
@@ -28,8 +30,12 @@ class Int8Codec:
         """See `Codec`."""
         return packed_shape(self._parts(layer))
 
-    def encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
+    def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
         """See `Codec`."""
+        for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
+            self._encode(k_HTD, v_HTD, layer)
+
+    def _encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
         k_HTD, v_HTD = as_float32(self.name, k_HTD, v_HTD)
         k_scale_H1D = (k_HTD.abs().amax(1, keepdim=True) / _LARGEST).clamp_(min=_TINY)
         v_scale_HT1 = (v_HTD.abs().amax(2, keepdim=True) / _LARGEST).clamp_(min=_TINY)

@@ -283,9 +283,11 @@ class KVStore:
             self._keep_in_ram(entry)
 
     def _write_pending(self, entry: EncodedEntry) -> None:
+        if entry.info.key.digest not in self._pending:
+            return  # written with others, deleted, or given up, while it waited
         with self._nvme.exclusive():
             if not (group := self._pending.group(entry)):
-                return  # written with others, deleted, or given up, while it waited
+                return
             try:
                 write_group(group, self._write, self._give_up)
             finally:

@@ -37,9 +37,9 @@ def shape_of(k_HTD: torch.Tensor) -> LayerShape:
 def encode(name: str, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> torch.Tensor:
     """What is stored, in memory that held something else."""
     dtype, shape = CODECS[name].encoded_shape(shape_of(k_HTD))
-    encoded = torch.full(shape, 85, dtype=dtype)
-    CODECS[name].encode(k_HTD, v_HTD, encoded)
-    return encoded
+    encoded = torch.full((1, *shape), 85, dtype=dtype)
+    CODECS[name].encode([(k_HTD, v_HTD)], encoded)
+    return encoded[0]
 
 
 def there_and_back(name: str, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,3 +167,16 @@ def test_in_a_store(open_store, name: str) -> None:
 def assert_readable(path: Path, layers: int) -> None:
     with safe_open(path, "pt") as file:
         assert len(list(file.keys())) == layers
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_layers_at_once(name: str) -> None:
+    """Layers that are encoded together are stored as each alone is, views of a larger tensor too."""
+    pairs = [tuple(x_HTD[:, 3:] for x_HTD in make_pair((2, 40 + 3, 32))) for _ in range(3)]
+    layers = [(k_HTD * (number + 1), v_HTD) for number, (k_HTD, v_HTD) in enumerate(pairs)]
+    layers[0] = pairs[0]  # not contiguous
+    dtype, shape = CODECS[name].encoded_shape(shape_of(layers[0][0]))
+    encoded = torch.full((3, *shape), 85, dtype=dtype)
+    CODECS[name].encode(layers, encoded)
+    for pair, one in zip(layers, encoded, strict=True):
+        assert one.view(torch.uint8).equal(encode(name, *pair).view(torch.uint8))
