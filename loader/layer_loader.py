@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -27,6 +27,7 @@ from .staging import Arrival, Room, Staging
 from .threads import DaemonThreads
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
+_Chunk = tuple[int, int, SegmentKV]
 COPIED_AT_ONCE = 8 * 2**20  # bytes; of smaller copies a third of the time went to threads waiting for the interpreter
 
 
@@ -37,7 +38,7 @@ class _Read:
     """
 
     layer: int
-    chunks: Sequence[tuple[int, int, SegmentKV]]
+    chunks: Sequence[_Chunk]
 
 
 class LayerLoader:
@@ -104,15 +105,16 @@ class LayerLoader:
         for layer in range(geometry.layers):
             cached = prompt.cached(exact_only=layer == 0 and not reuse_layer_0)
             together = max(1, COPIED_AT_ONCE // max(1, geometry.layer_bytes(len(prompt)) // max(1, len(cached))))
-            self._reads += [_Read(layer, chunks) for chunks in _grouped(cached, together)]
+            self._reads += [_Read(layer, chunks) for chunks in self._grouped(cached, together)]
         self._missing.update(read.layer for read in self._reads)
         self._geometry, self._tokens = geometry, len(prompt)
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
         for layer in range(min(self._lookahead, geometry.layers)):
             self._rooms[layer] = self._staging.room(self._tokens)
-        copies = sum(not _is_file(kv) for _, _, kv in prompt.cached())
-        most = len(prompt.cached()) - copies + min(copies, torch.get_num_threads())  # more would wait for a core
+        copies = sum(not self.waits_for_device(kv) for _, _, kv in prompt.cached())
+        # Of copies no more at once than there are cores, and one is made by who waits for the layer; see `synchronize`.
+        most = len(prompt.cached()) - copies + min(copies, max(1, torch.get_num_threads() - 1))
         load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
         self._tasks = [THREADS.run(load_all) for _ in range(min(self._config.reads_in_flight, max(1, most)))]
 
@@ -129,8 +131,17 @@ class LayerLoader:
         assert isinstance(kv, Placement | PrefixRun | ChunkKV)  # checked in start
         self._staging.bring(kv, layer, room, start, stop)
 
+    def waits_for_device(self, kv: SegmentKV) -> bool:
+        """Whether bringing a chunk's layer means to wait for a device: such reads go chunk by chunk, many under way at once.
+
+        Others take a core for as long as they take; whoever waits for a layer makes some of them himself.
+        """
+        return isinstance(kv, Placement) and kv.tier == "nvme"
+
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
+
+        Meanwhile this thread copies what is in memory as well: the core that it would leave to another is its own.
 
         Raises:
             FusionCancelledError: the loader was closed meanwhile.
@@ -138,10 +149,15 @@ class LayerLoader:
         """
         if layer != self._consumed:
             raise RuntimeError(f"layers are handed over in order: layer {self._consumed} is next, not {layer}")
+        if not self._tasks and not self._stopped:
+            raise RuntimeError("start the LayerLoader before the first layer is asked for")
+
+        def is_over() -> bool:
+            return layer in self._ready or self._error is not None or self._stopped
+
+        self._read_while(lambda: not is_over() and self._is_copy())
         with self._changed:
-            if not self._tasks and not self._stopped:
-                raise RuntimeError("start the LayerLoader before the first layer is asked for")
-            self._changed.wait_for(lambda: layer in self._ready or self._error is not None or self._stopped)
+            self._changed.wait_for(is_over)
             if self._error is not None:
                 raise self._error
             if self._stopped:
@@ -160,6 +176,8 @@ class LayerLoader:
             self._changed.notify_all()
         for ended in self._tasks:
             ended.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way)  # one may be the fusor's own
         self._ready.clear()
         self._rooms.clear()
         self._error = None  # its traceback holds a layer and this loader
@@ -184,14 +202,37 @@ class LayerLoader:
     def _over(self) -> bool:
         return self._stopped or self._error is not None or self._next_read == len(self._reads)
 
+    def _grouped(self, cached: Sequence[_Chunk], together: int) -> list[list[_Chunk]]:
+        """Each chunk on a device alone; so many of those in memory one after the other."""
+        groups: list[list[_Chunk]] = []
+        copies: list[_Chunk] = []
+        for chunk in cached:
+            if self.waits_for_device(chunk[2]):
+                groups.append([chunk])
+                continue
+            copies.append(chunk)
+            if len(copies) == together:
+                groups.append(copies)
+                copies = []
+        return [*groups, copies] if copies or not groups else groups
+
+    def _is_copy(self) -> bool:
+        """Whether the next read is of what is in memory."""
+        return not any(self.waits_for_device(kv) for _, _, kv in self._reads[self._next_read].chunks)
+
     def _read_on(self) -> bool:
-        """Make reads in this thread while the look-ahead allows it; False where there is none left.
+        """Make reads in this thread while the look-ahead allows it; False where there is none left."""
+        self._read_while(lambda: True)
+        return not self._over()
+
+    def _read_while(self, wanted: Callable[[], bool]) -> None:
+        """Make reads in this thread while the look-ahead allows it and the next one is wanted.
 
         What is done is entered and the next read taken under one lock: between the two the fusor would take it, and the
         thread wait for it.
         """
         with self._changed:
-            read = self._take()
+            read = self._take(wanted)
         while read is not None:
             failed: BaseException | None = None
             try:
@@ -201,11 +242,10 @@ class LayerLoader:
                 failed = error
             with self._changed:
                 self._enter(read, failed)
-                read = self._take()
-        return not self._over()
+                read = self._take(wanted)
 
-    def _take(self) -> _Read | None:
-        if self._over() or not self._may_read():
+    def _take(self, wanted: Callable[[], bool]) -> _Read | None:
+        if self._over() or not self._may_read() or not wanted():
             return None
         if not self._under_way:
             self._under_way_since = time.perf_counter()
@@ -218,6 +258,8 @@ class LayerLoader:
         self._under_way -= 1
         if not self._under_way:
             self.load_s += time.perf_counter() - self._under_way_since
+            if self._stopped:
+                self._changed.notify_all()
         if failed is not None:
             self._error = self._error or failed
             self._changed.notify_all()
@@ -227,25 +269,6 @@ class LayerLoader:
         if not self._missing[read.layer]:
             self._ready[read.layer] = self._staging.arrive(self._rooms.pop(read.layer))
             self._changed.notify_all()
-
-
-def _grouped(cached: Sequence[tuple[int, int, SegmentKV]], together: int) -> list[list[tuple[int, int, SegmentKV]]]:
-    """Each chunk on NVMe alone, so that many reads are under way; so many of those in memory one after the other."""
-    groups: list[list[tuple[int, int, SegmentKV]]] = []
-    copies: list[tuple[int, int, SegmentKV]] = []
-    for chunk in cached:
-        if _is_file(chunk[2]):
-            groups.append([chunk])
-            continue
-        copies.append(chunk)
-        if len(copies) == together:
-            groups.append(copies)
-            copies = []
-    return [*groups, copies] if copies or not groups else groups
-
-
-def _is_file(kv: SegmentKV) -> bool:
-    return isinstance(kv, Placement) and kv.tier == "nvme"
 
 
 def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:

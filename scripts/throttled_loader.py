@@ -34,6 +34,10 @@ class ThrottledLoader(LayerLoader):
         super().__init__(config)
         self._throttle = throttle
 
+    def waits_for_device(self, kv: SegmentKV) -> bool:
+        """See `LayerLoader.waits_for_device`: the throttle is one."""
+        return isinstance(kv, Placement)
+
     def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
         """See `LayerLoader.fetch_kv`."""
         super().fetch_kv(kv, layer, room, start, stop)

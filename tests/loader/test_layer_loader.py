@@ -237,12 +237,12 @@ def open_entries(store: KVStore) -> int:
     return sum(str(link.resolve()).startswith(root) for link in Path("/proc/self/fd").glob("*"))
 
 
-def test_closing_waits_for_a_read(fusor: Fusor) -> None:
-    """Closing wakes a waiting fusor with FusionCancelledError, and returns when the read under way has ended."""
-    gate, cancelled = threading.Event(), threading.Event()
-    prompt = Prompt.of([chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))])
-    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
-    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+def close_while_reading(
+    fusor: Fusor, loader: SpyLoader, gate: threading.Event, segments: list[Segment], first: list[int]
+) -> bool:
+    """Close a loader whose reads all wait at the gate, `first` of them, and open that; whether the fusor ended before it."""
+    cancelled = threading.Event()
+    loader.start(Prompt.of(segments), fusor.decoder.geometry, reuse_layer_0=True)
 
     def consume() -> None:
         with pytest.raises(FusionCancelledError):
@@ -251,15 +251,37 @@ def test_closing_waits_for_a_read(fusor: Fusor) -> None:
 
     consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
     consumer.start()
-    wait_until(lambda: loader.fetched == [0])  # the read of both chunks, which are in memory, is under way
+    wait_until(lambda: sorted(loader.fetched) == first)
     closer.start()
-    assert cancelled.wait(10)
+    before = cancelled.wait(10 if len(first) == 1 else 0.1)
     assert closer.is_alive()
     gate.set()
     consumer.join(10)
     closer.join(10)
+    assert not consumer.is_alive()
+    assert not closer.is_alive()
     assert not threads()
-    assert loader.fetched == [0, 0]
+    return before
+
+
+def test_closing_waits_for_a_read(fusor: Fusor, stores: dict[str, KVStore]) -> None:
+    """Closing wakes a waiting fusor with FusionCancelledError, and returns when the read under way has ended."""
+    gate = threading.Event()
+    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
+    chunks = [chunk(fusor, TOKENS[seed], seed) for seed in SEEDS["nvme"]]
+    with stores["nvme"].pin(map(key_of, chunks)) as placements:
+        segments = [Segment(one.token_ids, kv) for one, kv in zip(chunks, placements, strict=True)]
+        assert close_while_reading(fusor, loader, gate, [*segments, Segment(draw_ids(3, seed=3))], [0])
+    assert loader.fetched == [0]
+
+
+def test_closing_waits_for_a_copy_of_the_fusor(fusor: Fusor) -> None:
+    """What is in memory the waiting fusor copies as well; closed meanwhile, it ends that copy and is cancelled."""
+    gate = threading.Event()
+    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
+    chunks = [chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))]
+    assert not close_while_reading(fusor, loader, gate, chunks, [0, 1])
+    assert sorted(loader.fetched) == [0, 0, 1, 1]
 
 
 def test_closed_before_synchronize(fusor: Fusor) -> None:
