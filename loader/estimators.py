@@ -13,6 +13,8 @@ from cacheblend.blend.selection import layer_counts
 from .profile import LayerSample, Profile, TierSpeed
 
 Read = tuple[str, int]
+FITS = 8
+NOISE = 0.02  # relative; smaller errors all count the same
 
 
 class LoadEstimator:
@@ -38,8 +40,9 @@ class RecomputeEstimator:
     """T_recompute(r) of each layer, and of a full prefill, from a profile.
 
     The paper takes r x Prefill (footnote 5). That is off by the layer's own constant, by the rotation of every stored key, by
-    the checks, which project rows that they then drop, and by layer 0, which runs whole. So seconds of a later layer are
-    a + b tokens + c rows + d rows x tokens + e projected, those of layer 0 and of a full prefill
+    the checks, which project rows that they then drop, by layer 0, which runs whole, and by attention, which takes half as long
+    for all rows as for the same number scattered. So seconds of a later layer are
+    a + b tokens + c rows + d rows x tokens + e projected, with another d for all rows, those of layer 0 and of a full prefill
     a + b tokens + c tokens^2, with coefficients of at least 0 that fit the samples best, relative to their size.
 
     Args:
@@ -79,22 +82,32 @@ class RecomputeEstimator:
 
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> NDArray[np.float64]:
-    """Coefficients (F,) of at least 0 with the smallest relative squared error; 0 for every feature where nothing was measured.
+    """Coefficients (F,) of at least 0 with the smallest relative errors; 0 for every feature where nothing was measured.
 
-    There are few features, so every choice of those that are not 0 is solved and the best is taken.
+    Errors count by their size, not its square, by weights that are worked out again from the last fit: a sample that something
+    else slowed down does not bend the others.
     """
     width = len(features[0]) if features else len(_of_rows(0, 0, 0))
-    best, best_error = np.zeros(width), np.inf
+    found = np.zeros(width)
     if not seconds or max(seconds) <= 0:
-        return best
-    weights = 1 / np.maximum(np.asarray(seconds), 1e-9)
-    a_SF = np.asarray(features, dtype=np.float64) * weights[:, None]
-    for size in range(1, min(width, len(seconds)) + 1):
-        for chosen in itertools.combinations(range(width), size):
-            solved = np.linalg.lstsq(a_SF[:, chosen], np.ones(len(seconds)), rcond=None)[0]
-            error = float(np.square(a_SF[:, chosen] @ solved - 1).sum())
+        return found
+    a_SF = np.asarray(features, dtype=np.float64) / np.maximum(np.asarray(seconds), 1e-9)[:, None]
+    weights_S = np.ones(len(seconds))
+    for _ in range(FITS):
+        found = _least_squares(a_SF * weights_S[:, None], weights_S)
+        weights_S = 1 / np.sqrt(np.maximum(np.abs(a_SF @ found - 1), NOISE))
+    return found
+
+
+def _least_squares(a_SF: NDArray[np.float64], b_S: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x of at least 0 for which `a_SF @ x` is nearest `b_S`; there are few, so each choice of those not 0 is solved."""
+    best, best_error = np.zeros(a_SF.shape[1]), np.inf
+    for size in range(1, min(a_SF.shape[1], len(b_S)) + 1):
+        for chosen in itertools.combinations(range(a_SF.shape[1]), size):
+            solved = np.linalg.lstsq(a_SF[:, chosen], b_S, rcond=None)[0]
+            error = float(np.square(a_SF[:, chosen] @ solved - b_S).sum())
             if solved.min() >= 0 and error < best_error * (1 - 1e-9):
-                best, best_error = np.zeros(width), error
+                best, best_error = np.zeros(a_SF.shape[1]), error
                 best[list(chosen)] = solved
     return best
 
@@ -104,7 +117,8 @@ def _of_length(tokens: int) -> list[float]:
 
 
 def _of_rows(tokens: int, rows: int, projected: int) -> list[float]:
-    return [1.0, tokens, rows, rows * tokens, projected]
+    pairs = rows * tokens
+    return [1.0, tokens, rows, *((0, pairs) if rows == tokens else (pairs, 0)), projected]
 
 
 def _of_sample(sample: LayerSample) -> list[float]:

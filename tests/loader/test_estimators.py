@@ -1,5 +1,6 @@
 """The estimators give the profile's measurements back, and go on sensibly between and beyond them."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -57,6 +58,32 @@ def test_noise_never_makes_more_tokens_cheaper(measured: list[tuple[int, float]]
         return float(found @ [1, count, count * count])
 
     assert 0 <= seconds(tokens) <= seconds(tokens + 1) * (1 + 1e-9)
+
+
+def test_a_slowed_sample_does_not_bend_the_others() -> None:
+    """One of twelve that took three times as long leaves the fit where it was, within a few percent."""
+    lengths = range(100, 1300, 100)
+    seconds = [0.01 + 2e-5 * count for count in lengths]
+    seconds[4] *= 3
+    found = fit([[1, count, count * count] for count in lengths], seconds)
+    for count in lengths:
+        assert found @ [1, count, count * count] == pytest.approx(0.01 + 2e-5 * count, rel=0.03)
+
+
+def test_all_rows_and_scattered_ones_are_told_apart() -> None:
+    """Where layers that run every row took half as long a pair of row and key, ratio 1.0 is predicted so, and 0.5 is not."""
+
+    def sample(tokens: int, rows: int) -> LayerSample:
+        pair_s = 1e-8 if rows < tokens else 5e-9
+        return LayerSample(layer=1, tokens=tokens, rows=rows, projected=0, seconds=1e-3 + 5e-5 * rows + pair_s * rows * tokens)
+
+    sizes = [(tokens, int(tokens * share)) for tokens in (500, 1000, 4000) for share in (0.1, 0.5, 1.0)]
+    profile = linear_profile()
+    whole = [sample for sample in profile.blend if sample.layer == 0]
+    measured = dataclasses.replace(profile, blend=(*whole, *(sample(*size) for size in sizes)), logits_s=0.0)
+    estimator = RecomputeEstimator(measured, 0.0)
+    for ratio in (0.5, 1.0):
+        assert estimator.layer_s(ratio, 2000, 0)[-1] == pytest.approx(sample(2000, int(2000 * ratio)).seconds, rel=0.02)
 
 
 def test_nothing_measured_or_nothing_taken() -> None:
