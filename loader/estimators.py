@@ -40,8 +40,8 @@ class RecomputeEstimator:
     """T_recompute(r) of each layer, and of a full prefill, from a profile.
 
     The paper takes r x Prefill (footnote 5). That is off by the layer's own constant, by the rotation of every stored key, by
-    the checks, which project rows that they then drop, by layer 0, which runs whole, and by attention, which takes half as long
-    for all rows as for the same number scattered. So seconds of a later layer are
+    the checks, which project rows that they then drop, by layer 0, which runs whole, by the last layer, which runs one row, and
+    by attention, which takes half as long for all rows as for the same number scattered. So seconds of a later layer are
     a + b tokens + c rows + d rows x tokens + e projected, with another d for all rows, those of layer 0 and of a full prefill
     a + b tokens + c tokens^2, with coefficients of at least 0 that fit the samples best, relative to their size.
 
@@ -74,8 +74,10 @@ class RecomputeEstimator:
         tokens = reusable + fresh + exact
         counts = [reusable if ratio > 0 else 0, *layer_counts(reusable, self.layers, ratio, self._spread)]
         seconds = [float(self._layer_0 @ _of_length(counts[0] + fresh))]
-        for before, kept in itertools.pairwise(counts):
+        for layer, (before, kept) in enumerate(itertools.pairwise(counts), start=1):
             rows, projected = kept + fresh, before + fresh if kept < before else 0
+            if layer == self.layers - 1:  # the prompt's last position alone; of the others K and V
+                rows, projected = 1, projected or rows
             seconds.append(float(self._later @ _of_rows(tokens, rows, projected)))
         seconds[-1] += self._logits_s
         return seconds

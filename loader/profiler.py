@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +28,7 @@ LAYERS_TIMED = 5
 PATIENCE_S = 2.0
 
 Progress = Callable[[str, int, int], None]
+Sample = TypeVar("Sample", PrefillSample, LayerSample)
 
 
 def measure_profile(
@@ -41,8 +44,9 @@ def measure_profile(
 ) -> Profile:
     """Measure a model on its device, and the tiers of the disk that a folder is on. Takes seconds to minutes.
 
-    Medians of `repeats` after one warm-up, the device synchronised. Lengths beyond the model's positions are cut, and none is
-    measured that is longer than one whose full prefill took more than `PATIENCE_S`.
+    Medians of `repeats` turns after one warm-up, the device synchronised; a turn measures every length and ratio once, so that
+    what slows the machine for seconds does not slow all measurements of one length. Lengths beyond the model's positions are
+    cut, and none is measured that is longer than one whose full prefill took more than `PATIENCE_S`.
 
     Args:
         fusor: the model.
@@ -66,15 +70,21 @@ def measure_profile(
     report = on_progress or (lambda *_: None)
     most = fusor.max_positions or max(lengths)
     lengths = sorted({min(length, most) for length in lengths})
-    prefill, blend = list[PrefillSample](), list[LayerSample]()
-    for number, tokens in enumerate(lengths):
-        took_s = _prefill_s(fusor, tokens, repeats)
-        prefill.append(PrefillSample(tokens=tokens, seconds=took_s))
-        for ratio in ratios:
-            blend += _blend_layers(fusor, tokens, ratio, repeats)
-        report("profile", number + 1, len(lengths) + 1)
-        if took_s > PATIENCE_S:
-            break
+    prefill: list[list[PrefillSample]] = []  # of each turn
+    blend: list[list[LayerSample]] = []
+    done = 0
+    for turn in range(repeats + 1):  # the first one warms up
+        prefill.append([])
+        blend.append([])
+        for tokens in lengths:
+            prefill[turn].append(_prefill(fusor, tokens))
+            for ratio in ratios:
+                blend[turn] += _blend_layers(fusor, tokens, ratio)
+            done += 1
+            report("profile", done, (repeats + 1) * len(lengths) + 1)
+            if turn == 0 and prefill[turn][-1].seconds > PATIENCE_S:
+                break
+        lengths = lengths[: len(prefill[0])]
     geometry = fusor.decoder.geometry
     profile = Profile(
         model=fusor.fingerprint,
@@ -82,12 +92,12 @@ def measure_profile(
         torch_version=torch.__version__,
         layers=geometry.layers,
         layer_token_bytes=geometry.layer_bytes(1),
-        prefill=tuple(prefill),
-        blend=tuple(blend),
+        prefill=_medians(prefill[1:]),
+        blend=_medians(blend[1:]),
         logits_s=_logits_s(fusor, repeats),
         tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats),
     )
-    report("profile", len(lengths) + 1, len(lengths) + 1)
+    report("profile", done + 1, done + 1)
     return profile
 
 
@@ -116,57 +126,52 @@ class _OneLayer:
         return self._whole
 
 
-def _prefill_s(fusor: Fusor, tokens: int, repeats: int) -> float:
-    return _median_s(lambda: fusor.prefill([0] * tokens), fusor, repeats)
+def _prefill(fusor: Fusor, tokens: int) -> PrefillSample:
+    return PrefillSample(tokens=tokens, seconds=_seconds(lambda: fusor.prefill([0] * tokens), fusor))
 
 
 def _logits_s(fusor: Fusor, repeats: int) -> float:
     with torch.no_grad():
         hidden_1SM = fusor.decoder.embed(torch.zeros(1, dtype=torch.long, device=fusor.decoder.device))
-        return _median_s(lambda: fusor.decoder.logits(hidden_1SM), fusor, repeats)
+        return statistics.median([_seconds(lambda: fusor.decoder.logits(hidden_1SM), fusor) for _ in range(repeats + 1)][1:])
 
 
-def _blend_layers(fusor: Fusor, tokens: int, ratio: float, repeats: int) -> list[LayerSample]:
-    """The first layers of a blend: rows of each, and the median of its seconds."""
+def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
+    """The first layers of a blend."""
     question = max(1, min(QUESTION_TOKENS, tokens // 4))
     stored = [0] * (tokens - question)
     segments = [Segment([0] * question)]
     if stored:
         segments.insert(0, Segment(stored, _NoKV(stored, fusor.fingerprint, fusor.decoder.dtype)))
-    timed = min(LAYERS_TIMED, fusor.decoder.geometry.layers)
-    seconds: list[list[float]] = [[] for _ in range(timed)]
-    rows: list[int] = []
-    for repeat in range(repeats + 1):
-        steps = fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio), _OneLayer())
-        rows = []
-        for layer in range(timed):
+    samples: list[LayerSample] = []
+    before = 0
+    with closing(fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio), _OneLayer())) as steps:
+        for layer in range(min(LAYERS_TIMED, fusor.decoder.geometry.layers)):
             started = time.perf_counter()
-            rows.append(next(steps).recomputed)
+            rows = next(steps).recomputed
             _synchronize(fusor)
-            if repeat:
-                seconds[layer].append(time.perf_counter() - started)
-        steps.close()
-    return [
-        LayerSample(
-            layer=layer,
-            tokens=tokens,
-            rows=rows[layer],
-            projected=rows[layer - 1] if layer and rows[layer] < rows[layer - 1] else 0,
-            seconds=statistics.median(seconds[layer]),
-        )
-        for layer in range(timed)
-    ]
+            seconds = time.perf_counter() - started
+            projected = before if rows < before else 0
+            ran = rows
+            if 0 < layer == fusor.decoder.geometry.layers - 1:  # the prompt's last position alone; of the others K and V
+                ran, projected = 1, projected or rows
+            samples.append(LayerSample(layer=layer, tokens=tokens, rows=ran, projected=projected, seconds=seconds))
+            before = rows
+    return samples
 
 
-def _median_s(call: Callable[[], object], fusor: Fusor, repeats: int) -> float:
-    seconds = []
-    for repeat in range(repeats + 1):
-        started = time.perf_counter()
-        call()
-        _synchronize(fusor)
-        if repeat:
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def _medians(turns: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
+    """Each sample with the median of its seconds in all turns."""
+    return tuple(
+        replace(same[0], seconds=statistics.median(sample.seconds for sample in same)) for same in zip(*turns, strict=True)
+    )
+
+
+def _seconds(call: Callable[[], object], fusor: Fusor) -> float:
+    started = time.perf_counter()
+    call()
+    _synchronize(fusor)
+    return time.perf_counter() - started
 
 
 def _synchronize(fusor: Fusor) -> None:

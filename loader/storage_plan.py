@@ -23,7 +23,7 @@ class DeviceChoice:
     Args:
         device: the device.
         load_layer_s: seconds to load one layer, the paper's T_load.
-        recompute_layer_s: seconds to compute a later layer in the mean, the paper's T_recompute.
+        recompute_layer_s: seconds to compute a later layer but the last in the mean, the paper's T_recompute.
         prefill_s: seconds to the first logits, loading beside computing.
         delay_s: the part of them that the device adds over KV that is there already.
         full_s: seconds of a full prefill.
@@ -81,6 +81,7 @@ def compare_devices(
         raise ConfigError("ratio", ratio, "a number from 0 to 1")
     recompute = RecomputeEstimator(profile, spread)
     compute_s = recompute.layer_s(ratio, tokens, question_tokens)
+    later_s = compute_s[1:-1] or compute_s[1:]  # the last one is much shorter
     whole, rest = divmod(tokens, chunk_tokens)
     sizes = [*[chunk_tokens] * whole, *([rest] if rest else [])]
     reads = [("", size * profile.layer_token_bytes) for size in sizes]
@@ -94,7 +95,7 @@ def compare_devices(
             DeviceChoice(
                 device=device,
                 load_layer_s=load_s,
-                recompute_layer_s=sum(compute_s[1:]) / max(1, len(compute_s) - 1),
+                recompute_layer_s=sum(later_s) / max(1, len(later_s)),
                 prefill_s=prefill_s,
                 delay_s=prefill_s - sum(compute_s),
                 full_s=recompute.prefill_s(tokens + question_tokens),

@@ -13,6 +13,7 @@ from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.errors import CacheBlendError
 
 from .own_thread import in_own_thread
+from .running_requests import RUNNING
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # holes; beyond them the namespace with most loses its last, which a later request finds again
@@ -41,7 +42,6 @@ class HoleFiller:
         self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
         self._missed: OrderedDict[ChunkKey, None] = OrderedDict()
         self._busy, self._took_s = False, 0.0
-        self._requests = 0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
         self._thread.start()
@@ -77,14 +77,11 @@ class HoleFiller:
             return sum(map(len, self._waiting.values())) + self._busy
 
     def __enter__(self) -> None:
-        """A request is running: a precompute gives way to it, for a while."""
-        with self._changed:
-            self._requests += 1
+        """A request is running: precomputes give way to it, for a while, those of other engines too."""
+        RUNNING.add(1)
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._requests -= 1
-            self._changed.notify_all()
+        RUNNING.add(-1)
 
     def drain(self) -> None:
         """Wait until every hole known now is filled and stored."""
@@ -98,6 +95,7 @@ class HoleFiller:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
+        RUNNING.add(0)
 
     def close(self) -> None:
         """Stop, and wait for the thread."""
@@ -129,8 +127,8 @@ class HoleFiller:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._waiting)
-                postpone_s = max(POSTPONE_S, POSTPONE_TIMES * self._took_s)
-                self._changed.wait_for(lambda: self._closed or not self._requests, timeout=postpone_s)
+            RUNNING.wait_for_none(max(POSTPONE_S, POSTPONE_TIMES * self._took_s), lambda: self._closed)
+            with self._changed:
                 if self._closed:
                     return
                 key, (token_ids, prefix_ids, before) = self._take()

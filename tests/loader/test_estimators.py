@@ -1,13 +1,13 @@
 """The estimators give the profile's measurements back, and go on sensibly between and beyond them."""
 
 import dataclasses
-import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import linear_profile
 
+from cacheblend.blend.selection import layer_counts
 from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
 from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, fit
 
@@ -83,7 +83,7 @@ def test_all_rows_and_scattered_ones_are_told_apart() -> None:
     measured = dataclasses.replace(profile, blend=(*whole, *(sample(*size) for size in sizes)), logits_s=0.0)
     estimator = RecomputeEstimator(measured, 0.0)
     for ratio in (0.5, 1.0):
-        assert estimator.layer_s(ratio, 2000, 0)[-1] == pytest.approx(sample(2000, int(2000 * ratio)).seconds, rel=0.02)
+        assert estimator.layer_s(ratio, 2000, 0)[-2] == pytest.approx(sample(2000, int(2000 * ratio)).seconds, rel=0.02)
 
 
 def test_nothing_measured_or_nothing_taken() -> None:
@@ -95,16 +95,19 @@ def test_nothing_measured_or_nothing_taken() -> None:
 @given(ratio=st.floats(0.01, 1), reusable=st.integers(100, 5000), fresh=st.integers(1, 500))
 @settings(deadline=None)
 def test_layers_follow_the_schedule(ratio: float, reusable: int, fresh: int) -> None:
-    """Layer 0 runs every row; the later ones the ratio of the reusable rows in the mean, falling, and every fresh one."""
-    first, *later = RecomputeEstimator(linear_profile(row_s=1.0), 0.3).layer_s(ratio, reusable, fresh)
+    """Layer 0 runs every row; later ones the reusable rows that the schedule keeps, and every fresh one; the last one row."""
+    profile = linear_profile(row_s=1.0)
+    first, *later, last = RecomputeEstimator(profile, 0.3).layer_s(ratio, reusable, fresh)
     assert first == pytest.approx(reusable + fresh)
-    assert sum(later) / len(later) == pytest.approx(round(ratio * reusable, 1) + fresh, abs=1)
-    assert all(one >= two - 1e-6 for one, two in itertools.pairwise(later))
+    assert later == pytest.approx([kept + fresh for kept in layer_counts(reusable, profile.layers, ratio, 0.3)[:-1]])
+    assert last == pytest.approx(1)
 
 
 def test_full_reuse_runs_fresh_rows_alone() -> None:
     """At ratio 0 layer 0 runs the fresh rows alone, and exact tokens never run."""
-    assert RecomputeEstimator(linear_profile(row_s=1.0), 0.3).layer_s(0.0, 900, 100, exact=50) == pytest.approx([100] * 11)
+    assert RecomputeEstimator(linear_profile(row_s=1.0), 0.3).layer_s(0.0, 900, 100, exact=50) == pytest.approx(
+        [*[100] * 10, 1]
+    )
 
 
 def test_a_check_costs_what_it_projects() -> None:
@@ -116,7 +119,7 @@ def test_a_check_costs_what_it_projects() -> None:
     ]
     values = profile.as_dict() | {"blend": [*profile.as_dict()["blend"][:2], *(sample_dict(sample) for sample in samples)]}
     layers = RecomputeEstimator(Profile.from_dict(values), 0.0).layer_s(0.5, 1000, 0)
-    assert layers == pytest.approx([1000, 600, 500, 500, 500], rel=1e-3)
+    assert layers == pytest.approx([1000, 600, 500, 500, 1 + 0.1 * 500], rel=1e-3)
 
 
 def sample_dict(sample: LayerSample) -> dict[str, float]:

