@@ -1,14 +1,10 @@
-"""Load: arrivals, what a client sees of a stream, the sums of a step, throughput at equal TTFT, and whole runs."""
+"""Load: arrivals, what a client sees of a stream, the sums of a step, and whose requests are sent."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +14,16 @@ import pytest
 from peers import peer, piece, refuse, sse
 
 from cacheblend.blend import Fusor
-from cacheblend.eval import cli
 from cacheblend.eval.data import Example, Passage, Task, WorldSource
-from cacheblend.eval.load import Curve, LoadConfig, LoadRequest, Target, load_report, peer_target, run_load, throughput_at
+from cacheblend.eval.load import LoadConfig, LoadRequest, Target, peer_target
 from cacheblend.eval.load.arrivals import poisson_arrivals
-from cacheblend.eval.load.equal_ttft import Reached, equal_ttft
 from cacheblend.eval.load.open_loop import send_on_time
-from cacheblend.eval.load.own_server import own_server
 from cacheblend.eval.load.request_set import load_requests, split_requests
 from cacheblend.eval.load.sample import Sample, ask
-from cacheblend.eval.load.step import Step, step_of
-from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http import HttpConfig, Server
-from cacheblend.store.errors import ConfigError, InputError, ServiceError
+from cacheblend.eval.load.step import step_of
+from cacheblend.store.errors import ConfigError, InputError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
-from api import listening
 
 SOURCE = WorldSource(seed=3, cases=8)
 WORDING = SOURCE.wording
@@ -176,62 +166,6 @@ def test_sums_of_a_step() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("ttft_s", "reached"),
-    [
-        (0.05, Reached(None)),
-        (0.1, Reached(1.0)),
-        (0.15, Reached(1.5)),
-        (0.2, Reached(2.0)),
-        (1.2, Reached(2.5)),
-        (2.2, Reached(3.0)),
-        (9.0, Reached(2.8, at_least=True)),
-    ],
-)
-def test_throughput_at(ttft_s: float, reached: Reached) -> None:
-    """Between two points the throughput is on the line between them; outside it is none, or at least the last."""
-    found = throughput_at(Curve(((1.0, 0.1), (2.0, 0.2), (3.0, 2.2), (2.8, 5.0))), ttft_s)
-    assert found.at_least is reached.at_least
-    assert found.rps == (None if reached.rps is None else pytest.approx(reached.rps))
-
-
-def test_a_lucky_later_point_does_not_count() -> None:
-    """Where the TTFT is above once, a later rate that is below again does not make the throughput higher."""
-    assert throughput_at(Curve(((1.0, 0.1), (2.0, 0.3), (3.0, 0.1))), 0.2).rps == pytest.approx(1.5)
-
-
-def test_equal_ttft() -> None:
-    """At each of the reference's median TTFTs, every target's throughput stands beside the reference's."""
-
-    def step(target: str, rate: float, rps: float, ttft_s: float | None) -> Step:
-        return Step(
-            target=target,
-            rate_rps=rate,
-            requests=1,
-            answered=1,
-            rejected=0,
-            failed=0,
-            ttft_median_s=ttft_s,
-            ttft_p99_s=ttft_s,
-            throughput_rps=rps,
-            tokens_per_s=None,
-            hit_rate=None,
-            quality=None,
-            evictions=None,
-            latest_send_s=0.0,
-        )
-
-    steps = [step("full", 2, 1.0, 2.0), step("full", 1, 0.5, 1.0), step("blend", 1, 1.0, 0.5), step("blend", 2, 2.0, 1.5)]
-    steps += [step("down", 1, 0.0, None)]
-    first, second = equal_ttft(steps, "full")
-    assert first["ttft_median_s"] == 1.0
-    assert first["targets"]["full"] == {"throughput_rps": 0.5, "at_least": False, "over_reference": 1.0}
-    assert first["targets"]["blend"] == {"throughput_rps": 1.5, "at_least": False, "over_reference": 3.0}
-    assert second["targets"]["blend"] == {"throughput_rps": 2.0, "at_least": True, "over_reference": 2.0}
-    assert second["targets"]["down"]["throughput_rps"] is None
-    assert equal_ttft([step("full", 1, 0.0, None)], "full") == []
-
-
 def test_each_rate_has_its_own_requests() -> None:
     """Warm-up and rates never share a request; what the set sets apart warms up, and too few are refused."""
     requests = [LoadRequest(EXAMPLE, str(number), ("x",), 1) for number in range(9)]
@@ -274,104 +208,3 @@ def test_bad_configs(change: dict[str, Any], named: str) -> None:
     """A value that is not allowed is refused by name."""
     with pytest.raises(ConfigError, match=named):
         LoadConfig(**{"source": SOURCE, "rates_rps": (1.0,), **change})
-
-
-@pytest.fixture
-def own_interrupts() -> Iterator[None]:
-    """Python's own handler of Ctrl-C, whatever a test before this one has put in its place."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("own_interrupts")
-def test_an_interrupt_leaves_a_partial_report(tmp_path: Path, fusor: Fusor) -> None:
-    """Ctrl-C in the middle of a rate ends the run; what has ended is in rows, summary and report."""
-
-    def answer(number: int, _: object) -> Any:
-        if number == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return sse(piece("a", "stop"), USAGE)
-
-    config = LoadConfig(source=SOURCE, rates_rps=(50.0, 1.0), requests=3, warm_up=2)
-    with peer(answer) as address:
-        targets = [peer_target("peer", address, WORDING)]
-        warm_up, by_rate = split_requests(load_requests(SOURCE, fusor.tokenizer, None), 2, 2, 3)
-        summary = run_load(config, targets, warm_up, by_rate, tmp_path / "run")
-    assert summary["interrupted"]
-    first = summary["steps"][0]
-    assert (first["rate_rps"], first["answered"]) == (50.0, 3)
-    assert "Interrupted" in load_report(summary)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-
-
-def test_a_run_over_methods_and_a_peer(
-    tmp_path: Path, model_dir: Path, fusor: Fusor, embedder: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command asks our service by each method and a peer, at each rate, and tells one object; no key is written down."""
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path / "store", chunk_tokens=512, recompute_ratio=0.15)
-    options = "--rates 20,60 --requests 3 --warm-up 1 --max-tokens 3 --peer-api-key secret --json"
-    methods = "full_recompute,prefix_cache,blend"
-    with (
-        Engine(config, fusor=fusor, embedder=embedder) as engine,
-        Server(config, http=HttpConfig(model_name="m"), engine=engine) as server,
-        listening(server) as address,
-        peer(lambda *_: sse(piece("a"), piece("b", "stop"), USAGE)) as other,
-    ):
-        servers = ["--address", address, "--peer", f"vllm={other}/v1"]
-        files = ["--model", str(model_dir), "--out", str(tmp_path / "run")]
-        with pytest.raises(SystemExit) as left:
-            cli.main(["eval", "load", *files, *servers, "--methods", methods, *options.split()])
-    said = capsys.readouterr()
-    assert not left.value.code, said.err
-    summary = json.loads(said.out)
-    assert not summary["interrupted"]
-    wanted = [(label, rate) for rate in (20.0, 60.0) for label in ("full_recompute", "prefix_cache", "blend", "vllm")]
-    assert [(step["target"], step["rate_rps"]) for step in summary["steps"]] == wanted
-    assert all(step["answered"] == 3 and step["failed"] == 0 for step in summary["steps"])
-    hit_rate = {step["target"]: step["hit_rate"] for step in summary["steps"]}
-    assert hit_rate["full_recompute"] == 0
-    assert hit_rate["blend"] > 0.7
-    assert hit_rate["vllm"] == 0.75
-    assert all((step["evictions"] is None) == (step["target"] == "vllm") for step in summary["steps"])
-    assert all(0 <= step["quality"] <= 1 for step in summary["steps"])
-    assert {row["ttft_median_s"] for row in summary["equal_ttft"]}
-    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 * 2 * 3
-    ids = [{row["id"] for row in rows if row["target"] == label} for label in ("blend", "vllm")]
-    assert ids[0] == ids[1]
-    assert "secret" not in (tmp_path / "run" / "setup.json").read_text()
-    with pytest.raises(SystemExit) as left:
-        cli.main(["eval", "report", str(tmp_path / "run")])
-    assert not left.value.code
-    assert capsys.readouterr().out == load_report(summary)
-    assert "| blend |" in load_report(summary)
-
-
-def test_usage_errors(tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong is said in one line with the remedy, and no folder is made."""
-    common = ["eval", "load", "--model", str(model_dir), "--out", str(tmp_path / "run"), "--requests", "1", "--warm-up", "0"]
-    with peer(lambda *_: refuse(500)) as address:
-        for arguments, code, says in (
-            (["--rates", "x"], 2, "separated by commas"),
-            (["--peer", "somewhere"], 2, "NAME=URL"),
-            (["--methods", ""], 2, "--peer"),
-            (["--address", address], 2, "is no CacheBlend service"),
-            (["--data-set", "trivia"], 2, "one of world"),
-            (["--cases", "0"], 2, "cases"),
-            (["--cases", "0", "--data-set", "musique", "--preset", "paper"], 2, "cases"),
-            (["--model", "./no/model"], 2, "no model at"),
-            (["--methods", "", "--peer", f"a={address}", "--warm-up", "1", "--out", str(tmp_path / "other")], 1, "warm-up"),
-        ):
-            with pytest.raises(SystemExit) as left:
-                cli.main([*common, *arguments])
-            said = capsys.readouterr()
-            assert (left.value.code, said.out) == (code, ""), said.err
-            assert says in said.err
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_service_that_does_not_start() -> None:
-    """Where the service that is started ends at once, its own words are told."""
-    with pytest.raises(ServiceError, match=r"is not a model directory"), own_server(["--model", "./no/model"]):
-        pass

@@ -1,9 +1,6 @@
-import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,93 +8,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference
+from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts, wait_until
 
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS
 from cacheblend.loader.staging import Room
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
-from cacheblend.store.errors import DamagedEntryError, FusionCancelledError, StoreError
+from cacheblend.store.errors import DamagedEntryError
 from cacheblend.store.host_bytes import Bytes
-
-SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}
-TOKENS = {1: 17, 2: 1, 3: 33, 4: 8, 5: 5, 6: 21}
-LAYERS = 4
-
-
-class SpyLoader(LayerLoader):
-    """Notes the layers that are fetched; with a gate, every fetch waits until it is open."""
-
-    def __init__(self, config: LoaderConfig | None = None, gate: threading.Event | None = None) -> None:
-        super().__init__(config)
-        self.fetched: list[int] = []
-        self.gate = gate
-
-    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
-        self.fetched.append(layer)
-        if self.gate is not None:
-            assert self.gate.wait(10)
-        super().fetch_kv(kv, layer, room, start, stop)
-
-
-def key_of(segment: Segment) -> ChunkKey:
-    kv = segment.kv
-    assert kv is not None
-    assert kv.model is not None
-    return ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model)
-
-
-def threads() -> int:
-    return THREADS.busy
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
-
-
-@pytest.fixture(scope="module")
-def stores(fusor: Fusor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, KVStore]]:
-    """A store whose entries are read from RAM and one whose RAM holds none, with two chunks each."""
-    with ExitStack() as stack:
-        made = {}
-        for tier, ram_bytes in (("ram", 2**24), ("nvme", 1)):
-            config = StoreConfig(directory=tmp_path_factory.mktemp(tier), ram_budget_bytes=ram_bytes)
-            made[tier] = stack.enter_context(KVStore(config))
-            for seed in SEEDS[tier]:
-                segment = chunk(fusor, TOKENS[seed], seed)
-                assert isinstance(segment.kv, ChunkKV)
-                made[tier].put(key_of(segment), segment.kv)
-        yield made
-
-
-@contextmanager
-def prompts(fusor: Fusor, stores: dict[str, KVStore], kinds: list[str]) -> Iterator[tuple[list[Segment], list[Segment]]]:
-    """The same prompt twice: with the KV where `kinds` says, and with all of it in memory."""
-    head = [*BOS, *draw_ids(5, seed=0)]
-    spread, resident = ([Segment(head, fusor.precompute(head), exact=True)] for _ in range(2))
-    used: Counter[str] = Counter()
-    with ExitStack() as pins:
-        for number, kind in enumerate(kinds):
-            if kind == "hole":
-                spread.append(Segment(draw_ids(9, seed=20 + number)))
-                resident.append(spread[-1])
-                continue
-            seed = SEEDS[kind][used[kind] % 2]
-            used[kind] += 1
-            segment = chunk(fusor, TOKENS[seed], seed)
-            resident.append(segment)
-            if kind != "memory":
-                (placement,) = pins.enter_context(stores[kind].pin([key_of(segment)]))
-                assert placement is not None
-                assert placement.tier == kind
-                segment = Segment(segment.token_ids, placement)
-            spread.append(segment)
-        for segments in (spread, resident):
-            segments.append(Segment(draw_ids(7, seed=30)))
-        yield spread, resident
 
 
 def assert_same(one: FusedPrompt, other: FusedPrompt) -> None:
@@ -215,90 +133,6 @@ def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path) -> None:
         assert store.stats().damaged == 1
 
 
-def test_closing_midway(fusor: Fusor, stores: dict[str, KVStore]) -> None:
-    """A fusion closed after two layers leaves no thread, no open entry, and no pin behind."""
-    with prompts(fusor, stores, ["nvme", "ram", "nvme"]) as (spread, _), LayerLoader() as loader:
-        steps = fusor.fuse_steps(spread, source=loader)
-        assert [next(steps).layer, next(steps).layer] == [0, 1]
-        steps.close()
-        loader.close()
-        assert not threads()
-        placements = [segment.kv for segment in spread if isinstance(segment.kv, Placement)]
-    assert open_entries(stores["nvme"]) == 0
-    for placement in placements:
-        with pytest.raises(StoreError, match="released"):
-            placement.read_layer(1)
-
-
-def open_entries(store: KVStore) -> int:
-    """Open descriptors of the store's entries, where the system tells; those of copying to RAM are waited for."""
-    store.flush()
-    root = str(Path(store.config.directory).resolve() / "entries")
-    return sum(str(link.resolve()).startswith(root) for link in Path("/proc/self/fd").glob("*"))
-
-
-def close_while_reading(
-    fusor: Fusor, loader: SpyLoader, gate: threading.Event, segments: list[Segment], first: list[int]
-) -> bool:
-    """Close a loader whose reads all wait at the gate, `first` of them, and open that; whether the fusor ended before it."""
-    cancelled = threading.Event()
-    loader.start(Prompt.of(segments), fusor.decoder.geometry, reuse_layer_0=True)
-
-    def consume() -> None:
-        with pytest.raises(FusionCancelledError):
-            loader.synchronize(0)
-        cancelled.set()
-
-    consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
-    consumer.start()
-    wait_until(lambda: sorted(loader.fetched) == first)
-    closer.start()
-    before = cancelled.wait(10 if len(first) == 1 else 0.1)
-    assert closer.is_alive()
-    gate.set()
-    consumer.join(10)
-    closer.join(10)
-    assert not consumer.is_alive()
-    assert not closer.is_alive()
-    assert not threads()
-    return before
-
-
-def test_closing_waits_for_a_read(fusor: Fusor, stores: dict[str, KVStore]) -> None:
-    """Closing wakes a waiting fusor with FusionCancelledError, and returns when the read under way has ended."""
-    gate = threading.Event()
-    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
-    chunks = [chunk(fusor, TOKENS[seed], seed) for seed in SEEDS["nvme"]]
-    with stores["nvme"].pin(map(key_of, chunks)) as placements:
-        segments = [Segment(one.token_ids, kv) for one, kv in zip(chunks, placements, strict=True)]
-        assert close_while_reading(fusor, loader, gate, [*segments, Segment(draw_ids(3, seed=3))], [0])
-    assert loader.fetched == [0]
-
-
-def test_closing_waits_for_a_copy_of_the_fusor(fusor: Fusor) -> None:
-    """What is in memory the waiting fusor copies as well; closed meanwhile, it ends that copy and is cancelled."""
-    gate = threading.Event()
-    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
-    chunks = [chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))]
-    assert not close_while_reading(fusor, loader, gate, chunks, [0, 1])
-    assert sorted(loader.fetched) == [0, 0, 1, 1]
-
-
-def test_closed_before_synchronize(fusor: Fusor) -> None:
-    """A loader closed before a layer is asked for, or before it starts, cancels the fusion; closing again does nothing."""
-    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
-    loader = LayerLoader()
-    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=False)
-    loader.close()
-    loader.close()
-    with pytest.raises(FusionCancelledError, match="layer 0"):
-        loader.synchronize(0)
-    never_started = LayerLoader()
-    never_started.close()
-    with pytest.raises(FusionCancelledError, match="closed before"):
-        fusor.fuse(prompt.segments, source=never_started)
-
-
 def test_a_layer_of_no_room_for_another(fusor: Fusor) -> None:
     """A look-ahead below one layer still loads one."""
     prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
@@ -337,25 +171,6 @@ def test_one_fusion_each(fusor: Fusor) -> None:
             fusor.fuse(segments, source=loader)
         with pytest.raises(RuntimeError, match="in order"):
             loader.synchronize(1)
-
-
-@pytest.mark.filterwarnings("always::ResourceWarning")
-def test_unclosed(fusor: Fusor) -> None:
-    """A loader that is dropped in the middle of a fusion warns, and its thread ends."""
-    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
-    loader = LayerLoader()
-    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
-    loader.synchronize(0)
-    held = [loader]
-    del loader
-
-    def drop() -> None:
-        held.clear()
-        gc.collect()
-        wait_until(lambda: not threads())
-
-    with pytest.warns(ResourceWarning, match="LayerLoader was not closed"):
-        drop()
 
 
 def test_failure_in_the_thread(fusor: Fusor) -> None:

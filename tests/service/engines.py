@@ -20,6 +20,7 @@ OpenEngine = Callable[..., Engine]
 POSITIONS = 512
 CHUNK_TOKENS = 24
 TOP_K = 4
+BROUGHT = [{"text": "brought along"}]
 QUESTION = "What does the else clause of a while loop do?"
 DOCUMENTS: list[dict[str, object]] = [
     {"id": name, "title": name, "text": topics[name][100:500]} for name in ("for", "while", "class", "if", "with")
@@ -55,6 +56,10 @@ def make_model(directory: Path, positions: int = POSITIONS) -> None:
                 parameter.mul_(4.0)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
+    return engine.answer(QUESTION, method=method, **{"top_k": TOP_K, **options})
 
 
 def key_of(fusor: Fusor, scored: ScoredChunk) -> ChunkKey:

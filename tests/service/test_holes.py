@@ -3,14 +3,10 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, damage, entry_file, furthest, key_of, kinds, wait_until
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, entry_file, furthest, key_of, kinds, wait_until
 
-from cacheblend.service import Answer, Engine
+from cacheblend.service import Engine
 from cacheblend.store.errors import DamagedEntryError
-
-
-def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
-    return engine.answer(QUESTION, method=method, **{"top_k": TOP_K, **options})
 
 
 def test_a_hole_is_recomputed_and_filled(engine: Engine) -> None:

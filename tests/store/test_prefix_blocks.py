@@ -1,72 +1,35 @@
-"""Prefixes of letters, 16 equal tokens a letter; KV whose values tell which prefix and layer they are of.
-
-Shapes: H KV heads, T tokens, D head size.
-"""
+"""Prefix blocks: what a run holds, what goes first, and whose budget it is."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from letters import (
+    BLOCK_BYTES,
+    FULL,
+    HEAD_DIM,
+    HEADS,
+    HYBRID,
+    LAYER_BYTES,
+    SHORT,
+    SLIDING,
+    chain,
+    insert,
+    layer_kv,
+    make,
+    matched,
+    tokens_of,
+)
 
 from cacheblend.store import InputError, StoreError
-from cacheblend.store.block_hash import BLOCK_TOKENS, BlockChain, chain_root
+from cacheblend.store.block_hash import BLOCK_TOKENS
 from cacheblend.store.errors import ConfigError
 from cacheblend.store.eviction import NamespaceShare, TierBudget
 from cacheblend.store.host_bytes import host_bytes
 from cacheblend.store.prefix_blocks import PrefixBlocks
-from cacheblend.store.prefix_run import PrefixRun
 from cacheblend.store.recent_namespaces import RecentNamespaces
-
-HEADS, HEAD_DIM = 2, 3
-FULL: tuple[int | None, ...] = (None, None)
-HYBRID: tuple[int | None, ...] = (20, None, 20, None)  # behind a prefix, 19 tokens, and so two blocks, are in the window
-SLIDING: tuple[int | None, ...] = (20, 20)
-SHORT: tuple[int | None, ...] = (12, None)  # a window below a block
-MUCH = 2**30
-LAYER_BYTES = 2 * 4 * HEADS * BLOCK_TOKENS * HEAD_DIM
-BLOCK_BYTES = len(FULL) * LAYER_BYTES
-ROOTS = {"exact": chain_root(b"model", b"exact"), "blended": chain_root(b"model", b"blended")}
-
-
-def tokens_of(letters: str) -> list[int]:
-    return [ord(letter) for letter in letters for _ in range(BLOCK_TOKENS)]
-
-
-def chain(letters: str, root: str = "exact", extra_keys: Sequence[bytes] = ()) -> BlockChain:
-    made = BlockChain(ROOTS[root], extra_keys)
-    made.extend(tokens_of(letters))
-    return made
-
-
-def layer_kv(letters: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """KV of a whole prompt: each position's values depend on the prefix up to its block, the layer and the position."""
-    seeds = [hash((letters[: at // BLOCK_TOKENS + 1], layer, at)) % 2**20 for at in range(BLOCK_TOKENS * len(letters))]
-    k_HTD = torch.tensor(seeds, dtype=torch.float32)[None, :, None].repeat(HEADS, 1, HEAD_DIM)
-    return k_HTD, -k_HTD
-
-
-def insert(blocks: PrefixBlocks, letters: str, first: int = 0, digests: Sequence[bytes] | None = None) -> int:
-    def read(layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        k_HTD, v_HTD = layer_kv(letters, layer)
-        return k_HTD[:, start:stop], v_HTD[:, start:stop]
-
-    return blocks.insert(chain(letters).digests if digests is None else digests, first, read)
-
-
-def matched(blocks: PrefixBlocks, letters: str, *roots: str, extra_keys: Sequence[bytes] = ()) -> str:
-    with blocks.match(tokens_of(letters), [chain(letters, root, extra_keys) for root in roots or ("exact",)]) as run:
-        return "" if run is None else letters[: len(run.digests)]
-
-
-def make(windows: tuple[int | None, ...] = FULL, budget_bytes: int = MUCH) -> PrefixBlocks:
-    return PrefixBlocks(TierBudget(budget_bytes), windows, "model")
 
 
 @pytest.mark.parametrize(("windows", "seen"), [(FULL, (None, None)), (HYBRID, (32, None, 32, None)), (SHORT, (11, None))])
@@ -274,133 +237,3 @@ def test_bad_budget(budget_bytes: int) -> None:
     """A budget that holds nothing is refused."""
     with pytest.raises(ConfigError, match=r"budget\.bytes"):
         make(budget_bytes=budget_bytes)
-
-
-@dataclass
-class PlainBlocks:
-    """What `PrefixBlocks` does, with a dict of last uses and a scan for each question."""
-
-    windows: tuple[int | None, ...]
-    budget_bytes: int
-    held: dict[tuple[str, str, int | None], int] = field(default_factory=dict)  # (prefix, root, window) -> last use
-    now: int = 0
-
-    def run(self, letters: str, roots: Sequence[str]) -> list[tuple[str, str]]:
-        for length in range(len(letters), 0, -1):
-            names = [self.name(letters[: at + 1], roots) for at in range(length)]
-            if all((*name, window) in self.held for window in set(self.windows) for name in self.needed(names, window)):
-                return names
-        return []
-
-    def name(self, prefix: str, roots: Sequence[str]) -> tuple[str, str]:
-        return next(
-            ((prefix, root) for root in roots if any((prefix, root, w) in self.held for w in self.windows)), (prefix, roots[0])
-        )
-
-    @staticmethod
-    def needed(names: list[tuple[str, str]], window: int | None) -> list[tuple[str, str]]:
-        count = len(names) if window is None else min(len(names), -(-(window - 1) // BLOCK_TOKENS))
-        return names[len(names) - count :]
-
-    def match(self, letters: str, roots: Sequence[str]) -> list[tuple[str, str]]:
-        self.now += 1
-        names = self.run(letters, roots)
-        self.held |= {(*name, window): self.now for window in set(self.windows) for name in self.needed(names, window)}
-        return names
-
-    def insert(self, names: list[tuple[str, str]], first: int) -> None:
-        self.now += 1
-        in_use: set[tuple[str, str, int | None]] = set()
-        for index, name in enumerate(names):
-            for window in dict.fromkeys(self.windows):
-                part = (*name, window)
-                if part not in self.held:
-                    if index < first:
-                        if window is None:
-                            return
-                        continue
-                    order = list(dict.fromkeys(self.windows))
-                    if sum(self.size(other[2]) for other in in_use) + self.size(window) > self.budget_bytes:
-                        return
-                    while self.bytes + self.size(window) > self.budget_bytes:
-                        idle = [other for other in self.held if other not in in_use]
-                        del self.held[min(idle, key=lambda one: (self.held[one], -len(one[0]), order.index(one[2])))]
-                self.held[part] = self.now
-                in_use.add(part)
-
-    def size(self, window: int | None) -> int:
-        kept = BLOCK_TOKENS if window is None else min(BLOCK_TOKENS, window - 1)
-        return self.windows.count(window) * LAYER_BYTES // BLOCK_TOKENS * kept
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.size(window) for _, _, window in self.held)
-
-
-LETTERS = st.text("ab", min_size=1, max_size=6)
-
-
-@given(
-    windows=st.sampled_from([FULL, HYBRID, SLIDING, SHORT]),
-    budget_parts=st.integers(1, 14),
-    steps=st.lists(st.tuples(LETTERS, st.booleans(), st.integers(0, 6)), max_size=25),
-)
-@settings(max_examples=150, deadline=None)
-def test_against_a_plain_model(windows: tuple[int | None, ...], budget_parts: int, steps: list[tuple[str, bool, int]]) -> None:
-    """Requests that match and then add their blocks find and hold what a plain dict model does, and never other KV."""
-    budget_bytes = budget_parts * BLOCK_BYTES
-    blocks, plain = make(windows, budget_bytes), PlainBlocks(windows, budget_bytes)
-    for letters, blends, exact_blocks in steps:
-        roots = ["exact", "blended"] if blends else ["exact"]
-        chains = [chain(letters, root) for root in roots]
-        with blocks.match(tokens_of(letters), chains) as run:
-            expected = plain.match(letters, roots)
-            found = 0 if run is None else len(run.digests)
-            assert found == len(expected)
-            if run is not None:
-                check_content(run, letters, windows)
-        names = [
-            *expected,
-            *((letters[: at + 1], roots[-1] if at >= exact_blocks else "exact") for at in range(found, len(letters))),
-        ]
-        digests = [chain(prefix, root).digests[-1] for prefix, root in names]
-        plain.insert(names, found)
-        insert(blocks, letters, found, digests)
-        stats = blocks.stats()
-        assert (stats.parts, stats.bytes) == (len(plain.held), plain.bytes)
-        assert stats.bytes <= budget_bytes
-    assert not [part for part in blocks._parts.values() if part.users]
-
-
-def check_content(run: PrefixRun, letters: str, windows: tuple[int | None, ...]) -> None:
-    for layer, window in enumerate(windows):
-        for got_HTD, whole_HTD in zip(run.read_layer(layer), layer_kv(letters, layer), strict=True):
-            seen = len(run.token_ids) if window is None else min(len(run.token_ids), window - 1)
-            stop = len(run.token_ids)
-            assert torch.equal(got_HTD[:, stop - seen :], whole_HTD[:, stop - seen : stop])
-
-
-def test_threads() -> None:
-    """Threads that match and insert at once see whole runs of their own prompts, and leave nothing in use."""
-    blocks, errors = make(HYBRID, budget_bytes=12 * LAYER_BYTES), list[BaseException]()
-
-    def work(seed: int) -> None:
-        prompts = ("abcd", "abxy", "ab", "xyz", "abca")[seed:]
-        try:
-            for _ in range(30):
-                for letters in prompts:
-                    with blocks.match(tokens_of(letters), [chain(letters)]) as run:
-                        if run is not None:
-                            check_content(run, letters, HYBRID)
-                    insert(blocks, letters, 0 if run is None else len(run.digests))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert not [part for part in blocks._parts.values() if part.users]
-    assert blocks.stats().bytes <= 12 * LAYER_BYTES

@@ -1,0 +1,79 @@
+"""A loader that notes what it fetches, and prompts whose chunks come from every tier."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from prompts import BOS, chunk, draw_ids
+
+from cacheblend.blend import Fusor, Segment, SegmentKV
+from cacheblend.loader import LayerLoader, LoaderConfig
+from cacheblend.loader.layer_loader import THREADS
+from cacheblend.loader.staging import Room
+from cacheblend.store import ChunkKey, KVStore
+
+SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}
+TOKENS = {1: 17, 2: 1, 3: 33, 4: 8, 5: 5, 6: 21}
+LAYERS = 4
+
+
+class SpyLoader(LayerLoader):
+    """Notes the layers that are fetched; with a gate, every fetch waits until it is open."""
+
+    def __init__(self, config: LoaderConfig | None = None, gate: threading.Event | None = None) -> None:
+        super().__init__(config)
+        self.fetched: list[int] = []
+        self.gate = gate
+
+    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
+        self.fetched.append(layer)
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        super().fetch_kv(kv, layer, room, start, stop)
+
+
+def key_of(segment: Segment) -> ChunkKey:
+    kv = segment.kv
+    assert kv is not None
+    assert kv.model is not None
+    return ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model)
+
+
+def threads() -> int:
+    return THREADS.busy
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+@contextmanager
+def prompts(fusor: Fusor, stores: dict[str, KVStore], kinds: list[str]) -> Iterator[tuple[list[Segment], list[Segment]]]:
+    """The same prompt twice: with the KV where `kinds` says, and with all of it in memory."""
+    head = [*BOS, *draw_ids(5, seed=0)]
+    spread, resident = ([Segment(head, fusor.precompute(head), exact=True)] for _ in range(2))
+    used: Counter[str] = Counter()
+    with ExitStack() as pins:
+        for number, kind in enumerate(kinds):
+            if kind == "hole":
+                spread.append(Segment(draw_ids(9, seed=20 + number)))
+                resident.append(spread[-1])
+                continue
+            seed = SEEDS[kind][used[kind] % 2]
+            used[kind] += 1
+            segment = chunk(fusor, TOKENS[seed], seed)
+            resident.append(segment)
+            if kind != "memory":
+                (placement,) = pins.enter_context(stores[kind].pin([key_of(segment)]))
+                assert placement is not None
+                assert placement.tier == kind
+                segment = Segment(segment.token_ids, placement)
+            spread.append(segment)
+        for segments in (spread, resident):
+            segments.append(Segment(draw_ids(7, seed=30)))
+        yield spread, resident

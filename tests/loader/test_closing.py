@@ -1,0 +1,117 @@
+"""A loader that is closed in the middle of its work stops it, and whoever waits for it hears of that."""
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+from prompts import chunk, draw_ids
+from spy_loader import SEEDS, TOKENS, SpyLoader, key_of, prompts, threads, wait_until
+
+from cacheblend.blend import Fusor, Prompt, Segment
+from cacheblend.loader import LayerLoader, LoaderConfig
+from cacheblend.store import KVStore, Placement
+from cacheblend.store.errors import FusionCancelledError, StoreError
+
+
+def test_closing_midway(fusor: Fusor, stores: dict[str, KVStore]) -> None:
+    """A fusion closed after two layers leaves no thread, no open entry, and no pin behind."""
+    with prompts(fusor, stores, ["nvme", "ram", "nvme"]) as (spread, _), LayerLoader() as loader:
+        steps = fusor.fuse_steps(spread, source=loader)
+        assert [next(steps).layer, next(steps).layer] == [0, 1]
+        steps.close()
+        loader.close()
+        assert not threads()
+        placements = [segment.kv for segment in spread if isinstance(segment.kv, Placement)]
+    assert open_entries(stores["nvme"]) == 0
+    for placement in placements:
+        with pytest.raises(StoreError, match="released"):
+            placement.read_layer(1)
+
+
+def open_entries(store: KVStore) -> int:
+    """Open descriptors of the store's entries, where the system tells; those of copying to RAM are waited for."""
+    store.flush()
+    root = str(Path(store.config.directory).resolve() / "entries")
+    return sum(str(link.resolve()).startswith(root) for link in Path("/proc/self/fd").glob("*"))
+
+
+def close_while_reading(
+    fusor: Fusor, loader: SpyLoader, gate: threading.Event, segments: list[Segment], first: list[int]
+) -> bool:
+    """Close a loader whose reads all wait at the gate, `first` of them, and open that; whether the fusor ended before it."""
+    cancelled = threading.Event()
+    loader.start(Prompt.of(segments), fusor.decoder.geometry, reuse_layer_0=True)
+
+    def consume() -> None:
+        with pytest.raises(FusionCancelledError):
+            loader.synchronize(0)
+        cancelled.set()
+
+    consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
+    consumer.start()
+    wait_until(lambda: sorted(loader.fetched) == first)
+    closer.start()
+    before = cancelled.wait(10 if len(first) == 1 else 0.1)
+    assert closer.is_alive()
+    gate.set()
+    consumer.join(10)
+    closer.join(10)
+    assert not consumer.is_alive()
+    assert not closer.is_alive()
+    assert not threads()
+    return before
+
+
+def test_closing_waits_for_a_read(fusor: Fusor, stores: dict[str, KVStore]) -> None:
+    """Closing wakes a waiting fusor with FusionCancelledError, and returns when the read under way has ended."""
+    gate = threading.Event()
+    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
+    chunks = [chunk(fusor, TOKENS[seed], seed) for seed in SEEDS["nvme"]]
+    with stores["nvme"].pin(map(key_of, chunks)) as placements:
+        segments = [Segment(one.token_ids, kv) for one, kv in zip(chunks, placements, strict=True)]
+        assert close_while_reading(fusor, loader, gate, [*segments, Segment(draw_ids(3, seed=3))], [0])
+    assert loader.fetched == [0]
+
+
+def test_closing_waits_for_a_copy_of_the_fusor(fusor: Fusor) -> None:
+    """What is in memory the waiting fusor copies as well; closed meanwhile, it ends that copy and is cancelled."""
+    gate = threading.Event()
+    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
+    chunks = [chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))]
+    assert not close_while_reading(fusor, loader, gate, chunks, [0, 1])
+    assert sorted(loader.fetched) == [0, 0, 1, 1]
+
+
+def test_closed_before_synchronize(fusor: Fusor) -> None:
+    """A loader closed before a layer is asked for, or before it starts, cancels the fusion; closing again does nothing."""
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    loader = LayerLoader()
+    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=False)
+    loader.close()
+    loader.close()
+    with pytest.raises(FusionCancelledError, match="layer 0"):
+        loader.synchronize(0)
+    never_started = LayerLoader()
+    never_started.close()
+    with pytest.raises(FusionCancelledError, match="closed before"):
+        fusor.fuse(prompt.segments, source=never_started)
+
+
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_unclosed(fusor: Fusor) -> None:
+    """A loader that is dropped in the middle of a fusion warns, and its thread ends."""
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    loader = LayerLoader()
+    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+    loader.synchronize(0)
+    held = [loader]
+    del loader
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+        wait_until(lambda: not threads())
+
+    with pytest.warns(ResourceWarning, match="LayerLoader was not closed"):
+        drop()
