@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from cacheblend.blend import Fusor
 from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.errors import CacheBlendError
+from cacheblend.store.seen_before import SeenBefore
 
 from .own_thread import in_own_thread
 from .running_requests import RUNNING
@@ -40,7 +41,7 @@ class HoleFiller:
         self._fusor, self._store = fusor, store
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
-        self._missed: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._missed = SeenBefore(REMEMBERED_MISSES)
         self._busy, self._took_s = False, 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
@@ -104,12 +105,7 @@ class HoleFiller:
 
     def _is_worth(self, key: ChunkKey, tokens: int) -> bool:
         """Whether there is room for the chunk's KV, or it was missed before."""
-        was_missed = key in self._missed
-        self._missed[key] = None
-        self._missed.move_to_end(key)
-        if len(self._missed) > REMEMBERED_MISSES:
-            self._missed.popitem(last=False)
-        if was_missed:
+        if self._missed.again(key.digest):
             return True
         stats, geometry = self._store.stats(), self._fusor.decoder.geometry
         entry_bytes = geometry.layers * geometry.layer_bytes(tokens) * 5 // 4  # a header comes on top; a codec's are fewer

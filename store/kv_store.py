@@ -115,7 +115,8 @@ class KVStore:
         """Keep entries where they are, and tell where: a placement for each key, in order, or None for a miss.
 
         No budget evicts them until the block ends; `delete` and other processes may remove them, which leaves the placements
-        readable. Entries that were on NVMe are copied to RAM in the background after the block.
+        readable. Entries that were on NVMe are copied to RAM in the background after the block where that is worth it; see
+        `RamTier.wants`.
         """
         self._check_open()
         keys = list(keys)
@@ -129,8 +130,9 @@ class KVStore:
                 placed = [placement for placement in placements if placement is not None]
                 for placement in placed:
                     placement.release()
-        if slow := [placement.key.digest for placement in placed if placement.tier == "nvme"]:
-            self._background.offer(partial(self._promote, slow))
+        read = [placement for placement in placed if placement.tier == "nvme"]
+        if wanted := [one.key.digest for one in read if self._ram.wants(one.key.digest, one.nbytes)]:
+            self._background.offer(partial(self._promote, wanted))
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove an entry, pinned or not, for every process; False where there was none."""

@@ -87,6 +87,11 @@ class Placement:
         """Stored bytes of one layer: what `read_layer` loads."""
         return self._info.layer_bytes(layer)
 
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all layers."""
+        return self._info.nbytes
+
     def read_layer(self, layer: int) -> LayerPair:
         """`k_HTD` and `v_HTD` of one layer on the CPU: not to be written to, since those in RAM are the store's own memory.
 

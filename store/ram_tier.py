@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from .entry import EncodedEntry
 from .eviction import Evictable, TierBudget
 from .pins import Pins
+from .seen_before import SeenBefore
 
 
 class RamTier:
@@ -21,6 +22,7 @@ class RamTier:
         self._entries: OrderedDict[str, EncodedEntry] = OrderedDict()
         self._held: Counter[str] = Counter()  # bytes by namespace
         self._bytes = 0
+        self._read = SeenBefore(budget.bytes)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -67,6 +69,15 @@ class RamTier:
             self._held[namespace] += entry.nbytes
             self._bytes += entry.nbytes
             return True
+
+    def wants(self, digest: str, entry_bytes: int) -> bool:
+        """Whether an entry that was just read from NVMe is worth a copy: there is room, or it was read not long ago as well.
+
+        Not long ago is: no more bytes came from NVMe since than the budget. So one pass over many entries, of which few come
+        again, copies and evicts nothing, which took an eighth of the time of requests over a small model.
+        """
+        again = self._read.again(digest, entry_bytes)
+        return entry_bytes <= self.budget.bytes and (again or self._bytes + entry_bytes <= self.budget.bytes)
 
     def discard(self, digest: str) -> None:
         """Let go of an entry, pinned or not: who reads it keeps its memory."""

@@ -54,14 +54,26 @@ def test_ram_drops_the_least_recently_used_copy(open_store) -> None:
 
 
 def test_pinned_on_nvme_is_copied_to_ram_afterwards(open_store) -> None:
-    """An entry that a pin found on NVMe is in RAM soon after the pin."""
+    """An entry that a pin found on NVMe is in RAM soon after the pin, where that has room."""
+    open_store(ram_budget_bytes=1).put(*PAIRS[0])
     store = open_store(ram_budget_bytes=RAM_BYTES)
-    store.put(*PAIRS[0])
-    store.put(*PAIRS[1])
     with store.pin([KEYS[0]]) as (placement,):
         assert placement.tier == "nvme"
-    wait_until(lambda: store.stats().ram.evictions == 2)
+    wait_until(lambda: store.stats().ram.entries == 1)
     assert tier_of(store, 0) == "ram"
+
+
+def test_a_full_ram_takes_what_is_read_again(open_store) -> None:
+    """A full RAM keeps what it has when others are read once, and takes one that is read again before as much else was."""
+    store = open_store(ram_budget_bytes=RAM_BYTES)
+    for pair in PAIRS[:3]:
+        store.put(*pair)
+    for place in (0, 1, 0, 1):  # each time the other was read since
+        assert tier_of(store, place) == "nvme"
+    assert tier_of(store, 2) == "ram"
+    assert tier_of(store, 1) == "nvme"
+    wait_until(lambda: store.stats().ram.evictions == 3)
+    assert tier_of(store, 1) == "ram"
 
 
 def test_entry_above_the_ram_budget(open_store) -> None:
