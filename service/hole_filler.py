@@ -14,7 +14,6 @@ from cacheblend.store.errors import CacheBlendError
 from cacheblend.store.seen_before import SeenBefore
 
 from .own_thread import in_own_thread
-from .running_requests import RUNNING
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # holes; beyond them the namespace with most loses its last, which a later request finds again
@@ -43,6 +42,7 @@ class HoleFiller:
         self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
         self._missed = SeenBefore(REMEMBERED_MISSES)
         self._busy, self._took_s = False, 0.0
+        self._requests = 0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
         self._thread.start()
@@ -78,11 +78,14 @@ class HoleFiller:
             return sum(map(len, self._waiting.values())) + self._busy
 
     def __enter__(self) -> None:
-        """A request is running: precomputes give way to it, for a while, those of other engines too."""
-        RUNNING.add(1)
+        """A request is running: a precompute gives way to it, for a while."""
+        with self._changed:
+            self._requests += 1
 
     def __exit__(self, *_: object) -> None:
-        RUNNING.add(-1)
+        with self._changed:
+            self._requests -= 1
+            self._changed.notify_all()
 
     def drain(self) -> None:
         """Wait until every hole known now is filled and stored."""
@@ -96,7 +99,6 @@ class HoleFiller:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
-        RUNNING.add(0)
 
     def close(self) -> None:
         """Stop, and wait for the thread."""
@@ -123,8 +125,8 @@ class HoleFiller:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._waiting)
-            RUNNING.wait_for_none(max(POSTPONE_S, POSTPONE_TIMES * self._took_s), lambda: self._closed)
-            with self._changed:
+                postpone_s = max(POSTPONE_S, POSTPONE_TIMES * self._took_s)
+                self._changed.wait_for(lambda: self._closed or not self._requests, timeout=postpone_s)
                 if self._closed:
                     return
                 key, (token_ids, prefix_ids, before) = self._take()

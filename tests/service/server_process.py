@@ -154,7 +154,6 @@ def held(server: Any) -> dict[str, int]:
     its arenas keep the most that was ever in use at once, and that goes up in steps for long under a load of many threads.
     """
     from cacheblend.loader.layer_loader import THREADS
-    from cacheblend.service.running_requests import RUNNING
 
     gc.collect()
     with contextlib.suppress(AttributeError):
@@ -170,7 +169,7 @@ def held(server: Any) -> dict[str, int]:
         "pins": engine.store._pins._pinned.total(),
         "prefix_blocks_in_use": sum(part.users > 0 for part in blocks._parts.values()),
         "pending_writes": engine.store.stats().pending_writes,
-        "requests_before_holes": RUNNING.count,
+        "requests_before_holes": engine.holes._requests,
         "holes": len(engine.holes._waiting) + engine.holes._busy,
         "checks": int(server.scheduler._checks.has_work),
         "objects_of_requests": alive.total(),

@@ -140,22 +140,6 @@ def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPa
     wait_until(lambda: missing in engine.store)
 
 
-def test_holes_give_way_to_other_engines_requests(
-    engine: Engine, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tenant's hole waits while another tenant's request runs, and is filled when that ends."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
-    other = open_engine()
-    with other.holes:
-        missing = key_of(engine.fusor, ask(engine).chunks[0])
-        engine.store.delete(missing)
-        ask(engine)
-        assert not threading.Event().wait(0.1)
-        assert missing not in engine.store
-        assert engine.holes.waiting == 1
-    wait_until(lambda: missing in engine.store)
-
-
 def test_holes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that never pause postpone the filling of a hole for a while only."""
     monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 0.01)
