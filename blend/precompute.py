@@ -92,8 +92,9 @@ def run_pass(decoder: Decoder, together: Sequence[Reading], prefix_ids: Sequence
     layers: list[list[LayerPair]] = [[] for _ in rows.chunks]
     for k_1HND, v_1HND in decoder.run_alone(rows.sequences):
         deviation.add(k_1HND, v_1HND)
-        for pairs, *pair in zip(layers, rows.split(k_1HND[0].cpu()), rows.split(v_1HND[0].cpu()), strict=True):
-            pairs.append((pair[0], pair[1]))
+        k_HTDs, v_HTDs = (rows.split(x_1HND[0].cpu()) for x_1HND in (k_1HND, v_1HND))
+        for pairs, pair in zip(layers, zip(k_HTDs, v_HTDs, strict=True), strict=True):
+            pairs.append(pair)
     found = iter(deviation.values())
     pairs_of = iter(layers)
     for reading in together:

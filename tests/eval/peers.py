@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server, of whom tests know what it does when."""
+"""A small OpenAI-compatible server, of whom tests know what it does when, and what it is asked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from cacheblend.eval.data import Example, Passage, Task, WorldSource
+from cacheblend.eval.load import LoadRequest
+
+SOURCE = WorldSource(seed=3, cases=8)
+WORDING = SOURCE.wording
+EXAMPLE = Example("one", "Where?", ("a b",), (Passage("", "x"),), Task.QA)
+REQUEST = LoadRequest(EXAMPLE, "Where?", ("Here is a place.", "There is another."), 8)
+USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
 Answer = Callable[[int, dict[str, Any]], Response]
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from peers import peer, piece, refuse, sse
+from peers import EXAMPLE, REQUEST, SOURCE, USAGE, WORDING, peer, piece, refuse, sse
 
 from cacheblend.blend import Fusor
-from cacheblend.eval.data import Example, Passage, Task, WorldSource
 from cacheblend.eval.load import LoadConfig, LoadRequest, Target, peer_target
 from cacheblend.eval.load.arrivals import poisson_arrivals
 from cacheblend.eval.load.open_loop import send_on_time
@@ -22,14 +19,6 @@ from cacheblend.eval.load.request_set import load_requests, split_requests
 from cacheblend.eval.load.sample import Sample, ask
 from cacheblend.eval.load.step import step_of
 from cacheblend.store.errors import ConfigError, InputError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
-
-SOURCE = WorldSource(seed=3, cases=8)
-WORDING = SOURCE.wording
-EXAMPLE = Example("one", "Where?", ("a b",), (Passage("", "x"),), Task.QA)
-REQUEST = LoadRequest(EXAMPLE, "Where?", ("Here is a place.", "There is another."), 8)
-USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
 
 
 def asked(address: str, *, count: int = 1, arrivals_s: list[float] | None = None, **changes: Any) -> list[Sample]:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peers import peer, piece, refuse, sse
+from peers import SOURCE, USAGE, WORDING, peer, piece, refuse, sse
 
 from cacheblend.blend import Fusor
 from cacheblend.eval import cli
-from cacheblend.eval.data import Example, Passage, Task, WorldSource
-from cacheblend.eval.load import LoadConfig, LoadRequest, load_report, peer_target, run_load
+from cacheblend.eval.load import LoadConfig, load_report, peer_target, run_load
 from cacheblend.eval.load.own_server import own_server
 from cacheblend.eval.load.request_set import load_requests, split_requests
 from cacheblend.service import Engine, EngineConfig
@@ -25,12 +24,6 @@ from cacheblend.store.errors import ServiceError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
 from api import listening
-
-SOURCE = WorldSource(seed=3, cases=8)
-WORDING = SOURCE.wording
-EXAMPLE = Example("one", "Where?", ("a b",), (Passage("", "x"),), Task.QA)
-REQUEST = LoadRequest(EXAMPLE, "Where?", ("Here is a place.", "There is another."), 8)
-USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
 
 
 @pytest.fixture
