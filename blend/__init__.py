@@ -8,6 +8,7 @@ from .fused import FusedPrompt, LayerReport
 from .fusor import Fusor
 from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers
 from .next_token import NextToken
+from .schedule import Schedule
 from .segment import Prompt, Segment, SegmentKV
 from .selection import ExplicitPositions, SelectionStep, Selector, TopDeviation
 
@@ -24,6 +25,7 @@ __all__ = [
     "NextToken",
     "Prompt",
     "ResidentLayers",
+    "Schedule",
     "Segment",
     "SegmentKV",
     "SelectionStep",

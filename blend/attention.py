@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 # A block's rows all pay for the keys up to its last one: scattered rows are taken few at a time (with 497 of 3,104, 16 to 128 a
-# block take the same time on two cores, 512 take 1.5 x as long), neighbours many. On a GPU larger blocks mean fewer launches.
+# block take the same time on two cores, 512 take 1.5 x as long), neighbours many, and so are those of a chunk that is missing:
+# a run of LONG_RUN rows or more stands in blocks of its own. Nor does a block reach over a gap of more than LONG_GAP positions.
+# On a GPU larger blocks mean fewer launches.
 BLOCK_ROWS = {"cpu": 64}
 BLOCK_ROWS_ACCELERATOR = 256
 BLOCK_ROWS_CONTIGUOUS = 256
+LONG_RUN = 128
+LONG_GAP = 256
 # Neighbouring rows with few positions before them, one to so many rows, are taken in one causal call, those positions too: 4 %
 # more attention at most, where a layer in blocks with masks took 4 to 17 % longer.
 SKIPPED_PART = 4
@@ -65,15 +71,29 @@ class Rows:
             yield Rows(positions_S, on_device_S)
 
     def blocks(self) -> Iterator[Rows]:
-        """The pieces that attention takes them in; the odd one, of half to one and a half times the others' size, stands first,
-        where rows see the fewest keys.
+        """The pieces that attention takes them in, in order; of each stretch between two cuts the odd one, of half to one and a
+        half times the others' size, stands first, where rows see the fewest keys.
         """
-        size = BLOCK_ROWS.get(self.on_device_S.device.type, BLOCK_ROWS_ACCELERATOR)
-        size = max(size, BLOCK_ROWS_CONTIGUOUS) if self.is_contiguous else size
-        first = len(self) - max(0, round(len(self) / size) - 1) * size
-        yield Rows(self.positions_S[:first], self.on_device_S[:first])
-        if first < len(self):
-            yield from Rows(self.positions_S[first:], self.on_device_S[first:]).split(size)
+        for stretch in self._stretches():
+            size = BLOCK_ROWS.get(self.on_device_S.device.type, BLOCK_ROWS_ACCELERATOR)
+            size = max(size, BLOCK_ROWS_CONTIGUOUS) if stretch.is_contiguous else size
+            first = len(stretch) - max(0, round(len(stretch) / size) - 1) * size
+            yield stretch._part(0, first)
+            if first < len(stretch):
+                yield from stretch._part(first, len(stretch)).split(size)
+
+    def _stretches(self) -> Iterator[Rows]:
+        """The rows cut before and behind every long run of neighbours, and at every long gap."""
+        steps = np.diff(self.positions_S.numpy())
+        gaps = np.flatnonzero(steps > 1) + 1  # a run begins at each
+        starts, stops = (np.concatenate(ends) for ends in (([0], gaps), (gaps, [len(self)])))
+        is_long = stops - starts >= LONG_RUN
+        cuts = {0, len(self), *starts[is_long], *stops[is_long], *(np.flatnonzero(steps > LONG_GAP) + 1)}
+        for start, stop in pairwise(sorted(map(int, cuts))):
+            yield self._part(start, stop)
+
+    def _part(self, start: int, stop: int) -> Rows:
+        return Rows(self.positions_S[start:stop], self.on_device_S[start:stop])
 
 
 def attend(

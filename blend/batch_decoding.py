@@ -15,37 +15,52 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache
 
 from cacheblend.store import LayerPair
 
-from .layer_memory import empty_layer
-
-GROWTH_TOKENS = 128  # the KV is copied once in so many tokens
+from . import layer_memory
+from .fused import FusedPrompt
 
 
 class SequenceKV:
-    """One sequence's KV, with room to grow. Starts as a copy of a prompt's cache, which stays as it is.
+    """One sequence's KV, with room to grow: behind the prompt's own, or in a copy where another sequence has that room.
+
+    The prompt's cache stays as it is.
 
     Args:
-        cache: of the prompt.
+        fused: the prompt.
         windows: per layer, how many of the last positions it sees; None for all.
     """
 
-    def __init__(self, cache: DynamicCache, windows: Sequence[int | None]) -> None:
-        self.tokens = int(cache.get_seq_length())
-        layers: list[Any] = cache.layers
+    def __init__(self, fused: FusedPrompt, windows: Sequence[int | None]) -> None:
+        self.tokens = len(fused.token_ids)
+        layers: list[Any] = fused.cache.layers
+        memory = fused.take_memory() or [None] * len(layers)
         self.layers = [
-            LayerOfSequence(layer.keys[0], layer.values[0], window) for layer, window in zip(layers, windows, strict=True)
+            LayerOfSequence(layer.keys[0], layer.values[0], window, memory_21HCD)
+            for layer, window, memory_21HCD in zip(layers, windows, memory, strict=True)
         ]
 
 
 class LayerOfSequence:
-    """One layer of a sequence's KV."""
+    """One layer of a sequence's KV.
 
-    def __init__(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor, window: int | None) -> None:
+    Args:
+        k_HKD: keys.
+        v_HKD: values.
+        window: how many of the last positions it sees; None for all.
+        memory_21HCD: that keys and values stand at the start of, and nobody else's behind them; None to copy them.
+    """
+
+    def __init__(
+        self, k_HKD: torch.Tensor, v_HKD: torch.Tensor, window: int | None, memory_21HCD: torch.Tensor | None = None
+    ) -> None:
         self._window = window
-        self._move(k_HKD, v_HKD)
+        if memory_21HCD is None:
+            self._move(k_HKD, v_HKD)
+        else:
+            self._used = k_HKD.shape[1]
+            self._k_HCD, self._v_HCD = memory_21HCD[:, 0]
 
     def append(self, k_H1D: torch.Tensor, v_H1D: torch.Tensor) -> None:
         """Add the next position."""
@@ -66,8 +81,8 @@ class LayerOfSequence:
 
     def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
         heads, self._used, size = k_HKD.shape
-        room = self._used + GROWTH_TOKENS
-        kv_X = empty_layer((heads * room * (size + v_HKD.shape[-1]),), k_HKD.dtype, k_HKD.device)
+        room = self._used + layer_memory.GROWTH_TOKENS
+        kv_X = layer_memory.empty_layer((heads * room * (size + v_HKD.shape[-1]),), k_HKD.dtype, k_HKD.device)
         k_X, v_X = kv_X.split([heads * room * size, heads * room * v_HKD.shape[-1]])
         self._k_HCD, self._v_HCD = k_X.view(heads, room, -1), v_X.view(heads, room, -1)
         self._k_HCD[:, : self._used] = k_HKD

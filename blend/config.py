@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from cacheblend.store.errors import ConfigError
 
-from .selection import SELECTORS, Selector
+from .schedule import Schedule
+from .selection import Selector, TopDeviation
+
+SELECTORS = ("gradual", "single_shot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,9 @@ class FusionConfig:
         gradual_spread: how far the first and last ratio of gradual filtering lie from the mean, relative to it, 0..1.
         context_weight: weight, 0 or more, of what a chunk's own document is known to do to its tokens beside the deviation
             measured in the prompt (`Fusor.precompute_document`). 0 is the paper's choice.
+        candidate_ratio: share, 0..1, of the reusable tokens that run through layer 0, to be chosen from at layer 1; 1 is the
+            paper's choice. Below 1 they are chosen by what is known before any layer has run (the document's context, and
+            behind that the chunks' first tokens), and layer 0, the dearest of a blend, costs its share alone.
 
     Raises:
         ConfigError: a value outside its range, or an unknown selector.
@@ -32,19 +38,25 @@ class FusionConfig:
     selector: str | Selector = "gradual"
     gradual_spread: float = 0.3
     context_weight: float = 4.0
+    candidate_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("recompute_ratio", "gradual_spread"):
+        for name in ("recompute_ratio", "gradual_spread", "candidate_ratio"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1:
                 raise ConfigError(name, value, "a number from 0 to 1")
         if isinstance(self.context_weight, bool) or not math.isfinite(self.context_weight) or self.context_weight < 0:
             raise ConfigError("context_weight", self.context_weight, "a number, 0 or more")
         if self.selector not in SELECTORS if isinstance(self.selector, str) else not hasattr(self.selector, "select"):
-            raise ConfigError("selector", self.selector, f"one of {', '.join(sorted(SELECTORS))}, or a Selector")
+            raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTORS)}, or a Selector")
+
+    @property
+    def schedule(self) -> Schedule:
+        """How many tokens the layers run, with a selector that is known by name."""
+        return Schedule(0.0 if self.selector == "single_shot" else self.gradual_spread, self.candidate_ratio)
 
     def resolve_selector(self) -> Selector:
         """The selector itself."""
         if isinstance(self.selector, str):
-            return SELECTORS[self.selector](self.recompute_ratio, self.gradual_spread, self.context_weight)
+            return TopDeviation(self.recompute_ratio, self.schedule, self.context_weight)
         return self.selector

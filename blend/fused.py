@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import DynamicCache
@@ -41,6 +41,8 @@ class FusedPrompt:
         reusable_tokens: how many tokens the ratio counts; `exact_tokens` and fresh ones apart.
         exact_tokens: how many tokens stand in exact segments.
         layers: a report a layer.
+        memory: per layer that of the keys and values in `cache`, (2, 1, H, C, D) with room behind the prompt for one sequence
+            to grow; None where `cache` has a copy, no items where there is no room. See `take_memory`.
 
     """
 
@@ -53,6 +55,13 @@ class FusedPrompt:
     reusable_tokens: int
     exact_tokens: int
     layers: tuple[LayerReport, ...] = ()
+    memory: list[torch.Tensor | None] = field(default_factory=list, repr=False)
+
+    def take_memory(self) -> list[torch.Tensor | None]:
+        """`memory`, for the first who asks; nothing for others: two sequences behind one prompt need room of their own."""
+        taken = self.memory[:]
+        self.memory.clear()
+        return taken
 
     @property
     def wait_s(self) -> float:

@@ -51,6 +51,7 @@ class Fusion:
         decoder, prompt = self._decoder, self._prompt
         cache = decoder.empty_cache()
         recomputed, projected, reports = list[torch.Tensor](), list[torch.Tensor](), list[LayerReport]()
+        memory = list[torch.Tensor | None]()
 
         positions = torch.arange(prompt.exact_tokens, len(prompt))
         keep_S = self._choose(0, positions, _nothing_ran)
@@ -75,6 +76,7 @@ class Fusion:
                 rows, self._hidden_1SM = rows.last, self._hidden_1SM[:, -1:]  # of the others nobody reads the output
             self._hidden_1SM = decoder.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=fresh is None)
             fill_cache(cache, layer, whole)
+            memory.append(whole.memory_21HCD if decoder.windows[layer] is None else None)
             recomputed.append(self._rows.positions_S)
             projected.append(self._rows.positions_S if fresh is None else fresh)
             reports.append(LayerReport(layer, len(self._rows), arrived - started, time.perf_counter() - arrived))
@@ -90,6 +92,7 @@ class Fusion:
             prompt.reusable_tokens,
             prompt.exact_tokens,
             tuple(reports),
+            memory,
         )
 
     def _filter(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor | None:
@@ -121,6 +124,7 @@ class Fusion:
             positions_S[reusable_S],
             deviation_C,
             self._prompt.context_N[positions_S[reusable_S]],
+            self._prompt.offset_N[positions_S[reusable_S]],
         )
         keep_S = ~reusable_S
         keep_S[reusable_S] = self._selector.select(step)

@@ -13,7 +13,7 @@ import torch
 from cacheblend.store import ChunkKV, PrefixRun
 from cacheblend.store.errors import IncompatibleKVError
 
-from .layer_memory import empty_layer
+from . import layer_memory
 from .segment import Prompt
 
 
@@ -37,15 +37,18 @@ class LayerKV:
     """One layer's keys and values of the whole prompt, on the model's device: one tensor, so that a chunk's are one copy.
 
     As it comes from a source, cached positions hold stored values (keys not yet rotated, but for a `PrefixRun`'s) and the
-    others are not initialised.
+    others are not initialised. `memory_21HCD` has room behind them, C > N positions in all, for what is generated.
     """
 
     kv_21HND: torch.Tensor
+    memory_21HCD: torch.Tensor
 
     @classmethod
     def empty(cls, geometry: KVGeometry, tokens: int) -> LayerKV:
         """Room for `tokens` tokens, not initialised."""
-        return cls(empty_layer((2, 1, geometry.kv_heads, tokens, geometry.head_dim), geometry.dtype, geometry.device))
+        shape = (2, 1, geometry.kv_heads, tokens + layer_memory.GROWTH_TOKENS, geometry.head_dim)
+        memory_21HCD = layer_memory.empty_layer(shape, geometry.dtype, geometry.device)
+        return cls(memory_21HCD[:, :, :, :tokens], memory_21HCD)
 
     @property
     def k_1HND(self) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Prompt:
     """Segments laid end to end, and which absolute positions are of which kind.
 
     `context_N` has each token's deviation from `DocumentContext`, 0 where it is not known or where none of the document's
-    earlier chunks stands before it in this prompt.
+    earlier chunks stands before it in this prompt, `offset_N` its index in its segment.
 
     `exact_tokens` positions at the start are exact; `reusable_N` and `fresh_N` are boolean masks of the rest. The last
     position always runs, since its output gives the logits.
@@ -92,6 +92,7 @@ class Prompt:
     reusable_N: torch.Tensor = field(repr=False)
     fresh_N: torch.Tensor = field(repr=False)
     context_N: torch.Tensor = field(repr=False)
+    offset_N: torch.Tensor = field(repr=False)
 
     @classmethod
     def of(cls, segments: Iterable[Segment]) -> Prompt:
@@ -120,7 +121,8 @@ class Prompt:
         reusable_N = torch.cat(kinds)
         fresh_N = ~reusable_N
         fresh_N[:exact_tokens] = False
-        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, _context(kept))
+        offset_N = torch.cat([torch.arange(len(segment.token_ids)) for segment in kept])
+        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, _context(kept), offset_N)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -13,9 +13,7 @@ import torch
 
 from cacheblend.store.errors import ConfigError
 
-# Layers between two filterings. Scoring a layer's candidates costs about 7 % of that layer; on every layer it took back what
-# the filtering of twelve layers saved.
-FILTER_EVERY = 2
+from .schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +30,7 @@ class SelectionStep:
             gives float32 (C,). Not available at layer 0, where nothing has run yet.
         context_C: float32, what each candidate's own document does to it, known beforehand (`DocumentContext`); 0 where it is
             not known or does not apply.
+        offset_C: LongTensor, each candidate's index in its chunk.
 
     """
 
@@ -41,6 +40,7 @@ class SelectionStep:
     candidates_C: torch.Tensor
     deviation_C: Callable[[], torch.Tensor]
     context_C: torch.Tensor
+    offset_C: torch.Tensor
 
     def all(self) -> torch.Tensor:
         """The mask that keeps every candidate."""
@@ -60,32 +60,28 @@ class Selector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopDeviation:
-    """Runs layer 0 whole, then keeps the candidates that deviate most: as many as `layer_counts` says (paper §4.3, figure 9).
+    """Keeps the candidates that deviate most, as many as the schedule says (paper §4.3, figure 9).
 
     Args:
         ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 nothing is recomputed, in layer 0 neither.
-        spread: how far the first and the last layer's ratio lie from the mean, relative to it. 0 is the single-shot choice:
-            the tokens of layer 1 serve every layer.
+        schedule: how many each layer runs.
         context_weight: weight of the document's deviation beside the one measured here, each relative to its mean over the
             candidates. 0 is the paper's choice.
 
     """
 
     ratio: float
-    spread: float
+    schedule: Schedule
     context_weight: float = 0.0
 
     def select(self, step: SelectionStep) -> torch.Tensor:
         """Keep the candidates of largest deviation."""
-        if self.ratio == 0:
-            return step.none()
-        if step.layer == 0:
-            return step.all()
-        keep = layer_counts(step.reusable, step.layers, self.ratio, self.spread)[step.layer - 1]
+        keep = self.schedule.counts(step.reusable, step.layers, self.ratio)[step.layer]
         if keep >= len(step.candidates_C):
             return step.all()
         chosen_C = step.none()
-        chosen_C[torch.topk(self._score(step), keep).indices.cpu()] = True
+        score_C = _known_before(step) if step.layer == 0 else self._score(step)
+        chosen_C[torch.topk(score_C, keep).indices.cpu()] = True
         return chosen_C
 
     def _score(self, step: SelectionStep) -> torch.Tensor:
@@ -95,6 +91,13 @@ class TopDeviation:
         mean = deviation_C[deviation_C.isfinite()].mean().clamp_min(torch.finfo(torch.float32).tiny)
         context_C = step.context_C.to(deviation_C.device)
         return deviation_C / mean + self.context_weight * context_C / context_C.mean()
+
+
+def _known_before(step: SelectionStep) -> torch.Tensor:
+    """What there is to choose by before any layer has run, (C,): what the document does to a token, and behind all of those
+    the first tokens of every chunk, which attend to the chunk's own start as if it were the text's (EPIC, arXiv 2410.15332).
+    """
+    return torch.where(step.context_C > 0, 1 + step.context_C, 1 / (1 + step.offset_C))
 
 
 class ExplicitPositions:
@@ -117,28 +120,3 @@ class ExplicitPositions:
         if step.layer > 0 and not chosen_C.all():
             step.deviation_C()
         return chosen_C
-
-
-SELECTORS: dict[str, Callable[[float, float, float], Selector]] = {
-    "gradual": TopDeviation,
-    "single_shot": lambda ratio, _spread, context_weight: TopDeviation(ratio, 0.0, context_weight),
-}
-
-
-def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> list[int]:
-    """How many of R reusable tokens the layers 1..L-1 recompute: falling every second layer, and `ratio` of R in the mean.
-
-    The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
-    are rounded down, and what is missing to the exact sum goes to the first layers that are not full, so they never rise.
-    """
-    later = layers - 1
-    if later < 1:
-        return []
-    slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and later > 1 else 0.0
-    falling = [1 + slope * (1 - 2 * step / max(later - 1, 1)) for step in range(later)]
-    shared = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
-    exact = [ratio * reusable * sum(part) / len(part) for part in shared for _ in part]
-    counts = [min(int(count + 1e-6), reusable) for count in exact]
-    full = counts.count(reusable)  # these stand first and cannot take more
-    missing = round(sum(exact)) - sum(counts)
-    return [count + (full <= step < full + missing) for step, count in enumerate(counts)]

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cacheblend.blend import Schedule
+
 from .config import LoaderConfig
 from .correction import Correction
 from .estimators import LoadEstimator, Read, RecomputeEstimator
@@ -61,13 +63,13 @@ class LoadingController:
     Args:
         config: r*, the cap and the look-ahead.
         profile: of the model on this device.
-        spread: of the selector's schedule; see `FusionConfig.gradual_spread`.
+        schedule: that the selector follows; see `FusionConfig.schedule`.
     """
 
-    def __init__(self, config: LoaderConfig, profile: Profile, spread: float) -> None:
+    def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule) -> None:
         self.config, self.profile = config, profile
         self._load = LoadEstimator(profile.tiers)
-        self._recompute = RecomputeEstimator(profile, spread)
+        self._recompute = RecomputeEstimator(profile, schedule)
         self._lock = threading.Lock()
         self._compute = Correction()
         self._tiers = {tier: Correction() for tier in profile.tiers}
@@ -92,7 +94,7 @@ class LoadingController:
         # Beside loading that nothing hides, the exact answer may cost what a higher ratio may.
         most_s = blend_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend_s
         full_recompute = bool(reusable) and full_s < most_s
-        loaded_layers = self._recompute.layers - (ratio > 0)
+        loaded_layers = self._recompute.layers - self._recompute.first_loaded(reusable, ratio)
         return LoadingPlan(
             ratio=ratio,
             load_s=request.load_layer_s * loaded_layers,
@@ -146,7 +148,8 @@ class LoadingController:
 
     def _pipeline(self, request: _Request, ratio: float) -> Pipeline:
         compute_s = self._compute_s(request, ratio)
-        load_s = [0.0 if layer == 0 and ratio > 0 else request.load_layer_s for layer in range(len(compute_s))]
+        first = self._recompute.first_loaded(request.reusable, ratio)
+        load_s = [0.0 if layer < first else request.load_layer_s for layer in range(len(compute_s))]
         return Pipeline.of(load_s, compute_s, request.lookahead_layers)
 
     def _compute_s(self, request: _Request, ratio: float) -> list[float]:

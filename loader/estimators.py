@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend.blend.selection import layer_counts
+from cacheblend.blend import Schedule
 
 from .profile import LayerSample, Profile, TierSpeed
 
@@ -40,18 +40,19 @@ class RecomputeEstimator:
     """T_recompute(r) of each layer, and of a full prefill, from a profile.
 
     The paper takes r x Prefill (footnote 5). That is off by the layer's own constant, by the rotation of every stored key, by
-    the checks, which project rows that they then drop, by layer 0, which runs whole, by the last layer, which runs one row, and
-    by attention, which takes half as long for all rows as for the same number scattered. So seconds of a later layer are
-    a + b tokens + c rows + d rows x tokens + e projected, with another d for all rows, those of layer 0 and of a full prefill
-    a + b tokens + c tokens^2, with coefficients of at least 0 that fit the samples best, relative to their size.
+    the checks, which project rows that they then drop, by layer 0, which runs whole (or the candidates alone), by the last
+    layer, which runs one row, and by attention, which takes half as long for all rows as for the same number scattered. So
+    seconds of a layer that runs some rows are a + b tokens + c rows + d rows x tokens + e projected, with another d for all
+    rows, those of a whole layer 0 and of a full prefill a + b tokens + c tokens^2, with coefficients of at least 0 that fit the
+    samples best, relative to their size.
 
     Args:
         profile: the samples.
-        spread: of the schedule that the selector follows; see `FusionConfig.gradual_spread`.
+        schedule: that the selector follows; see `FusionConfig.schedule`.
     """
 
-    def __init__(self, profile: Profile, spread: float) -> None:
-        self.layers, self._spread, self._logits_s = profile.layers, spread, profile.logits_s
+    def __init__(self, profile: Profile, schedule: Schedule) -> None:
+        self.layers, self._schedule, self._logits_s = profile.layers, schedule, profile.logits_s
         whole = [sample for sample in profile.blend if sample.layer == 0]
         later = [sample for sample in profile.blend if sample.layer > 0]
         self._prefill = fit([_of_length(sample.tokens) for sample in profile.prefill], [s.seconds for s in profile.prefill])
@@ -61,6 +62,10 @@ class RecomputeEstimator:
     def prefill_s(self, tokens: int) -> float:
         """Seconds of a full prefill, to the first logits."""
         return float(self._prefill @ _of_length(tokens))
+
+    def first_loaded(self, reusable: int, ratio: float) -> int:
+        """The first layer whose stored KV is read: layer 0's is not where every token runs through it."""
+        return int(self._schedule.counts(reusable, self.layers, ratio)[0] == reusable)
 
     def layer_s(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> list[float]:
         """Seconds of each layer of a blend whose KV is there already; the way to the logits counts to the last.
@@ -72,8 +77,10 @@ class RecomputeEstimator:
             exact: tokens of exact segments, which only their keys are needed of.
         """
         tokens = reusable + fresh + exact
-        counts = [reusable if ratio > 0 else 0, *layer_counts(reusable, self.layers, ratio, self._spread)]
-        seconds = [float(self._layer_0 @ _of_length(counts[0] + fresh))]
+        counts = self._schedule.counts(reusable, self.layers, ratio)
+        rows = counts[0] + fresh
+        whole = counts[0] in (0, reusable)  # what is fresh stands mostly behind the rest, as if it were whole
+        seconds = [float(self._layer_0 @ _of_length(rows) if whole else self._later @ _of_rows(tokens, rows, 0))]
         for layer, (before, kept) in enumerate(itertools.pairwise(counts), start=1):
             rows, projected = kept + fresh, before + fresh if kept < before else 0
             if layer == self.layers - 1:  # the prompt's last position alone; of the others K and V

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cacheblend.blend import FusionConfig, Schedule
 from cacheblend.store.errors import ConfigError
 
 from .config import LoaderConfig
@@ -50,7 +51,7 @@ def compare_devices(
     chunk_tokens: int = 512,
     question_tokens: int = 32,
     stored_tokens: int | None = None,
-    spread: float = 0.3,
+    schedule: Schedule = FusionConfig().schedule,  # noqa: B008
 ) -> list[DeviceChoice]:
     """Every device, the cheapest first; the first that adds no delay is the one to take.
 
@@ -62,7 +63,7 @@ def compare_devices(
         chunk_tokens: tokens of a chunk; each is a read a layer.
         question_tokens: fresh tokens of a request.
         stored_tokens: tokens whose KV is to be stored, for the price; by default those of one request.
-        spread: of the selector's schedule; see `FusionConfig.gradual_spread`.
+        schedule: that the selector follows; see `FusionConfig.schedule`.
 
     Raises:
         ConfigError: a number outside its range.
@@ -79,7 +80,7 @@ def compare_devices(
             raise ConfigError(name, value, "a whole number of at least 1")
     if not 0 <= ratio <= 1:
         raise ConfigError("ratio", ratio, "a number from 0 to 1")
-    recompute = RecomputeEstimator(profile, spread)
+    recompute = RecomputeEstimator(profile, schedule)
     compute_s = recompute.layer_s(ratio, tokens, question_tokens)
     later_s = compute_s[1:-1] or compute_s[1:]  # the last one is much shorter
     whole, rest = divmod(tokens, chunk_tokens)
@@ -89,7 +90,7 @@ def compare_devices(
     choices = []
     for device in devices:
         load_s = sum(LoadEstimator({"": device.speed}).seconds(reads).values())
-        loads_s = [0.0 if layer == 0 and ratio > 0 else load_s for layer in range(len(compute_s))]
+        loads_s = [0.0 if layer < recompute.first_loaded(tokens, ratio) else load_s for layer in range(len(compute_s))]
         prefill_s = Pipeline.of(loads_s, compute_s, lookahead).total_s
         choices.append(
             DeviceChoice(

@@ -113,6 +113,15 @@ DirectReads = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+CandidateRatio = Annotated[
+    float,
+    typer.Option(
+        "--candidate-ratio",
+        envvar="CACHEBLEND_CANDIDATE_RATIO",
+        help="Share, 0..1, of the reused tokens that run through layer 0; below 1 they are chosen by their documents' context.",
+        rich_help_panel=ENGINE,
+    ),
+]
 AllowUnverified = Annotated[
     bool,
     typer.Option(

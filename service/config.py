@@ -50,6 +50,7 @@ class EngineConfig:
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
             0.15, or more where loading would take longer anyway; without a profile, 0.15.
         selector: which tokens; see `FusionConfig`.
+        candidate_ratio: of how many they are chosen; see `FusionConfig`.
         instruction: stands in front of the chunks in every prompt.
         chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
         max_tokens: most tokens to generate, unless a question says otherwise.
@@ -78,6 +79,7 @@ class EngineConfig:
     codec: str = "raw"
     recompute_ratio: float | None = None
     selector: str = "gradual"
+    candidate_ratio: float = FusionConfig().candidate_ratio
     instruction: str = INSTRUCTION
     chunk_prefix: str = ""
     max_tokens: int = 32
@@ -158,7 +160,7 @@ class EngineConfig:
     def fusion_config(self, recompute_ratio: float | None) -> FusionConfig:
         """The fusor's part, at a ratio; None for r*."""
         ratio = self.loader.quality_ratio if recompute_ratio is None else recompute_ratio
-        return FusionConfig(recompute_ratio=ratio, selector=self.selector)
+        return FusionConfig(recompute_ratio=ratio, selector=self.selector, candidate_ratio=self.candidate_ratio)
 
 
 def check_max_tokens(value: object) -> None:

@@ -22,8 +22,7 @@ def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> Loa
         ProfileError: it is of another model, device or version.
     """
     profile.check(model=fusor.fingerprint, device=describe_device(fusor.decoder.device))
-    fusion = config.fusion_config(None)
-    return LoadingController(config.loader, profile, 0.0 if fusion.selector == "single_shot" else fusion.gradual_spread)
+    return LoadingController(config.loader, profile, config.fusion_config(None).schedule)
 
 
 def find_profile(config: EngineConfig, fusor: Fusor) -> Profile | None:

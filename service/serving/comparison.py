@@ -41,7 +41,7 @@ def first_tokens(
         greedy: see `NextToken`; no sampling.
     """
     drawn = [NextToken(fusor.model, fused.token_ids, tokens, **greedy) for fused in prompts]
-    kv = [SequenceKV(fused.cache, fusor.decoder.windows) for fused in prompts]
+    kv = [SequenceKV(fused, fusor.decoder.windows) for fused in prompts]
     for own, fused in zip(drawn, prompts, strict=True):
         own.draw(fused.logits)
     while running := [index for index, own in enumerate(drawn) if own.finish_reason is None]:

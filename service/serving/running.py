@@ -48,11 +48,12 @@ class RunningRequest:
         if not self.is_prefilled:
             return False
         is_complete = self._draw(self._first_logits_V)
-        cache = self.prefilled.fused.cache
-        if not is_complete:  # copied to where it can grow; the first token, which is out by now, does not wait for that
-            self.kv = SequenceKV(cache, self.request.engine.fusor.decoder.windows)
-        if not self.guarded.sampled:
-            cache.layers.clear()  # without a check one of the two is enough
+        fused = self.prefilled.fused
+        if not is_complete:
+            self.kv = SequenceKV(fused, self.request.engine.fusor.decoder.windows)
+        if not self.guarded.sampled:  # nobody else wants it, so it goes when the sequence ends, or has outgrown its room
+            fused.take_memory()
+            fused.cache.layers.clear()
         return is_complete
 
     @property

@@ -32,12 +32,14 @@ def dense(
     window=st.none() | st.integers(1, 70),
     softcap=st.none() | st.just(2.0),
     block=st.integers(1, 9),
+    run=st.integers(1, 9),
+    gap=st.integers(1, 20),
 )
 @settings(max_examples=150, deadline=None)
 def test_blocks_equal_the_dense_mask(
-    data: st.DataObject, keys: int, window: int | None, softcap: float | None, block: int
+    data: st.DataObject, keys: int, window: int | None, softcap: float | None, block: int, run: int, gap: int
 ) -> None:
-    """Any rows, window, soft-capping and block size give what one dense exact mask gives."""
+    """Any rows, window, soft-capping, block size and cuts between blocks give what one dense exact mask gives."""
     scattered = st.sets(st.integers(0, keys - 1), min_size=1)
     to_the_end = st.integers(0, keys // 4).map(lambda first: set(range(first, keys)))
     rows = torch.tensor(sorted(data.draw(scattered | to_the_end)))
@@ -45,6 +47,8 @@ def test_blocks_equal_the_dense_mask(
     q, k, v = (torch.randn(1, heads, n, 8, generator=generator) for heads, n in ((4, len(rows)), (2, keys), (2, keys)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_ROWS, "cpu", block)
+        patch.setattr(attention, "LONG_RUN", run)
+        patch.setattr(attention, "LONG_GAP", gap)
         mine = attend(q, k, v, Rows.of(rows, torch.device("cpu")), scaling=0.3, window=window, softcap=softcap)
     assert torch.allclose(mine, dense(q, k, v, rows, window, softcap), atol=1e-5)
 
@@ -55,3 +59,11 @@ def test_keys_behind_the_last_row_are_not_read() -> None:
     q, k, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
     k[:, :, 13:], v[:, :, 13:] = torch.nan, torch.nan
     assert torch.isfinite(attend(q, k, v, Rows.of(rows, torch.device("cpu")), scaling=1.0)).all()
+
+
+def test_blocks_end_at_long_runs_and_gaps() -> None:
+    """A missing chunk's rows stand in blocks of their own, larger ones; a few lone rows far ahead do not share one."""
+    rows = torch.cat([torch.arange(0, 90, 3), torch.arange(100, 612), torch.arange(620, 700, 4), torch.arange(2000, 2010)])
+    blocks = [block.positions_S for block in Rows.of(rows, torch.device("cpu")).blocks()]
+    assert torch.equal(torch.cat(blocks), rows)
+    assert [(int(block[0]), len(block)) for block in blocks] == [(0, 30), (100, 256), (356, 256), (620, 20), (2000, 10)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from prompts import rag_prompt
@@ -32,7 +34,7 @@ def decode(fusor: Fusor, fused: list[FusedPrompt], drawers: list[NextToken], joi
         if waiting and step % join_every == 0:
             prompt, drawer = waiting.pop(0)
             drawer.draw(prompt.logits)
-            running.append((drawer, SequenceKV(prompt.cache, fusor.decoder.windows)))
+            running.append((drawer, SequenceKV(prompt, fusor.decoder.windows)))
         step += 1
         running = [(drawer, kv) for drawer, kv in running if drawer.finish_reason is None]
         if running:
@@ -45,7 +47,7 @@ def decode(fusor: Fusor, fused: list[FusedPrompt], drawers: list[NextToken], joi
 @pytest.mark.parametrize("name", CONFIGS)
 def test_batch_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every family the greedy tokens of a batch are `generate`'s, past the window and past a growth of the KV."""
-    monkeypatch.setattr("cacheblend.blend.batch_decoding.GROWTH_TOKENS", 5)
+    monkeypatch.setattr("cacheblend.blend.layer_memory.GROWTH_TOKENS", 5)
     fusor = Fusor(tiny_model(name))
     fused = prompts(fusor)
     lengths = [9, TOKENS, 4]
@@ -53,6 +55,28 @@ def test_batch_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [fusor.generate(prompt, length) for prompt, length in zip(fused, lengths, strict=True)]
     assert decode(fusor, fused, drawers) == alone
     assert [int(prompt.cache.get_seq_length()) for prompt in fused] == [len(prompt.token_ids) for prompt in fused]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_sequences_behind_one_prompt_do_not_share_room(name: str) -> None:
+    """The first grows behind the prompt's own KV, the second in a copy; each gets what it gets alone, and the cache stays."""
+    fusor = Fusor(tiny_model(name))
+    fused = prompts(fusor)[0]
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in fused.cache.layers]
+    tokens = [[3, 4, 5, 6], [9, 8, 7, 2]]
+    alone = []
+    for own in tokens:
+        kv = SequenceKV(replace(fused, memory=[]), fusor.decoder.windows)
+        alone.append([fusor.decoder.decode([token], [kv])[0] for token in own])
+    assert fused.memory
+    both = [SequenceKV(fused, fusor.decoder.windows) for _ in range(2)]
+    assert not fused.memory
+    for step, pair in enumerate(zip(*tokens, strict=True)):
+        for number, logits_V in enumerate(fusor.decoder.decode(pair, both)):
+            torch.testing.assert_close(logits_V, alone[number][step], rtol=1e-4, atol=1e-4)
+    for layer, (k_1HND, v_1HND) in zip(fused.cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, k_1HND)
+        assert torch.equal(layer.values, v_1HND)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,15 @@ from cacheblend.store import ChunkKV
 DENSE = ["llama", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn", "qwen2"]
 
 
-@pytest.mark.parametrize("selector", ["gradual", "single_shot"])
+@pytest.mark.parametrize(
+    ("selector", "candidates"), [("gradual", 1.0), ("single_shot", 1.0), ("gradual", 0.4), ("gradual", 0.0)]
+)
 @pytest.mark.parametrize("name", DENSE)
-def test_partial_recompute_equals_a_dense_replay(name: str, selector: str) -> None:
+def test_partial_recompute_equals_a_dense_replay(name: str, selector: str, candidates: float) -> None:
     """A dense replay of the same sets with the exact mask, keeping all that was projected, gives the same logits and cache."""
     fusor = Fusor(tiny_model(name))
     segments = rag_prompt(fusor)
-    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=0.15, selector=selector))
+    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=0.15, selector=selector, candidate_ratio=candidates))
     logits, kept = replay(fusor.model, segments, fused)
     assert float((fused.logits - logits).abs().max()) <= 1e-4
     mine = [x[0] for layer in fused.cache.layers for x in (layer.keys, layer.values)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prompts import BOS, assert_same_kv, draw_ids
 from tiny_models import tiny_model
 
-from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment, SelectionStep, TopDeviation, fusor
+from cacheblend.blend import FusionConfig, Fusor, Prompt, Schedule, Segment, SelectionStep, TopDeviation, fusor
 from cacheblend.blend.document_context import windows
 from cacheblend.store import DocumentContext, InputError, token_digest
 
@@ -78,10 +78,16 @@ def test_it_counts_where_the_document_stands_before() -> None:
 def test_the_selection_weighs_it() -> None:
     """Deviations are compared relative to their means; weight 0 leaves the measured one alone."""
     step = SelectionStep(
-        1, 3, 4, torch.arange(4), lambda: torch.tensor([8.0, 4.0, 2.0, 2.0]), torch.tensor([0.0, 0.0, 0.1, 0.3])
+        1,
+        3,
+        4,
+        torch.arange(4),
+        lambda: torch.tensor([8.0, 4.0, 2.0, 2.0]),
+        torch.tensor([0.0, 0.0, 0.1, 0.3]),
+        torch.arange(4),
     )
-    assert TopDeviation(0.25, 0.0, 0.0).select(step).tolist() == [True, False, False, False]
-    assert TopDeviation(0.25, 0.0, 4.0).select(step).tolist() == [False, False, False, True]
+    assert TopDeviation(0.25, Schedule(0.0), 0.0).select(step).tolist() == [True, False, False, False]
+    assert TopDeviation(0.25, Schedule(0.0), 4.0).select(step).tolist() == [False, False, False, True]
 
 
 def test_blending_with_it_keeps_the_ratio() -> None:

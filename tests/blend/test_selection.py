@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.blend import ExplicitPositions, FusionConfig, SelectionStep, TopDeviation
-from cacheblend.blend.selection import layer_counts
+from cacheblend.blend import ExplicitPositions, FusionConfig, Schedule, SelectionStep, TopDeviation
+from cacheblend.blend.schedule import layer_counts
 from cacheblend.store.errors import ConfigError
 
 
@@ -40,12 +40,31 @@ def test_single_shot_never_scores_twice() -> None:
             asked.append(layer)
             return torch.arange(float(candidates))
 
-        return SelectionStep(layer, 5, 100, torch.arange(candidates), deviation, torch.zeros(candidates))
+        return SelectionStep(
+            layer, 5, 100, torch.arange(candidates), deviation, torch.zeros(candidates), torch.arange(candidates)
+        )
 
-    single = TopDeviation(0.2, 0.0)
+    single = TopDeviation(0.2, Schedule(0.0))
     kept = [int(single.select(step(layer, count)).sum()) for layer, count in ((0, 100), (1, 100), (2, 20), (3, 20))]
     assert kept == [100, 20, 20, 20]
     assert asked == [1]
+
+
+def test_candidates_are_chosen_by_what_is_known_before() -> None:
+    """Layer 0 runs the tokens whose document says they need it, then the chunks' first ones; never fewer than layer 1."""
+    context = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.2, 0.9, 0.0, 0.0])
+    offset = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])
+
+    def at_layer_0(ratio: float, candidate_ratio: float) -> list[int]:
+        step = SelectionStep(0, 3, 10, torch.arange(10), lambda: torch.zeros(10), context, offset)
+        return TopDeviation(ratio, Schedule(0.0, candidate_ratio)).select(step).nonzero()[:, 0].tolist()
+
+    assert at_layer_0(0.1, 0.2) == [4, 7]
+    assert at_layer_0(0.2, 0.5) == [0, 4, 6, 7, 8]
+    assert at_layer_0(0.3, 0.0) == [4, 6, 7]
+    assert at_layer_0(0.3, 1.0) == list(range(10))
+    assert at_layer_0(1.0, 0.2) == list(range(10))
+    assert at_layer_0(0.0, 1.0) == []
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.15", True])
@@ -53,6 +72,12 @@ def test_ratio_outside_0_to_1_is_refused(ratio: object) -> None:
     """A ratio that is not a number from 0 to 1 names itself in the error."""
     with pytest.raises(ConfigError, match=r"recompute_ratio=.*0 to 1"):
         FusionConfig(recompute_ratio=ratio)
+
+
+def test_candidate_ratio_outside_0_to_1_is_refused() -> None:
+    """So does the candidates' share."""
+    with pytest.raises(ConfigError, match=r"candidate_ratio=2.*0 to 1"):
+        FusionConfig(candidate_ratio=2)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("inf"), True])
@@ -72,4 +97,4 @@ def test_explicit_positions_need_every_layer() -> None:
     """A plan of another depth is refused."""
     plan = ExplicitPositions([[0, 1], [0]])
     with pytest.raises(ConfigError, match="3 layers"):
-        plan.select(SelectionStep(0, 3, 2, torch.arange(2), lambda: torch.zeros(2), torch.zeros(2)))
+        plan.select(SelectionStep(0, 3, 2, torch.arange(2), lambda: torch.zeros(2), torch.zeros(2), torch.arange(2)))

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import LAYER_TOKEN_BYTES, linear_profile
 
+from cacheblend.blend import Schedule
 from cacheblend.loader import LoaderConfig, LoadingController, LoadingPlan
 from cacheblend.loader.controller import DELAY_ALLOWED
 from cacheblend.loader.correction import STEP, WINDOW
@@ -18,7 +19,7 @@ ROW_S = 1e-5
 
 
 def controller_of(rate: float, layers: int = 11, **config: float) -> LoadingController:
-    return LoadingController(LoaderConfig(**config), linear_profile(layers=layers, bytes_per_s=rate), spread=0.0)
+    return LoadingController(LoaderConfig(**config), linear_profile(layers=layers, bytes_per_s=rate), Schedule(0.0))
 
 
 def reads(reusable: int, tier: str = "nvme") -> list[tuple[str, int]]:
@@ -27,7 +28,7 @@ def reads(reusable: int, tier: str = "nvme") -> list[tuple[str, int]]:
 
 def blend_s(controller: LoadingController, ratio: float, reusable: int, fresh: int) -> Pipeline:
     """The pipeline at a ratio, worked out beside the controller."""
-    compute_s = RecomputeEstimator(controller.profile, 0.0).layer_s(ratio, reusable, fresh)
+    compute_s = RecomputeEstimator(controller.profile, Schedule(0.0)).layer_s(ratio, reusable, fresh)
     load_s = sum(LoadEstimator(controller.profile.tiers).seconds(reads(reusable)).values())
     lookahead = controller.config.lookahead_layers((reusable + fresh) * LAYER_TOKEN_BYTES)
     return Pipeline.of([0.0, *[load_s] * (len(compute_s) - 1)], compute_s, lookahead)
@@ -106,7 +107,7 @@ class TestLearning:
 
     def see(self, controller: LoadingController, count: int, *, load: float = 1.0, compute: float = 1.0) -> None:
         """So many requests, each off the uncorrected profile by these factors."""
-        fresh = plan_once(LoadingController(controller.config, controller.profile, 0.0))
+        fresh = plan_once(LoadingController(controller.config, controller.profile, Schedule(0.0)))
         for _ in range(count):
             made = plan_once(controller)
             compute_s = fresh.full_s if made.full_recompute else made.recompute_s / controller_factor(controller)

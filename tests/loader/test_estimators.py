@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import linear_profile
 
-from cacheblend.blend.selection import layer_counts
+from cacheblend.blend import Schedule
 from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
 from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, fit
 
@@ -42,7 +42,7 @@ def test_a_quadratic_is_found_again(coefficients: tuple[float, float, float], to
             "tiers": profile.tiers,
         }
     )
-    assert RecomputeEstimator(profile, 0.3).prefill_s(tokens) == pytest.approx(seconds(tokens), rel=1e-4)
+    assert RecomputeEstimator(profile, Schedule(0.3)).prefill_s(tokens) == pytest.approx(seconds(tokens), rel=1e-4)
 
 
 @given(
@@ -81,7 +81,7 @@ def test_all_rows_and_scattered_ones_are_told_apart() -> None:
     profile = linear_profile()
     whole = [sample for sample in profile.blend if sample.layer == 0]
     measured = dataclasses.replace(profile, blend=(*whole, *(sample(*size) for size in sizes)), logits_s=0.0)
-    estimator = RecomputeEstimator(measured, 0.0)
+    estimator = RecomputeEstimator(measured, Schedule(0.0))
     for ratio in (0.5, 1.0):
         assert estimator.layer_s(ratio, 2000, 0)[-2] == pytest.approx(sample(2000, int(2000 * ratio)).seconds, rel=0.02)
 
@@ -97,15 +97,23 @@ def test_nothing_measured_or_nothing_taken() -> None:
 def test_layers_follow_the_schedule(ratio: float, reusable: int, fresh: int) -> None:
     """Layer 0 runs every row; later ones the reusable rows that the schedule keeps, and every fresh one; the last one row."""
     profile = linear_profile(row_s=1.0)
-    first, *later, last = RecomputeEstimator(profile, 0.3).layer_s(ratio, reusable, fresh)
+    first, *later, last = RecomputeEstimator(profile, Schedule(0.3)).layer_s(ratio, reusable, fresh)
     assert first == pytest.approx(reusable + fresh)
-    assert later == pytest.approx([kept + fresh for kept in layer_counts(reusable, profile.layers, ratio, 0.3)[:-1]])
+    assert later == pytest.approx([kept + fresh for kept in Schedule(0.3).counts(reusable, profile.layers, ratio)[1:-1]])
     assert last == pytest.approx(1)
+
+
+def test_layer_0_may_run_candidates_alone() -> None:
+    """Then it takes what a later layer with so many rows takes, and its stored KV is loaded as well."""
+    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.3, 0.5))
+    assert estimator.layer_s(0.1, 1000, 40)[0] == pytest.approx(500 + 40)
+    assert [estimator.first_loaded(1000, ratio) for ratio in (0.0, 0.1, 1.0)] == [0, 0, 1]
+    assert RecomputeEstimator(linear_profile(), Schedule(0.3)).first_loaded(1000, 0.1) == 1
 
 
 def test_full_reuse_runs_fresh_rows_alone() -> None:
     """At ratio 0 layer 0 runs the fresh rows alone, and exact tokens never run."""
-    assert RecomputeEstimator(linear_profile(row_s=1.0), 0.3).layer_s(0.0, 900, 100, exact=50) == pytest.approx(
+    assert RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.3)).layer_s(0.0, 900, 100, exact=50) == pytest.approx(
         [*[100] * 10, 1]
     )
 
@@ -118,7 +126,7 @@ def test_a_check_costs_what_it_projects() -> None:
         for n, r, p in ((1000, 100, 1000), (1000, 100, 0), (500, 400, 500), (500, 250, 0), (2000, 100, 100))
     ]
     values = profile.as_dict() | {"blend": [*profile.as_dict()["blend"][:2], *(sample_dict(sample) for sample in samples)]}
-    layers = RecomputeEstimator(Profile.from_dict(values), 0.0).layer_s(0.5, 1000, 0)
+    layers = RecomputeEstimator(Profile.from_dict(values), Schedule(0.0)).layer_s(0.5, 1000, 0)
     assert layers == pytest.approx([1000, 600, 500, 500, 1 + 0.1 * 500], rel=1e-3)
 
 
