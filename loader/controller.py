@@ -30,7 +30,8 @@ class LoadingPlan:
         load_s: the loading alone.
         load_s_by_tier: the same by tier.
         recompute_s: the blend at `ratio` with all KV there already.
-        prefill_s: the way that was chosen, loading beside computing.
+        prefill_s: the way that was chosen, loading beside computing, chunks computed alone included.
+        precompute_s: the chunks that are computed alone first.
         full_s: full prefill.
         full_recompute: full prefill is predicted to be sooner than blending, or no more than `DELAY_ALLOWED` later than one
             that waits for its loading, so that is what was chosen.
@@ -41,6 +42,7 @@ class LoadingPlan:
     load_s_by_tier: dict[str, float]
     recompute_s: float
     prefill_s: float
+    precompute_s: float
     full_s: float
     full_recompute: bool
 
@@ -74,7 +76,7 @@ class LoadingController:
         self._compute = Correction()
         self._tiers = {tier: Correction() for tier in profile.tiers}
 
-    def plan(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> LoadingPlan:
+    def plan(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0, alone: Sequence[int] = ()) -> LoadingPlan:
         """Choose the ratio of one request.
 
         Args:
@@ -82,6 +84,7 @@ class LoadingController:
             reusable: tokens with stored KV that the ratio counts.
             fresh: tokens without.
             exact: tokens of exact segments.
+            alone: tokens of each of those reusable chunks whose KV is computed alone first.
         """
         tokens = reusable + fresh + exact
         by_tier = {tier: took_s * self._tiers[tier].factor for tier, took_s in self._load.seconds(reads).items()}
@@ -90,7 +93,8 @@ class LoadingController:
         full_s = self._recompute.prefill_s(tokens) * self._compute.factor
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
-        blend_s = blend.total_s
+        precompute_s = sum(map(self._recompute.prefill_s, alone)) * self._compute.factor
+        blend_s = blend.total_s + precompute_s
         # Beside loading that nothing hides, the exact answer may cost what a higher ratio may.
         most_s = blend_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend_s
         full_recompute = bool(reusable) and full_s < most_s
@@ -101,6 +105,7 @@ class LoadingController:
             load_s_by_tier={tier: took_s * loaded_layers for tier, took_s in by_tier.items()},
             recompute_s=sum(self._compute_s(request, ratio)),
             prefill_s=full_s if full_recompute else blend_s,
+            precompute_s=precompute_s,
             full_s=full_s,
             full_recompute=full_recompute,
         )

@@ -22,7 +22,7 @@ class PlannedSegment:
             (blended or reused chunk KV) or "fresh" (recomputed whole, in context).
         token_ids: its token ids.
         key: hex of the store's key, or with "prefix_cache" the hash of a block; None where nothing is looked up.
-        tier: "ram", "nvme", "memory" (held by the engine), or None for fresh.
+        tier: "ram", "nvme", "memory" (held by the engine), or None for what was computed now.
     """
 
     kind: str
@@ -40,7 +40,8 @@ class AnswerPlan:
         method: the method that was asked for.
         segments: the prompt's segments, in order.
         hits: chunks whose stored KV was used; with "prefix_cache" 1 where a prefix was found.
-        misses: chunks that were recomputed whole; their KV is precomputed afterwards, in the background.
+        misses: chunks whose KV was not stored. They are recomputed whole ("fresh") and precomputed afterwards, in the
+            background; with `holes="precompute"` they are precomputed first ("reused", without a tier).
         recompute_ratio: the ratio that was asked of the fusor; None where it had no say.
         recomputed: per layer, sorted LongTensor of the positions that went through attention and MLP.
         prompt_tokens: N.

@@ -7,8 +7,7 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import TypeVar
 
-from cacheblend.blend import LayerReport
-
+_Step = TypeVar("_Step")
 _Done = TypeVar("_Done")
 
 
@@ -18,7 +17,7 @@ class AwayClock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def watch(self, steps: Generator[LayerReport, None, _Done]) -> Generator[LayerReport, None, _Done]:
+    def watch(self, steps: Generator[_Step, None, _Done]) -> Generator[_Step, None, _Done]:
         """The same steps."""
         with closing(steps):
             while True:

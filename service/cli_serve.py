@@ -83,6 +83,9 @@ def serve(
     recompute_ratio: Annotated[
         float | None, _option("recompute_ratio", "0..1; left out, the controller picks it.", options.ENGINE)
     ] = DEFAULTS["recompute_ratio"],
+    holes: Annotated[
+        str, _option("holes", "Chunks that are not stored: recompute (exact, stored later) or precompute.", options.ENGINE)
+    ] = DEFAULTS["holes"],
     device: options.Device = DEFAULTS["device"],
     dtype: options.Dtype = DEFAULTS["dtype"],
     chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
@@ -137,6 +140,7 @@ def serve(
         salt_share=salt_share,
         direct_reads=direct_reads,
         candidate_ratio=candidate_ratio,
+        holes=holes,
         codec=codec,
         recompute_ratio=recompute_ratio,
         max_tokens=max_tokens,

@@ -23,6 +23,7 @@ from .namespace import UNSALTED
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
+HOLES = ("recompute", "precompute")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
 
@@ -51,6 +52,9 @@ class EngineConfig:
             0.15, or more where loading would take longer anyway; without a profile, 0.15.
         selector: which tokens; see `FusionConfig`.
         candidate_ratio: of how many they are chosen; see `FusionConfig`.
+        holes: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
+            and their KV is computed alone and stored afterwards, in the background. "precompute": it is computed alone at
+            once, stored, and blended as if it had been there, which is less work, and gives the answer that later requests get.
         instruction: stands in front of the chunks in every prompt.
         chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
         max_tokens: most tokens to generate, unless a question says otherwise.
@@ -80,6 +84,7 @@ class EngineConfig:
     recompute_ratio: float | None = None
     selector: str = "gradual"
     candidate_ratio: float = FusionConfig().candidate_ratio
+    holes: str = HOLES[0]
     instruction: str = INSTRUCTION
     chunk_prefix: str = ""
     max_tokens: int = 32
@@ -105,6 +110,8 @@ class EngineConfig:
             raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
         if self.codec not in CODECS:
             raise ConfigError("codec", self.codec, f"one of {', '.join(CODECS)}")
+        if self.holes not in HOLES:
+            raise ConfigError("holes", self.holes, f"one of {', '.join(HOLES)}")
         check_max_tokens(self.max_tokens)
         for name in ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes"):
             check_bytes(name, getattr(self, name))

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from cacheblend.blend import Fusor
-from cacheblend.store import ChunkKey, KVStore
+from cacheblend.store import ChunkKey, ChunkKV, KVStore
 from cacheblend.store.errors import CacheBlendError
 from cacheblend.store.seen_before import SeenBefore
 
@@ -70,6 +70,16 @@ class HoleFiller:
                 if not line:
                     del self._waiting[longest]
             self._changed.notify_all()
+
+    def keep(self, key: ChunkKey, kv: ChunkKV) -> None:
+        """Store, in the background, a chunk's KV that a request computed alone itself, if that is worth it."""
+        with self._changed:
+            worth = not self._closed and self._is_worth(key, len(kv.token_ids))
+        if worth:
+            try:
+                self._store.put(key, kv, flush=False)
+            except CacheBlendError as error:
+                logger.warning("the KV of chunk %s was not stored: %s", key, error)
 
     @property
     def waiting(self) -> int:

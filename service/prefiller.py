@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from cacheblend.blend import FusedPrompt, Fusor, LayerReport, LayerSource, ResidentLayers, Segment
+from cacheblend.blend import FusedPrompt, Fusor, LayerReport, LayerSource, ResidentLayers, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement
 from cacheblend.store.errors import ConfigError, DamagedEntryError
@@ -21,6 +21,7 @@ from .answer import PlannedSegment
 from .away_clock import AwayClock
 from .config import EngineConfig
 from .hole_filler import HoleFiller
+from .planned import Ends, as_exact, as_fresh, behind, planned_segments
 from .prefix_cache import PrefixCache, PromptPrefix
 from .prompt import PromptPieces
 
@@ -41,7 +42,7 @@ class Prefilled:
     prefix: PromptPrefix | None = None
 
 
-PrefillSteps = Generator[LayerReport, None, Prefilled]
+PrefillSteps = Generator[LayerReport | None, None, Prefilled]
 
 
 class Prefiller:
@@ -115,7 +116,7 @@ class Prefiller:
         """
         self.check_method(method)
         if method == "full_recompute":  # the model's own forward: the reference that the others are held against
-            segments = _fresh(pieces.head, *pieces.chunks, pieces.tail)
+            segments = as_fresh(pieces.head, *pieces.chunks, pieces.tail)
             return Prefilled(fused=self._fusor.prefill(pieces.token_ids), segments=segments)
         steps = self.steps(pieces, method, recompute_ratio)
         while True:
@@ -142,7 +143,7 @@ class Prefiller:
 
     def _recompute(self, pieces: PromptPieces, source: LayerSource) -> PrefillSteps:
         fused = yield from self._fusor.fuse_steps([Segment(pieces.token_ids)], source=source)
-        return Prefilled(fused=fused, segments=_fresh(pieces.head, *pieces.chunks, pieces.tail))
+        return Prefilled(fused=fused, segments=as_fresh(pieces.head, *pieces.chunks, pieces.tail))
 
     def _prefix_cache(self, pieces: PromptPieces, _: float | None, namespace: str) -> PrefillSteps:
         """What the prompt begins with as an earlier one did is reused exactly, in full blocks; the rest is recomputed."""
@@ -153,9 +154,9 @@ class Prefiller:
             LayerLoader(self._config.loader) as loader,
         ):
             lookup_s = time.perf_counter() - started
-            segments = [*_exact(prefix), Segment(token_ids[prefix.tokens :])]
+            segments = [*as_exact(prefix), Segment(token_ids[prefix.tokens :])]
             fused = yield from self._fusor.fuse_steps(segments, source=prefix.watch(loader))
-            first, *rest = *prefix.planned, *_behind(prefix.tokens, pieces.head, *pieces.chunks, pieces.tail)
+            first, *rest = *prefix.planned, *behind(prefix.tokens, pieces.head, *pieces.chunks, pieces.tail)
             planned = (replace(first, key=prefix.key), *rest)
             return Prefilled(fused=fused, segments=planned, lookup_s=lookup_s, prefix=prefix, **_loaded(loader))
 
@@ -181,27 +182,49 @@ class Prefiller:
             loading = None if controller is None else self._plan_loading(controller, pieces, placements, ends.exact_tokens)
             config = self._config.fusion_config(ratio if loading is None else loading.ratio)
             looked_up = time.perf_counter()
-            lookup_s = looked_up - started
+            lookup_s, precompute_s = looked_up - started, 0.0
+            kvs: Sequence[SegmentKV | None] = placements
             away = AwayClock()
             if loading is not None and loading.full_recompute:
                 whole = yield from away.watch(self._recompute(pieces, prefix.watch(ResidentLayers())))
-                prefilled = replace(whole, segments=self._planned(pieces, keys, placements, None))
+                prefilled = replace(whole, segments=planned_segments(pieces, keys, placements, None))
             else:
-                prefix.exact_tokens = next((pieces.start(at) for at, one in enumerate(placements) if one is not None), None)
+                if self._config.holes == "precompute":
+                    kvs = yield from away.watch(self._precompute_holes(pieces, keys, placements))
+                    precompute_s = time.perf_counter() - looked_up - away.seconds
+                prefix.exact_tokens = next((pieces.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
                 prefix.keep_blended = pieces.may_be_continued
-                chunks = [Segment(chunk, placement) for chunk, placement in zip(pieces.chunks, placements, strict=True)]
+                chunks = [Segment(chunk, kv) for chunk, kv in zip(pieces.chunks, kvs, strict=True)]
                 segments = [*ends.exact, Segment(ends.head), *chunks, Segment(ends.tail)]
                 prefilled = Prefilled(
                     fused=(yield from away.watch(self._fusor.fuse_steps(segments, config, prefix.watch(loader)))),
-                    segments=self._planned(pieces, keys, placements, ends),
+                    segments=planned_segments(pieces, keys, kvs, ends),
                     recompute_ratio=config.recompute_ratio,
                 )
             if controller is not None and loading is not None:
-                self._tell(controller, loading, prefilled, loader, looked_up + away.seconds)
-        for index, (key, chunk, placement) in enumerate(zip(keys, pieces.chunks, placements, strict=True)):
-            if placement is None:
+                self._tell(controller, loading, prefilled, loader, looked_up + away.seconds, precompute_s)
+        for index, (key, chunk, kv) in enumerate(zip(keys, pieces.chunks, kvs, strict=True)):
+            if kv is None:
                 self._holes.fill(key, chunk, self._chunk_prefix_ids, functools.partial(self._chunks_before, pieces, index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
+
+    def _precompute_holes(
+        self, pieces: PromptPieces, keys: Sequence[ChunkKey], placements: Sequence[Placement | None]
+    ) -> Generator[None, None, list[SegmentKV | None]]:
+        """Each chunk's KV: what is stored, and the others' computed alone now and kept, a pass of the model a step."""
+        missing = {chunk: key for chunk, key, stored in zip(pieces.chunks, keys, placements, strict=True) if stored is None}
+        computed: dict[tuple[int, ...], ChunkKV] = {}
+        for index in reversed(range(len(keys))):  # a document's last chunk first: one reading of it finds the others as well
+            chunk = pieces.chunks[index]
+            if chunk not in missing or chunk in computed:
+                continue
+            document = [*self._chunks_before(pieces, index), chunk]
+            which = {document.index(ids) for ids in document if ids in missing and ids not in computed}  # one of equal ones
+            for kv in self._fusor.precompute_documents([(document, which)], self._chunk_prefix_ids):
+                computed[tuple(kv.token_ids)] = kv
+                self._holes.keep(missing[tuple(kv.token_ids)], kv)
+                yield
+        return [computed.get(chunk, stored) for chunk, stored in zip(pieces.chunks, placements, strict=True)]
 
     def _find_prefix(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> AbstractContextManager[PromptPrefix]:
         """Look up what stands before the chunks: the chunks themselves are reused at any place, and blended anew."""
@@ -209,47 +232,41 @@ class Prefiller:
         most = 0 if pieces.chunks and self._knows_head(pieces) else before
         return self._prefixes.find(pieces.token_ids, most, namespace, "auto" if ratio is None else str(float(ratio)))
 
-    def _ends(self, pieces: PromptPieces, prefix: PromptPrefix) -> _Ends:
+    def _ends(self, pieces: PromptPieces, prefix: PromptPrefix) -> Ends:
         """The prompt but for its chunks, begun with the longest exact KV at hand."""
-        exact, planned, done = _exact(prefix), prefix.planned, prefix.tokens
+        exact, planned, done = as_exact(prefix), prefix.planned, prefix.tokens
         if self._knows_head(pieces) and done <= len(pieces.head):
             exact, done = [Segment(pieces.head, self._head_kv, exact=True)], len(pieces.head)
             planned = [PlannedSegment(kind="exact", token_ids=pieces.head, tier="memory")]
-        return _Ends(exact, planned, pieces.head[done:], pieces.tail[max(0, done - len(pieces.head)) :], done)
+        return Ends(exact, planned, pieces.head[done:], pieces.tail[max(0, done - len(pieces.head)) :], done)
 
     def _knows_head(self, pieces: PromptPieces) -> bool:
         return self._head_kv is not None and pieces.head == tuple(self._head_kv.token_ids)
-
-    @staticmethod
-    def _planned(
-        pieces: PromptPieces, keys: Sequence[ChunkKey], placements: Sequence[Placement | None], ends: _Ends | None
-    ) -> tuple[PlannedSegment, ...]:
-        """The prompt's segments; without `ends` what is stored was not used: neither a hit nor a miss."""
-        planned = list(_fresh(pieces.head) if ends is None else (*ends.planned, *_fresh(ends.head)))
-        for chunk, key, placement in zip(pieces.chunks, keys, placements, strict=True):
-            if placement is None:
-                planned.append(PlannedSegment(kind="fresh", token_ids=chunk, key=str(key)))
-            elif ends is not None:
-                planned.append(PlannedSegment(kind="reused", token_ids=chunk, key=str(key), tier=placement.tier))
-            else:
-                planned += _fresh(chunk)
-        return (*planned, *_fresh(pieces.tail if ends is None else ends.tail))
 
     def _plan_loading(
         self, controller: LoadingController, pieces: PromptPieces, placements: Sequence[Placement | None], exact_tokens: int
     ) -> LoadingPlan:
         layer = self._fusor.decoder.geometry.layers - 1
         stored = [placement for placement in placements if placement is not None]
-        reusable = sum(placement.tokens for placement in stored)
+        missing = [len(chunk) for chunk, placement in zip(pieces.chunks, placements, strict=True) if placement is None]
+        alone = missing if self._config.holes == "precompute" else []
+        reusable = sum(placement.tokens for placement in stored) + sum(alone)
         return controller.plan(
             reads=[(placement.tier, placement.layer_bytes(layer)) for placement in stored],
             reusable=reusable,
             fresh=len(pieces.token_ids) - reusable - exact_tokens,
             exact=exact_tokens,
+            alone=alone,
         )
 
     def _tell(
-        self, controller: LoadingController, plan: LoadingPlan, prefilled: Prefilled, loader: LayerLoader, started: float
+        self,
+        controller: LoadingController,
+        plan: LoadingPlan,
+        prefilled: Prefilled,
+        loader: LayerLoader,
+        started: float,
+        precompute_s: float,
     ) -> None:
         """Log what was predicted beside what it took, and let the controller learn from it."""
         if self._fusor.decoder.device.type == "cuda":
@@ -257,7 +274,7 @@ class Prefiller:
         prefill_s, wait_s = time.perf_counter() - started, prefilled.fused.wait_s
         # A GPU computes while the host waits, so there the two can be told apart only where the host hardly waited.
         waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * prefill_s
-        controller.see(plan, load_s=loader.load_s, compute_s=None if waited else prefill_s - wait_s)
+        controller.see(plan, load_s=loader.load_s, compute_s=None if waited else prefill_s - precompute_s - wait_s)
         logger.info(
             "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
             "full recompute" if plan.full_recompute else f"ratio {plan.ratio}",
@@ -268,33 +285,5 @@ class Prefiller:
         )
 
 
-class _Ends(NamedTuple):
-    """A prompt but for its chunks: its exact beginning, and what is left of head and tail."""
-
-    exact: list[Segment]
-    planned: list[PlannedSegment]
-    head: tuple[int, ...]
-    tail: tuple[int, ...]
-    exact_tokens: int
-
-
 def _loaded(loader: LayerLoader) -> dict[str, Any]:
     return {"load_s": loader.load_s, "loaded_bytes": dict(loader.bytes_by_tier)}
-
-
-def _fresh(*pieces: tuple[int, ...]) -> tuple[PlannedSegment, ...]:
-    return tuple(PlannedSegment(kind="fresh", token_ids=token_ids) for token_ids in pieces if token_ids)
-
-
-def _exact(prefix: PromptPrefix) -> list[Segment]:
-    """The run that was found, as the fusor takes it."""
-    return [] if prefix.run is None else [Segment(prefix.run.token_ids, prefix.run, exact=True)]
-
-
-def _behind(tokens: int, *pieces: tuple[int, ...]) -> tuple[PlannedSegment, ...]:
-    """What is fresh of the pieces behind their first `tokens` tokens."""
-    fresh: list[tuple[int, ...]] = []
-    for piece in pieces:
-        fresh.append(piece[tokens:])
-        tokens = max(0, tokens - len(piece))
-    return _fresh(*fresh)

@@ -12,11 +12,11 @@ from ..serving.text_stream import TextStream
 
 
 def usage(done: Done) -> dict[str, Any]:
-    """OpenAI's `usage`. `cached_tokens` are those that brought their KV, `recomputed_tokens` how many of them were recomputed,
+    """OpenAI's `usage`. `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of them were recomputed,
     in the mean over layers 1 and up.
     """
     plan = done.answer.plan
-    cached = sum(len(segment.token_ids) for segment in plan.segments if segment.kind != "fresh")
+    cached = sum(len(segment.token_ids) for segment in plan.segments if segment.tier is not None)
     completion_tokens = len(done.answer.token_ids)
     return {
         "prompt_tokens": plan.prompt_tokens,
