@@ -122,6 +122,15 @@ CandidateRatio = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Selector = Annotated[
+    str,
+    typer.Option(
+        "--selector",
+        envvar="CACHEBLEND_SELECTOR",
+        help="How tokens are chosen: gradual, fewer from layer to layer, or single_shot, the same in all.",
+        rich_help_panel=ENGINE,
+    ),
+]
 AllowUnverified = Annotated[
     bool,
     typer.Option(

@@ -101,6 +101,7 @@ def serve(
         float, _option("salt_share", "0..1 of each budget, reserved for each of the salts used last.", options.ENGINE)
     ] = DEFAULTS["salt_share"],
     direct_reads: options.DirectReads = DEFAULTS["direct_reads"],
+    selector: options.Selector = DEFAULTS["selector"],
     candidate_ratio: options.CandidateRatio = DEFAULTS["candidate_ratio"],
     codec: options.Codec = DEFAULTS["codec"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
@@ -139,6 +140,7 @@ def serve(
         unsalted_share=unsalted_share,
         salt_share=salt_share,
         direct_reads=direct_reads,
+        selector=selector,
         candidate_ratio=candidate_ratio,
         holes=holes,
         codec=codec,

@@ -12,8 +12,8 @@ from ..serving.text_stream import TextStream
 
 
 def usage(done: Done) -> dict[str, Any]:
-    """OpenAI's `usage`. `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of them were recomputed,
-    in the mean over layers 1 and up.
+    """OpenAI's `usage`. `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of the reusable ones
+    were recomputed, in the mean over layers 1 and up.
     """
     plan = done.answer.plan
     cached = sum(len(segment.token_ids) for segment in plan.segments if segment.tier is not None)

@@ -128,7 +128,7 @@ class TestController:
         layer_bytes = engine.fusor.decoder.geometry.layer_bytes
         (head, first, second, hole, fourth, tail) = tokens
         reads = [("ram", layer_bytes(first)), ("nvme", layer_bytes(second)), ("nvme", layer_bytes(fourth))]
-        expected = {"reads": reads, "reusable": first + second + fourth, "fresh": hole + tail, "exact": head}
+        expected = {"reads": reads, "reusable": first + second + fourth, "fresh": hole + tail, "exact": head, "alone": []}
         assert told == [expected]
 
     def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:
