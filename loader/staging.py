@@ -94,7 +94,9 @@ def _read(kv: Placement | PrefixRun | ChunkKV, layer: int, to_2HTB: Bytes) -> No
         kv.read_layer_into(layer, to_2HTB)
         return
     for to_HTB, x_HTD in zip(to_2HTB, kv.layers[layer], strict=True):
-        np.copyto(to_HTB, host_bytes(x_HTD.detach().cpu().contiguous()))
+        x_HTD = x_HTD.detach().cpu()
+        # A copy by PyTorch would give this thread a team of its own for parallel regions, which slows everybody else's.
+        np.copyto(to_HTB, host_bytes(x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()))
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def make_segments(fusor: Fusor, chunks: int, chunk_tokens: int, question_tokens:
     return [Segment([1]), *(Segment(text, fusor.precompute(text, (1,))) for text in texts), Segment(draw(question_tokens))]
 
 
-def ideal_speedup(ratio: float, reusable: int, fresh: int) -> float:
+def ideal_speedup(ratio: float, reusable: int, fresh: int, candidate_ratio: float = 1.0) -> float:
     """Multiply-adds of a full prefill over those that a blend cannot avoid."""
     hidden, heads, kv_heads = SHAPE["hidden_size"], SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
     kv = 2 * hidden * hidden * kv_heads // heads
@@ -60,10 +60,13 @@ def ideal_speedup(ratio: float, reusable: int, fresh: int) -> float:
     tokens = reusable + fresh
     attention = 2 * hidden * (tokens / 2)  # a token sees half the prompt in the mean
     layer = tokens * (token + attention)
-    rows = ratio * reusable * (token + attention) + fresh * (token + 2 * attention)
+    rows, first = (share * reusable * (token + attention) + fresh * (token + 2 * attention) for share in (ratio, candidate_ratio))
+    checked = candidate_ratio * reusable + fresh
+    if candidate_ratio == 1:
+        first = layer
     between = SHAPE["num_hidden_layers"] - 2
     last = (ratio * reusable + fresh) * kv
-    return SHAPE["num_hidden_layers"] * layer / (layer + tokens * kv + between * rows + last)
+    return SHAPE["num_hidden_layers"] * layer / (first + checked * kv + between * rows + last)
 
 
 def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3])
     parser.add_argument("--selector", default="gradual")
+    parser.add_argument("--candidate-ratio", type=float, default=1.0, help="see FusionConfig; at least each of the ratios")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -96,7 +100,7 @@ def main() -> None:
     token_ids = [token for segment in segments for token in segment.token_ids]
     calls: dict[str, Callable[[], object]] = {"full": lambda: fusor.prefill(token_ids)}
     for ratio in options.ratios:
-        config = FusionConfig(recompute_ratio=ratio, selector=options.selector)
+        config = FusionConfig(recompute_ratio=ratio, selector=options.selector, candidate_ratio=options.candidate_ratio)
         calls[f"blend {ratio}"] = lambda config=config: fusor.fuse(segments, config)
     seconds = measure(calls, options.repeats)
     full_s = statistics.median(seconds["full"])
@@ -106,9 +110,8 @@ def main() -> None:
     for ratio in options.ratios:
         runs = seconds[f"blend {ratio}"]
         blend_s = statistics.median(runs)
-        ideal = ideal_speedup(
-            ratio, options.chunks * options.chunk_tokens, len(token_ids) - options.chunks * options.chunk_tokens
-        )
+        reusable = options.chunks * options.chunk_tokens
+        ideal = ideal_speedup(ratio, reusable, len(token_ids) - reusable, max(ratio, options.candidate_ratio))
         print(
             f"blend at {ratio:<5} {blend_s:.3f} s (min {min(runs):.3f}, max {max(runs):.3f})  "
             f"{full_s / blend_s:.2f} x sooner, ideal {ideal:.2f} x"
