@@ -60,10 +60,9 @@ def ideal_speedup(ratio: float, reusable: int, fresh: int, candidate_ratio: floa
     tokens = reusable + fresh
     attention = 2 * hidden * (tokens / 2)  # a token sees half the prompt in the mean
     layer = tokens * (token + attention)
-    rows, first = (share * reusable * (token + attention) + fresh * (token + 2 * attention) for share in (ratio, candidate_ratio))
+    rows, some = (part * reusable * (token + attention) + fresh * (token + 2 * attention) for part in (ratio, candidate_ratio))
+    first = layer if candidate_ratio == 1 else some
     checked = candidate_ratio * reusable + fresh
-    if candidate_ratio == 1:
-        first = layer
     between = SHAPE["num_hidden_layers"] - 2
     last = (ratio * reusable + fresh) * kv
     return SHAPE["num_hidden_layers"] * layer / (first + checked * kv + between * rows + last)
