@@ -54,7 +54,8 @@ class EngineConfig:
         candidate_ratio: of how many they are chosen; see `FusionConfig`.
         holes: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
             and their KV is computed alone and stored afterwards, in the background. "precompute": it is computed alone at
-            once, stored, and blended as if it had been there, which is less work, and gives the answer that later requests get.
+            once, stored, and blended as if it had been there, which is less work, and gives the answer that later requests get
+            (but for what a lossy codec does to them).
         instruction: stands in front of the chunks in every prompt.
         chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
         max_tokens: most tokens to generate, unless a question says otherwise.

@@ -127,7 +127,7 @@ class Prefiller:
                 return prefilled
 
     def steps(self, pieces: PromptPieces, method: str, recompute_ratio: float | None, namespace: str = "") -> PrefillSteps:
-        """`run`, one layer a step. Closing the generator stops the loading and releases the pins.
+        """`run`, one layer a step, or a pass over missing chunks. Closing it stops the loading and releases the pins.
 
         Args:
             pieces: see `run`.

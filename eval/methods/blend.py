@@ -50,6 +50,11 @@ def measured_alone(fusor: Fusor, ratio: float) -> Blend:
     return Blend(fusor, FusionConfig(recompute_ratio=ratio, context_weight=0.0))
 
 
+def known_before(fusor: Fusor, ratio: float) -> Blend:
+    """The same tokens at every layer, layer 0 too, chosen before any has run: by what is known of the chunks' documents."""
+    return Blend(fusor, FusionConfig(recompute_ratio=ratio, selector="single_shot", candidate_ratio=0.0))
+
+
 def single_shot(fusor: Fusor, ratio: float) -> Blend:
     """The paper's choice at layer 1 kept for all layers, as others ship it."""
     return Blend(fusor, FusionConfig(recompute_ratio=ratio, selector="single_shot", context_weight=0.0))

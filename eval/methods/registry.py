@@ -9,7 +9,7 @@ from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.eval.data import Wording
 from cacheblend.store.errors import ConfigError
 
-from .blend import full_reuse, gradual, measured_alone, single_shot
+from .blend import full_reuse, gradual, known_before, measured_alone, single_shot
 from .epic import Epic
 from .full_recompute import FullRecompute
 from .map_reduce import MapReduce
@@ -22,6 +22,7 @@ from .random_tokens import RandomTokens
 _AT_A_RATIO: dict[str, Callable[[Fusor, float], Method]] = {
     "blend": gradual,
     "blend_hkvd": measured_alone,
+    "blend_known": known_before,
     "blend_single_shot": single_shot,
     "epic": Epic,
     "random_tokens": RandomTokens,

@@ -60,6 +60,7 @@ def test_all_figures_are_made(config: EvalConfig, fusor: Fusor, tmp_path: Path) 
         "full_reuse",
         "blend",
         "blend_hkvd",
+        "blend_known",
         "blend_single_shot",
         "epic",
         "random_tokens",

@@ -51,6 +51,7 @@ class ServedConfig:
     max_waiting: int = 64
     max_body_bytes: int = 2**20
     guard_share: float = 0.05
+    holes: str = "recompute"
     answers: str | None = None
 
 
@@ -197,6 +198,7 @@ def main(config: ServedConfig) -> None:
         ram_budget_bytes=config.ram_budget_bytes,
         nvme_budget_bytes=config.nvme_budget_bytes,
         prefix_budget_bytes=config.prefix_budget_bytes,
+        holes=config.holes,
     )
     serving = ServingConfig(max_running=config.max_running, max_waiting=config.max_waiting, guard_share=config.guard_share)
     http = HttpConfig(port=config.port, model_name=MODEL, max_body_bytes=config.max_body_bytes)
