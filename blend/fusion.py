@@ -30,8 +30,9 @@ class Fusion:
     """Runs a prompt through the decoder, each layer on fewer of the reusable tokens.
 
     Layer 0 runs for every token that is not exact: its stored KV would be exact as well, but its output is needed, so that
-    layer 1's K and V can be projected fresh for all of them (unless the selector leaves some out from the start). Whatever was projected fresh is kept. In the last layer the rows'
-    K and V are projected, and only the prompt's last position goes through attention and MLP: no one reads the others' output.
+    layer 1's K and V can be projected fresh for all of them (unless the selector leaves some out from the start). Whatever was
+    projected fresh is kept. In the last layer the rows' K and V are projected, and only the prompt's last position goes through
+    attention and MLP: no one reads the others' output.
 
     Args:
         decoder: the model, taken apart.
