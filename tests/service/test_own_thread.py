@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend.blend import KVGeometry
+from cacheblend.loader.staging import Staging
 from cacheblend.retriever import SentenceTransformerEmbedder
 from cacheblend.service.own_thread import in_own_thread
+from cacheblend.store import ChunkKV
 
 TASKS = Path("/proc/self/task")
 teams = pytest.mark.skipif(
@@ -75,3 +78,16 @@ def test_a_question_needs_no_team() -> None:
     embedder = SentenceTransformerEmbedder()
     in_own_thread(embedder.encode, ["What is made first?"])  # the tokenizer's threads stay
     assert made_by(lambda: embedder.encode(["Who wrote the first program?"])) == 0
+
+
+@teams
+def test_copying_what_a_pass_gave_makes_no_team() -> None:
+    """A loading thread, which stays, copies KV that is a part of a larger tensor without PyTorch's parallel regions."""
+    staging = Staging(KVGeometry(1, 8, 64, torch.float32, torch.device("cpu")))
+    room = staging.room(1024)
+    k_HND, v_HND = torch.randn(2, 4096, 8, 64).transpose(1, 2)
+    kv = ChunkKV([(k_HND[:, 512:1536], v_HND[:, 512:1536])], range(1024))
+    assert made_by(lambda: k_HND[:, 512:1536].contiguous()) > 0
+    assert made_by(lambda: staging.bring(kv, 0, room, 0, 1024)) == 0
+    assert torch.equal(room.whole.k_1HND[0], kv.layers[0][0])
+    assert torch.equal(room.whole.v_1HND[0], kv.layers[0][1])
