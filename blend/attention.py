@@ -20,8 +20,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 # A block's rows all pay for the keys up to its last one: scattered rows are taken few at a time (with 497 of 3,104, 16 to 128 a
 # block take the same time on two cores, 512 take 1.5 x as long), neighbours many, and so are those of a chunk that is missing:
-# a run of LONG_RUN rows or more stands in blocks of its own. Nor does a block reach over a gap of more than LONG_GAP positions.
-# On a GPU larger blocks mean fewer launches.
+# a run of LONG_RUN rows or more stands in blocks of its own. On the CPU no block reaches over a gap of more than LONG_GAP
+# positions; on a GPU larger blocks mean fewer launches.
 BLOCK_ROWS = {"cpu": 64}
 BLOCK_ROWS_ACCELERATOR = 256
 BLOCK_ROWS_CONTIGUOUS = 256
@@ -83,12 +83,14 @@ class Rows:
                 yield from stretch._part(first, len(stretch)).split(size)
 
     def _stretches(self) -> Iterator[Rows]:
-        """The rows cut before and behind every long run of neighbours, and at every long gap."""
+        """The rows cut before and behind every long run of neighbours, and on the CPU at every long gap."""
         steps = np.diff(self.positions_S.numpy())
         gaps = np.flatnonzero(steps > 1) + 1  # a run begins at each
         starts, stops = (np.concatenate(ends) for ends in (([0], gaps), (gaps, [len(self)])))
         is_long = stops - starts >= LONG_RUN
-        cuts = {0, len(self), *starts[is_long], *stops[is_long], *(np.flatnonzero(steps > LONG_GAP) + 1)}
+        cuts = {0, len(self), *starts[is_long], *stops[is_long]}
+        if self.on_device_S.device.type == "cpu":
+            cuts |= {*(np.flatnonzero(steps > LONG_GAP) + 1)}
         for start, stop in pairwise(sorted(map(int, cuts))):
             yield self._part(start, stop)
 

@@ -33,9 +33,11 @@ class SequenceKV:
     """
 
     def __init__(self, fused: FusedPrompt, windows: Sequence[int | None]) -> None:
-        self.tokens = len(fused.token_ids)
+        self.tokens = int(fused.cache.get_seq_length())
         layers: list[Any] = fused.cache.layers
-        memory = fused.take_memory() or [None] * len(layers)
+        memory: list[torch.Tensor | None] = [None] * len(layers)
+        if self.tokens == len(fused.token_ids):  # else somebody has generated on, and the cache is in memory of its own
+            memory = fused.take_memory() or memory
         self.layers = [
             LayerOfSequence(layer.keys[0], layer.values[0], window, memory_21HCD)
             for layer, window, memory_21HCD in zip(layers, windows, memory, strict=True)

@@ -36,8 +36,8 @@ class FusedPrompt:
         token_ids: the N token ids.
         recomputed: per layer, a sorted LongTensor of the absolute positions that went through attention and MLP.
         projected: per layer, the positions whose K and V are fresh in `cache`; contains `recomputed`.
-        deviation: float32 (N,), each reusable token's KV deviation at the first layer that measured it (paper §4.1); 0
-            elsewhere.
+        deviation: float32 (N,), the KV deviation (paper §4.1) of each reusable token that was a candidate at the first layer
+            that measured it; 0 elsewhere.
         reusable_tokens: how many tokens the ratio counts; `exact_tokens` and fresh ones apart.
         exact_tokens: how many tokens stand in exact segments.
         layers: a report a layer.
@@ -58,7 +58,10 @@ class FusedPrompt:
     memory: list[torch.Tensor | None] = field(default_factory=list, repr=False)
 
     def take_memory(self) -> list[torch.Tensor | None]:
-        """`memory`, for the first who asks; nothing for others: two sequences behind one prompt need room of their own."""
+        """`memory`, for the first who asks; nothing for others: two sequences behind one prompt need room of their own.
+
+        To be asked by one thread at a time.
+        """
         taken = self.memory[:]
         self.memory.clear()
         return taken

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 HUGE_PAGE_BYTES = 2 * 2**20
-GROWTH_TOKENS = (
-    128  # room behind a prompt for what is generated, which then needs no copy of its KV; as much again when that is full
-)
+# Room behind a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
+GROWTH_TOKENS = 128
 FREE_BYTES = 256 * 2**20  # kept at most for the next prompts, in a process
 
 _free: list[mmap.mmap] = []

@@ -80,9 +80,17 @@ class TopDeviation:
         if keep >= len(step.candidates_C):
             return step.all()
         chosen_C = step.none()
-        score_C = _known_before(step) if step.layer == 0 else self._score(step)
-        chosen_C[torch.topk(score_C, keep).indices.cpu()] = True
+        if keep:
+            score_C = self._known_before(step) if step.layer == 0 else self._score(step)
+            chosen_C[torch.topk(score_C, keep).indices.cpu()] = True
         return chosen_C
+
+    def _known_before(self, step: SelectionStep) -> torch.Tensor:
+        """What there is to choose by before any layer has run, (C,): what the document does to a token, and behind all of
+        those the chunks' first tokens, which took the chunk's start for the text's (EPIC, arXiv 2410.15332).
+        """
+        first_C = 1 / (1 + step.offset_C)
+        return torch.where(step.context_C > 0, 1 + step.context_C, first_C) if self.context_weight else first_C
 
     def _score(self, step: SelectionStep) -> torch.Tensor:
         deviation_C = step.deviation_C()
@@ -91,13 +99,6 @@ class TopDeviation:
         mean = deviation_C[deviation_C.isfinite()].mean().clamp_min(torch.finfo(torch.float32).tiny)
         context_C = step.context_C.to(deviation_C.device)
         return deviation_C / mean + self.context_weight * context_C / context_C.mean()
-
-
-def _known_before(step: SelectionStep) -> torch.Tensor:
-    """What there is to choose by before any layer has run, (C,): what the document does to a token, and behind all of those
-    the first tokens of every chunk, which attend to the chunk's own start as if it were the text's (EPIC, arXiv 2410.15332).
-    """
-    return torch.where(step.context_C > 0, 1 + step.context_C, 1 / (1 + step.offset_C))
 
 
 class ExplicitPositions:

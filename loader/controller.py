@@ -113,8 +113,9 @@ class LoadingController:
     def see(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Correct the model by what a request took, once its prefill is done.
 
-        A tier is corrected where all reads were from it. A full recompute reads nothing; then what the tiers were corrected
-        by is forgotten request by request, so that a disk that was slow for a while is tried again.
+        A tier is corrected where all reads were from it (what was computed first is copied as well, from no tier). A full
+        recompute reads nothing; then what the tiers were corrected by is forgotten request by request, so that a disk that was
+        slow for a while is tried again.
 
         Args:
             plan: what was expected.
@@ -124,7 +125,7 @@ class LoadingController:
         with self._lock:
             expected_s = plan.full_s if plan.full_recompute else plan.recompute_s
             moved = compute_s is not None and self._compute.see(expected_s / self._compute.factor, compute_s)
-            if plan.full_recompute or len(plan.load_s_by_tier) == 1:
+            if plan.full_recompute or (len(plan.load_s_by_tier) == 1 and not plan.precompute_s):
                 for tier, tier_s in plan.load_s_by_tier.items():
                     measured_s = tier_s / self._tiers[tier].factor
                     moved |= self._tiers[tier].see(measured_s, measured_s if plan.full_recompute else load_s)

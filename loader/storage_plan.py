@@ -51,7 +51,7 @@ def compare_devices(
     chunk_tokens: int = 512,
     question_tokens: int = 32,
     stored_tokens: int | None = None,
-    schedule: Schedule = FusionConfig().schedule,  # noqa: B008
+    schedule: Schedule | None = None,
 ) -> list[DeviceChoice]:
     """Every device, the cheapest first; the first that adds no delay is the one to take.
 
@@ -63,7 +63,7 @@ def compare_devices(
         chunk_tokens: tokens of a chunk; each is a read a layer.
         question_tokens: fresh tokens of a request.
         stored_tokens: tokens whose KV is to be stored, for the price; by default those of one request.
-        schedule: that the selector follows; see `FusionConfig.schedule`.
+        schedule: that the selector follows; left out, that of `FusionConfig()`.
 
     Raises:
         ConfigError: a number outside its range.
@@ -80,7 +80,8 @@ def compare_devices(
             raise ConfigError(name, value, "a whole number of at least 1")
     if not 0 <= ratio <= 1:
         raise ConfigError("ratio", ratio, "a number from 0 to 1")
-    recompute = RecomputeEstimator(profile, schedule)
+    recompute = RecomputeEstimator(profile, schedule or FusionConfig().schedule)
+    first_loaded = recompute.first_loaded(tokens, ratio)
     compute_s = recompute.layer_s(ratio, tokens, question_tokens)
     later_s = compute_s[1:-1] or compute_s[1:]  # the last one is much shorter
     whole, rest = divmod(tokens, chunk_tokens)
@@ -90,7 +91,7 @@ def compare_devices(
     choices = []
     for device in devices:
         load_s = sum(LoadEstimator({"": device.speed}).seconds(reads).values())
-        loads_s = [0.0 if layer < recompute.first_loaded(tokens, ratio) else load_s for layer in range(len(compute_s))]
+        loads_s = [0.0 if layer < first_loaded else load_s for layer in range(len(compute_s))]
         prefill_s = Pipeline.of(loads_s, compute_s, lookahead).total_s
         choices.append(
             DeviceChoice(

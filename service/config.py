@@ -53,9 +53,9 @@ class EngineConfig:
         selector: which tokens; see `FusionConfig`.
         candidate_ratio: of how many they are chosen; see `FusionConfig`.
         holes: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
-            and their KV is computed alone and stored afterwards, in the background. "precompute": it is computed alone at
-            once, stored, and blended as if it had been there, which is less work, and gives the answer that later requests get
-            (but for what a lossy codec does to them).
+            and their KV is computed alone and stored afterwards, in the background. "precompute": the KV of those that need no
+            reading of their document (they stand first in it, or it is not known) is computed alone at once, stored, and
+            blended as if it had been there: less work, and the answer that later requests get, but for a lossy codec.
         instruction: stands in front of the chunks in every prompt.
         chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
         max_tokens: most tokens to generate, unless a question says otherwise.

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # holes; beyond them the namespace with most loses its last, which a later request finds again
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at least,
 POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
+MOST_PENDING_BYTES = 128 * 2**20  # that wait to be written
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 _Hole = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Sequence[Sequence[int]]]]  # tokens, prefix, what stands before
 
@@ -72,14 +73,18 @@ class HoleFiller:
             self._changed.notify_all()
 
     def keep(self, key: ChunkKey, kv: ChunkKV) -> None:
-        """Store, in the background, a chunk's KV that a request computed alone itself, if that is worth it."""
+        """Store a chunk's KV that a request computed alone itself, if that is worth it; it is written in the background.
+
+        Where the disk is behind it is dropped, to be missed again: the request does not wait for the disk.
+        """
         with self._changed:
             worth = not self._closed and self._is_worth(key, len(kv.token_ids))
-        if worth:
-            try:
-                self._store.put(key, kv, flush=False)
-            except CacheBlendError as error:
-                logger.warning("the KV of chunk %s was not stored: %s", key, error)
+        if not worth or self._store.stats().pending_bytes > MOST_PENDING_BYTES:
+            return
+        try:
+            self._store.put(key, kv, flush=False)
+        except Exception as error:  # the request has its KV, whatever becomes of the store's copy
+            logger.warning("the KV of chunk %s was not stored: %s: %s", key, type(error).__name__, error)
 
     @property
     def waiting(self) -> int:

@@ -127,7 +127,7 @@ class Prefiller:
                 return prefilled
 
     def steps(self, pieces: PromptPieces, method: str, recompute_ratio: float | None, namespace: str = "") -> PrefillSteps:
-        """`run`, one layer a step, or a pass over missing chunks. Closing it stops the loading and releases the pins.
+        """`run`, one layer a step, or a chunk that is computed first. Closing it stops the loading and releases the pins.
 
         Args:
             pieces: see `run`.
@@ -179,7 +179,10 @@ class Prefiller:
         ):
             ends = self._ends(pieces, prefix)
             controller = self.controller if ratio is None else None
-            loading = None if controller is None else self._plan_loading(controller, pieces, placements, ends.exact_tokens)
+            first = self._computed_first(pieces, placements)
+            loading = (
+                None if controller is None else self._plan_loading(controller, pieces, placements, first, ends.exact_tokens)
+            )
             config = self._config.fusion_config(ratio if loading is None else loading.ratio)
             looked_up = time.perf_counter()
             lookup_s, precompute_s = looked_up - started, 0.0
@@ -189,9 +192,9 @@ class Prefiller:
                 whole = yield from away.watch(self._recompute(pieces, prefix.watch(ResidentLayers())))
                 prefilled = replace(whole, segments=planned_segments(pieces, keys, placements, None))
             else:
-                if self._config.holes == "precompute":
-                    kvs = yield from away.watch(self._precompute_holes(pieces, keys, placements))
-                    precompute_s = time.perf_counter() - looked_up - away.seconds
+                computed = yield from away.watch(self._precompute(first, namespace))
+                precompute_s = time.perf_counter() - looked_up - away.seconds
+                kvs = [computed.get(chunk, stored) for chunk, stored in zip(pieces.chunks, placements, strict=True)]
                 prefix.exact_tokens = next((pieces.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
                 prefix.keep_blended = pieces.may_be_continued
                 chunks = [Segment(chunk, kv) for chunk, kv in zip(pieces.chunks, kvs, strict=True)]
@@ -208,23 +211,23 @@ class Prefiller:
                 self._holes.fill(key, chunk, self._chunk_prefix_ids, functools.partial(self._chunks_before, pieces, index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
 
-    def _precompute_holes(
-        self, pieces: PromptPieces, keys: Sequence[ChunkKey], placements: Sequence[Placement | None]
-    ) -> Generator[None, None, list[SegmentKV | None]]:
-        """Each chunk's KV: what is stored, and the others' computed alone now and kept, a pass of the model a step."""
-        missing = {chunk: key for chunk, key, stored in zip(pieces.chunks, keys, placements, strict=True) if stored is None}
+    def _computed_first(self, pieces: PromptPieces, placements: Sequence[Placement | None]) -> list[tuple[int, ...]]:
+        """The missing chunks whose own KV is computed before the fusion: those that no reading of a document belongs to."""
+        if self._config.holes != "precompute":
+            return []
+        missing = [index for index, stored in enumerate(placements) if stored is None]
+        return list(dict.fromkeys(pieces.chunks[index] for index in missing if not self._chunks_before(pieces, index)))
+
+    def _precompute(
+        self, chunks: Sequence[tuple[int, ...]], namespace: str
+    ) -> Generator[None, None, dict[tuple[int, ...], ChunkKV]]:
+        """The KV of chunks, each alone, a chunk a step; it is stored as well."""
         computed: dict[tuple[int, ...], ChunkKV] = {}
-        for index in reversed(range(len(keys))):  # a document's last chunk first: one reading of it finds the others as well
-            chunk = pieces.chunks[index]
-            if chunk not in missing or chunk in computed:
-                continue
-            document = [*self._chunks_before(pieces, index), chunk]
-            which = {document.index(ids) for ids in document if ids in missing and ids not in computed}  # one of equal ones
-            for kv in self._fusor.precompute_documents([(document, which)], self._chunk_prefix_ids):
-                computed[tuple(kv.token_ids)] = kv
-                self._holes.keep(missing[tuple(kv.token_ids)], kv)
-                yield
-        return [computed.get(chunk, stored) for chunk, stored in zip(pieces.chunks, placements, strict=True)]
+        for chunk in chunks:
+            computed[chunk] = self._fusor.precompute(chunk, self._chunk_prefix_ids)
+            self._holes.keep(self.key(chunk, namespace), computed[chunk])
+            yield
+        return computed
 
     def _find_prefix(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> AbstractContextManager[PromptPrefix]:
         """Look up what stands before the chunks: the chunks themselves are reused at any place, and blended anew."""
@@ -244,19 +247,26 @@ class Prefiller:
         return self._head_kv is not None and pieces.head == tuple(self._head_kv.token_ids)
 
     def _plan_loading(
-        self, controller: LoadingController, pieces: PromptPieces, placements: Sequence[Placement | None], exact_tokens: int
+        self,
+        controller: LoadingController,
+        pieces: PromptPieces,
+        placements: Sequence[Placement | None],
+        computed_first: Sequence[tuple[int, ...]],
+        exact_tokens: int,
     ) -> LoadingPlan:
         layer = self._fusor.decoder.geometry.layers - 1
         stored = [placement for placement in placements if placement is not None]
-        missing = [len(chunk) for chunk, placement in zip(pieces.chunks, placements, strict=True) if placement is None]
-        alone = missing if self._config.holes == "precompute" else []
-        reusable = sum(placement.tokens for placement in stored) + sum(alone)
+        reusable = sum(
+            len(chunk)
+            for chunk, placement in zip(pieces.chunks, placements, strict=True)
+            if placement is not None or chunk in computed_first
+        )
         return controller.plan(
             reads=[(placement.tier, placement.layer_bytes(layer)) for placement in stored],
             reusable=reusable,
             fresh=len(pieces.token_ids) - reusable - exact_tokens,
             exact=exact_tokens,
-            alone=alone,
+            alone=[len(chunk) for chunk in computed_first],
         )
 
     def _tell(
@@ -273,8 +283,9 @@ class Prefiller:
             torch.cuda.synchronize(self._fusor.decoder.device)  # the first token waits for the logits in any case
         prefill_s, wait_s = time.perf_counter() - started, prefilled.fused.wait_s
         # A GPU computes while the host waits, so there the two can be told apart only where the host hardly waited.
-        waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * prefill_s
-        controller.see(plan, load_s=loader.load_s, compute_s=None if waited else prefill_s - precompute_s - wait_s)
+        blend_s = prefill_s - precompute_s
+        waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * blend_s
+        controller.see(plan, load_s=loader.load_s, compute_s=None if waited else blend_s - wait_s)
         logger.info(
             "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
             "full recompute" if plan.full_recompute else f"ratio {plan.ratio}",

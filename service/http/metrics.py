@@ -82,7 +82,10 @@ class Metrics:
         self._queue_s.observe(how.queue_s)
         self._total_s.labels(method).observe(time.perf_counter() - request.prepared.started)
         self._tokens.labels("prompt").inc(plan.prompt_tokens)
-        self._tokens.labels("reused").inc(max(0.0, plan.reusable_tokens - plan.recomputed_tokens))
+        stored = sum(
+            len(segment.token_ids) for segment in plan.segments if segment.kind == "reused" and segment.tier is not None
+        )
+        self._tokens.labels("reused").inc(max(0.0, stored - plan.recomputed_tokens))
         self._tokens.labels("recomputed").inc(plan.recomputed_tokens)
         self._tokens.labels("generated").inc(len(how.answer.token_ids))
         for segment in plan.segments:

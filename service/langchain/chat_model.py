@@ -80,7 +80,7 @@ class ChatCacheBlend(BaseChatModel):
         for end in stop or ():
             text = text.partition(end)[0]
         plan = answer.plan
-        cached = sum(len(segment.token_ids) for segment in plan.segments if segment.kind != "fresh")
+        cached = sum(len(segment.token_ids) for segment in plan.segments if segment.tier is not None)
         message = AIMessage(
             content=text,
             usage_metadata=UsageMetadata(

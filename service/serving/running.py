@@ -58,7 +58,7 @@ class RunningRequest:
 
     @property
     def prefilled(self) -> Prefilled:
-        """How the prompt was prefilled; its cache is empty unless the request is sampled."""
+        """How the prompt was prefilled; its cache and its memory are empty unless the request is sampled."""
         assert self._prefilled is not None
         return self._prefilled
 

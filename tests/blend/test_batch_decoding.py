@@ -71,6 +71,8 @@ def test_sequences_behind_one_prompt_do_not_share_room(name: str) -> None:
     assert fused.memory
     both = [SequenceKV(fused, fusor.decoder.windows) for _ in range(2)]
     assert not fused.memory
+    here = [kv.layers[0].last(1)[0].data_ptr() == fused.cache.layers[0].keys[0, :, -1:].data_ptr() for kv in both]
+    assert here == [fusor.decoder.windows[0] is None, False]
     for step, pair in enumerate(zip(*tokens, strict=True)):
         for number, logits_V in enumerate(fusor.decoder.decode(pair, both)):
             torch.testing.assert_close(logits_V, alone[number][step], rtol=1e-4, atol=1e-4)

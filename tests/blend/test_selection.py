@@ -55,9 +55,9 @@ def test_candidates_are_chosen_by_what_is_known_before() -> None:
     context = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.2, 0.9, 0.0, 0.0])
     offset = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])
 
-    def at_layer_0(ratio: float, candidate_ratio: float) -> list[int]:
+    def at_layer_0(ratio: float, candidate_ratio: float, weight: float = 4.0) -> list[int]:
         step = SelectionStep(0, 3, 10, torch.arange(10), lambda: torch.zeros(10), context, offset)
-        return TopDeviation(ratio, Schedule(0.0, candidate_ratio)).select(step).nonzero()[:, 0].tolist()
+        return TopDeviation(ratio, Schedule(0.0, candidate_ratio), weight).select(step).nonzero()[:, 0].tolist()
 
     assert at_layer_0(0.1, 0.2) == [4, 7]
     assert at_layer_0(0.2, 0.5) == [0, 4, 6, 7, 8]
@@ -65,6 +65,7 @@ def test_candidates_are_chosen_by_what_is_known_before() -> None:
     assert at_layer_0(0.3, 1.0) == list(range(10))
     assert at_layer_0(1.0, 0.2) == list(range(10))
     assert at_layer_0(0.0, 1.0) == []
+    assert at_layer_0(0.1, 0.3, weight=0.0) == [0, 4, 8]
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.15", True])
