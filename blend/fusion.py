@@ -118,14 +118,15 @@ class Fusion:
     def _choose(self, layer: int, positions_S: torch.Tensor, deviation_C: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
         reusable_S = self._prompt.reusable_N[positions_S]
+        candidates_C = positions_S[reusable_S]
         step = SelectionStep(
             layer,
             self._decoder.geometry.layers,
             self._prompt.reusable_tokens,
-            positions_S[reusable_S],
+            candidates_C,
             deviation_C,
-            self._prompt.context_N[positions_S[reusable_S]],
-            self._prompt.offset_N[positions_S[reusable_S]],
+            self._prompt.context_N[candidates_C],
+            self._prompt.offset_N[candidates_C],
         )
         keep_S = ~reusable_S
         keep_S[reusable_S] = self._selector.select(step)

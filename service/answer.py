@@ -65,6 +65,11 @@ class AnswerPlan:
     loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose KV was there before."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.tier is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:

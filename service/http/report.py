@@ -16,13 +16,12 @@ def usage(done: Done) -> dict[str, Any]:
     were recomputed, in the mean over layers 1 and up.
     """
     plan = done.answer.plan
-    cached = sum(len(segment.token_ids) for segment in plan.segments if segment.tier is not None)
     completion_tokens = len(done.answer.token_ids)
     return {
         "prompt_tokens": plan.prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": plan.prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached, "recomputed_tokens": round(plan.recomputed_tokens, 3)},
+        "prompt_tokens_details": {"cached_tokens": plan.cached_tokens, "recomputed_tokens": round(plan.recomputed_tokens, 3)},
     }
 
 

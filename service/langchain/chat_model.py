@@ -80,14 +80,13 @@ class ChatCacheBlend(BaseChatModel):
         for end in stop or ():
             text = text.partition(end)[0]
         plan = answer.plan
-        cached = sum(len(segment.token_ids) for segment in plan.segments if segment.tier is not None)
         message = AIMessage(
             content=text,
             usage_metadata=UsageMetadata(
                 input_tokens=plan.prompt_tokens,
                 output_tokens=len(answer.token_ids),
                 total_tokens=plan.prompt_tokens + len(answer.token_ids),
-                input_token_details={"cache_read": cached},
+                input_token_details={"cache_read": plan.cached_tokens},
             ),
             response_metadata={"plan": answer.as_dict()["plan"], "timings": answer.as_dict()["timings"]},
         )
