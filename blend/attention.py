@@ -4,14 +4,14 @@ A row at absolute position p sees the keys at positions <= p, and within the lay
 are sorted by position and processed in blocks, each against the keys up to its last position: no attention work for keys
 that no row of the block can see, and never a (rows x keys) mask or (rows x keys x heads) scores of the whole layer.
 
-Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, N keys or positions, K keys
-that a block sees, D head size.
+Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, X = B x G, N keys or
+positions, K keys that a block sees, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +30,21 @@ LONG_GAP = 256
 # Neighbouring rows with few positions before them, one to so many rows, are taken in one causal call, those positions too: 4 %
 # more attention at most, where a layer in blocks with masks took 4 to 17 % longer.
 SKIPPED_PART = 4
+# Masks of all blocks together that are kept for the next layer; to make them anew took a reader's layer 0.4 of 7.5 ms.
+KEPT_MASK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Rows that attention takes together, and the keys from `start` to `stop`, which is all that they see.
+
+    `bias_XK` is what is added to their scores, X = B x G: 0 where a row sees a key, -inf elsewhere.
+    """
+
+    rows: slice
+    start: int
+    stop: int
+    bias_XK: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +53,7 @@ class Rows:
 
     positions_S: torch.Tensor
     on_device_S: torch.Tensor
+    _masked: dict[object, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, positions_S: torch.Tensor, device: torch.device) -> Rows:
@@ -81,6 +97,29 @@ class Rows:
             yield stretch._part(0, first)
             if first < len(stretch):
                 yield from stretch._part(first, len(stretch)).split(size)
+
+    def masked_blocks(self, groups: int, window: int | None, dtype: torch.dtype) -> Iterable[Block]:
+        """`blocks` with their masks, kept for the next layer of the same rows where that is little.
+
+        Args:
+            groups: G.
+            window: see `attend`.
+            dtype: of the scores.
+        """
+        if len(self) * groups * (int(self.positions_S[-1]) + 1) * dtype.itemsize > KEPT_MASK_BYTES:
+            return self._mask_blocks(groups, window, dtype)
+        kind = groups, window, dtype
+        if kind not in self._masked:
+            self._masked[kind] = list(self._mask_blocks(groups, window, dtype))
+        return self._masked[kind]
+
+    def _mask_blocks(self, groups: int, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
+        done = 0
+        for rows in self.blocks():
+            start = 0 if window is None else max(0, rows.first - window + 1)
+            stop = int(rows.positions_S[-1]) + 1
+            yield Block(slice(done, done + len(rows)), start, stop, _mask(rows, groups, start, stop, window, dtype))
+            done += len(rows)
 
     def _stretches(self) -> Iterator[Rows]:
         """The rows cut before and behind every long run of neighbours, and on the CPU at every long gap."""
@@ -135,26 +174,21 @@ def attend(
     kv_heads, _, groups, _ = q_HSGD.shape
     out_1SQD: torch.Tensor = q_HSGD.new_empty(1, len(rows), kv_heads * groups, v_1HND.shape[-1])
     out_HSGD = out_1SQD[0].unflatten(1, (kv_heads, groups)).transpose(0, 1)
-    done = 0
-    for block in rows.blocks():
-        stop = int(block.positions_S[-1]) + 1
-        start = max(0, int(block.positions_S[0]) - window + 1) if windowed and window is not None else 0
-        taken = slice(done, done + len(block))
+    for block in rows.masked_blocks(groups, window if windowed else None, q_1QSD.dtype):
         out_HXD = _attend_block(
-            q_HSGD[:, taken].flatten(1, 2),
-            k_1HND[0, :, start:stop],
-            v_1HND[0, :, start:stop],
-            _mask(block, groups, start, stop, window if windowed else None, q_1QSD.dtype),
+            q_HSGD[:, block.rows].flatten(1, 2),
+            k_1HND[0, :, block.start : block.stop],
+            v_1HND[0, :, block.start : block.stop],
+            block.bias_XK,
             scaling,
             softcap,
         )
-        out_HSGD[:, taken] = out_HXD.unflatten(1, (-1, groups))
-        done += len(block)
+        out_HSGD[:, block.rows] = out_HXD.unflatten(1, (-1, groups))
     return out_1SQD
 
 
 def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores (X, K) of the keys from `start` to `stop`: 0 where a row sees a key, -inf elsewhere.
+    """`Block.bias_XK` of the keys from `start` to `stop`.
 
     Only keys past the block's first position, or behind the last one's window, can be hidden from some row: the rest is not
     compared.

@@ -34,7 +34,7 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> lis
     """How many of R reusable tokens the layers 1..L-1 recompute: falling every second layer, and `ratio` of R in the mean.
 
     The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
-    are rounded down, and what is missing to the exact sum goes to the first layers that are not full, so they never rise.
+    are rounded, so that layers meant to take the same do, and none is scored for the sake of one token.
     """
     later = layers - 1
     if later < 1:
@@ -42,8 +42,4 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> lis
     slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and later > 1 else 0.0
     falling = [1 + slope * (1 - 2 * step / max(later - 1, 1)) for step in range(later)]
     shared = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
-    exact = [ratio * reusable * sum(part) / len(part) for part in shared for _ in part]
-    counts = [min(int(count + 1e-6), reusable) for count in exact]
-    full = counts.count(reusable)  # these stand first and cannot take more
-    missing = round(sum(exact)) - sum(counts)
-    return [count + (full <= step < full + missing) for step, count in enumerate(counts)]
+    return [min(round(ratio * reusable * sum(part) / len(part)), reusable) for part in shared for _ in part]

@@ -11,12 +11,9 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
-
-import torch
 
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
@@ -27,22 +24,23 @@ from .staging import Arrival, Room, Staging
 from .threads import DaemonThreads
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
-_Chunk = tuple[int, int, SegmentKV]
-COPIED_AT_ONCE = 8 * 2**20  # bytes; of smaller copies a third of the time went to threads waiting for the interpreter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """What a thread does in one go: a file's layer, or a layer of some chunks that are in memory, with their first and last
-    positions in the prompt; a layer without chunks is one read of nothing.
-    """
+    """A chunk's layer, and the chunk's place in the prompt."""
 
     layer: int
-    chunks: Sequence[_Chunk]
+    start: int
+    stop: int
+    kv: SegmentKV
 
 
 class LayerLoader:
     """Loads a prompt's stored KV ahead of the fusor: layer by layer, one read a chunk and layer, several under way at once.
+
+    On a CPU what is in memory already is copied by who waits for the layer, with all of the processors that it computes with:
+    a thread that copied ahead would take one from computing, for longer.
 
     A `LayerSource` for `Fusor.fuse`: segments may bring `Placement`s of either tier, or `ChunkKV`s in memory, mixed. The
     paper's three calls are `fetch_kv` and `synchronize` here, and `Decoder.run_rows` (`prefill_layer`) in the fusor. An error
@@ -55,8 +53,10 @@ class LayerLoader:
     def __init__(self, config: LoaderConfig | None = None) -> None:
         self._config = config or LoaderConfig()
         self._changed = threading.Condition()
-        self._reads: list[_Read] = []
+        self._started = False
+        self._reads: list[_Read] = []  # of threads, in the order of layers
         self._next_read = 0
+        self._copies: list[list[_Read]] = []  # of each layer
         self._missing: Counter[int] = Counter()
         self._rooms: dict[int, Room] = {}
         self._ready: dict[int, Arrival] = {}
@@ -72,11 +72,10 @@ class LayerLoader:
         """Bytes that were read from "ram", "nvme", and "memory" that is no store's, up to now."""
         counts: Counter[str] = Counter()
         for read in tuple(self._done):
-            for start, stop, kv in read.chunks:
-                if isinstance(kv, Placement):
-                    counts[kv.tier] += kv.layer_bytes(read.layer)
-                else:
-                    counts["memory"] += self._geometry.layer_bytes(stop - start)
+            if isinstance(read.kv, Placement):
+                counts[read.kv.tier] += read.kv.layer_bytes(read.layer)
+            else:
+                counts["memory"] += self._geometry.layer_bytes(read.stop - read.start)
         return dict(counts)
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
@@ -87,7 +86,7 @@ class LayerLoader:
             IncompatibleKVError: a chunk's KV does not have the model's number of layers, shape or dtype.
             TypeError: KV that is neither a placement nor in memory.
         """
-        if self._tasks:
+        if self._started:
             raise RuntimeError("a LayerLoader serves one fusion; make one for each")
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
@@ -102,21 +101,20 @@ class LayerLoader:
                     f"the KV at position {start} has (layers, heads, head size, dtype) {sorted(shapes, key=str)} and the model "
                     f"{needed}; precompute it with this model"
                 )
+        self._started = True
         for layer in range(geometry.layers):
-            cached = prompt.cached(exact_only=layer == 0 and not reuse_layer_0)
-            together = max(1, COPIED_AT_ONCE // max(1, geometry.layer_bytes(len(prompt)) // max(1, len(cached))))
-            self._reads += [_Read(layer, chunks) for chunks in self._grouped(cached, together)]
+            reads = [_Read(layer, *chunk) for chunk in prompt.cached(exact_only=layer == 0 and not reuse_layer_0)]
+            self._copies.append([read for read in reads if self._is_copy(read.kv, geometry)])
+            self._reads += [read for read in reads if not self._is_copy(read.kv, geometry)]
         self._missing.update(read.layer for read in self._reads)
         self._geometry, self._tokens = geometry, len(prompt)
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
         for layer in range(min(self._lookahead, geometry.layers)):
             self._rooms[layer] = self._staging.room(self._tokens)
-        copies = sum(not self.waits_for_device(kv) for _, _, kv in prompt.cached())
-        # Of copies no more at once than there are cores, and one is made by who waits for the layer; see `synchronize`.
-        most = len(prompt.cached()) - copies + min(copies, max(1, torch.get_num_threads() - 1))
+        threads = min(self._config.reads_in_flight, sum(not self._is_copy(kv, geometry) for _, _, kv in prompt.cached()))
         load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
-        self._tasks = [THREADS.run(load_all) for _ in range(min(self._config.reads_in_flight, max(1, most)))]
+        self._tasks = [THREADS.run(load_all) for _ in range(threads)]
 
     def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
         """Bring one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
@@ -129,19 +127,18 @@ class LayerLoader:
             stop: the one after its last.
         """
         assert isinstance(kv, Placement | PrefixRun | ChunkKV)  # checked in start
-        self._staging.bring(kv, layer, room, start, stop)
+        bring = self._staging.copy if self._is_copy(kv, self._geometry) else self._staging.bring
+        bring(kv, layer, room, start, stop)
 
     def waits_for_device(self, kv: SegmentKV) -> bool:
-        """Whether bringing a chunk's layer means to wait for a device: such reads go chunk by chunk, many under way at once.
-
-        Others take a core for as long as they take; whoever waits for a layer makes some of them himself.
-        """
+        """Whether bringing a chunk's layer means to wait for a device, so that threads do it ahead."""
         return isinstance(kv, Placement) and kv.tier == "nvme"
+
+    def _is_copy(self, kv: SegmentKV, geometry: KVGeometry) -> bool:
+        return geometry.device.type == "cpu" and not self.waits_for_device(kv)
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
-
-        Meanwhile this thread copies what is in memory as well: the core that it would leave to another is its own.
 
         Raises:
             FusionCancelledError: the loader was closed meanwhile.
@@ -149,20 +146,17 @@ class LayerLoader:
         """
         if layer != self._consumed:
             raise RuntimeError(f"layers are handed over in order: layer {self._consumed} is next, not {layer}")
-        if not self._tasks and not self._stopped:
+        if not self._started and not self._stopped:
             raise RuntimeError("start the LayerLoader before the first layer is asked for")
-
-        def is_over() -> bool:
-            return layer in self._ready or self._error is not None or self._stopped
-
-        self._read_while(lambda: not is_over() and self._is_copy())
+        self._copy(layer)
         with self._changed:
-            self._changed.wait_for(is_over)
+            self._changed.wait_for(lambda: not self._missing[layer] or self._error is not None or self._stopped)
             if self._error is not None:
                 raise self._error
             if self._stopped:
                 raise FusionCancelledError(f"loading was stopped before layer {layer} arrived")
-            arrival = self._ready.pop(layer)
+            room = self._rooms.pop(layer)
+            arrival = self._ready.pop(layer, None) or self._staging.arrive(room)
             self._consumed = layer + 1
             if layer + self._lookahead < self._geometry.layers:
                 self._rooms[layer + self._lookahead] = self._staging.room(self._tokens)
@@ -189,7 +183,7 @@ class LayerLoader:
         self.close()
 
     def __del__(self) -> None:
-        if self._tasks and not self._stopped:
+        if self._started and not self._stopped:
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
@@ -202,64 +196,50 @@ class LayerLoader:
     def _over(self) -> bool:
         return self._stopped or self._error is not None or self._next_read == len(self._reads)
 
-    def _grouped(self, cached: Sequence[_Chunk], together: int) -> list[list[_Chunk]]:
-        """Each chunk on a device alone; so many of those in memory one after the other."""
-        groups: list[list[_Chunk]] = []
-        copies: list[_Chunk] = []
-        for chunk in cached:
-            if self.waits_for_device(chunk[2]):
-                groups.append([chunk])
-                continue
-            copies.append(chunk)
-            if len(copies) == together:
-                groups.append(copies)
-                copies = []
-        return [*groups, copies] if copies or not groups else groups
-
-    def _is_copy(self) -> bool:
-        """Whether the next read is of what is in memory."""
-        return not any(self.waits_for_device(kv) for _, _, kv in self._reads[self._next_read].chunks)
+    def _copy(self, layer: int) -> None:
+        """Copy what is in memory of a layer, in this thread."""
+        with self._changed:
+            if self._stopped or not self._copies[layer]:
+                return
+            room = self._rooms[layer]
+            self._begin()
+        try:
+            for read in self._copies[layer]:
+                self.fetch_kv(read.kv, layer, room, read.start, read.stop)
+            self._done += self._copies[layer]
+        finally:
+            with self._changed:
+                self._end()
 
     def _read_on(self) -> bool:
-        """Make reads in this thread while the look-ahead allows it; False where there is none left."""
-        self._read_while(lambda: True)
-        return not self._over()
+        """Make reads in this thread while the look-ahead allows it; False where there is none left.
 
-    def _read_while(self, wanted: Callable[[], bool]) -> None:
-        """Make reads in this thread while the look-ahead allows it and the next one is wanted.
-
-        What is done is entered and the next read taken under one lock: between the two the fusor would take it, and the
-        thread wait for it.
+        What is done is entered and the next read taken under one lock: between the two another would take it, and this thread
+        wait for it.
         """
         with self._changed:
-            read = self._take(wanted)
+            read = self._take()
         while read is not None:
             failed: BaseException | None = None
             try:
-                for start, stop, kv in read.chunks:
-                    self.fetch_kv(kv, read.layer, self._rooms[read.layer], start, stop)
+                self.fetch_kv(read.kv, read.layer, self._rooms[read.layer], read.start, read.stop)
             except BaseException as error:  # travels to the fusor, which raises it
                 failed = error
             with self._changed:
                 self._enter(read, failed)
-                read = self._take(wanted)
+                read = self._take()
+        return not self._over()
 
-    def _take(self, wanted: Callable[[], bool]) -> _Read | None:
-        if self._over() or not self._may_read() or not wanted():
+    def _take(self) -> _Read | None:
+        if self._over() or not self._may_read():
             return None
-        if not self._under_way:
-            self._under_way_since = time.perf_counter()
-        self._under_way += 1
+        self._begin()
         self._next_read += 1
         return self._reads[self._next_read - 1]
 
     def _enter(self, read: _Read, failed: BaseException | None) -> None:
         """Enter a read that is done; the layer is ready with its last."""
-        self._under_way -= 1
-        if not self._under_way:
-            self.load_s += time.perf_counter() - self._under_way_since
-            if self._stopped:
-                self._changed.notify_all()
+        self._end()
         if failed is not None:
             self._error = self._error or failed
             self._changed.notify_all()
@@ -267,8 +247,20 @@ class LayerLoader:
         self._done.append(read)
         self._missing[read.layer] -= 1
         if not self._missing[read.layer]:
-            self._ready[read.layer] = self._staging.arrive(self._rooms.pop(read.layer))
+            self._ready[read.layer] = self._staging.arrive(self._rooms[read.layer])
             self._changed.notify_all()
+
+    def _begin(self) -> None:
+        if not self._under_way:
+            self._under_way_since = time.perf_counter()
+        self._under_way += 1
+
+    def _end(self) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self.load_s += time.perf_counter() - self._under_way_since
+            if self._stopped:
+                self._changed.notify_all()
 
 
 def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:

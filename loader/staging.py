@@ -83,6 +83,15 @@ class Staging:
         with torch.cuda.stream(self._stream):
             kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
 
+    def copy(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
+        """`bring` for KV in memory and a room on the CPU, by all processors that PyTorch computes with in this thread."""
+        if isinstance(kv, PrefixRun):
+            self.bring(kv, layer, room, start, stop)
+        elif isinstance(kv, Placement) and kv.raw:
+            room.whole.kv_21HND[:, 0, :, start:stop].copy_(kv.read_encoded(layer))
+        else:
+            room.whole.place(start, *(kv.layers[layer] if isinstance(kv, ChunkKV) else kv.read_layer(layer)))
+
     def arrive(self, room: Room) -> Arrival:
         """Close a layer: all of its copies have been issued."""
         return Arrival(room.whole, None if self._stream is None else self._stream.record_event())

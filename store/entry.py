@@ -19,10 +19,12 @@ from .direct_read import BLOCK_BYTES, aligned_blocks
 from .document_context import DocumentContext
 from .errors import InputError
 from .host_bytes import Bytes
+from .kept_memory import HUGE_PAGE_BYTES, empty_bytes
 from .key import ChunkKey
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PIECE_BYTES = 8 * 2**20  # malloc gives freed pieces of up to 32 MiB again; larger ones are new memory each time, which is slow
+PIECE_BYTES = 8 * 2**20  # of memory, so that entries of other lengths find pieces to use again
+REUSED_FOR = 9 / 8  # a piece may lie in memory so many times as large, which no budget counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,15 @@ def _layers_by_piece(info: EntryInfo) -> list[list[int]]:
     return pieces
 
 
+def _empty_piece(count: int) -> Bytes:
+    """Whole blocks of memory that begin on a block, for `count` bytes; zeros stand behind those."""
+    if count < HUGE_PAGE_BYTES:
+        return aligned_blocks(count)
+    blocks = empty_bytes(-(-count // BLOCK_BYTES) * BLOCK_BYTES, REUSED_FOR)
+    blocks[count:] = 0
+    return blocks
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedEntry:
     """An entry in memory, never written to once it is filled.
@@ -136,8 +147,8 @@ class EncodedEntry:
     @classmethod
     def empty(cls, info: EntryInfo, checksums: Sequence[str]) -> EncodedEntry:
         """An entry that is yet to be filled, and has its checksums by then."""
-        pieces = (sum(map(info.layer_bytes, layers)) for layers in _layers_by_piece(info))
-        return cls(info, tuple(map(aligned_blocks, pieces)), checksums)
+        pieces = [sum(map(info.layer_bytes, layers)) for layers in _layers_by_piece(info)]
+        return cls(info, tuple(map(_empty_piece, pieces)), checksums)
 
     @classmethod
     def of(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cacheblend.blend import KVGeometry, LayerKV, layer_memory
-from cacheblend.blend.layer_memory import HUGE_PAGE_BYTES
+from cacheblend.store import kept_memory
+from cacheblend.store.kept_memory import HUGE_PAGE_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,16 +37,16 @@ def test_room_is_whole_and_ones_own(dtype: torch.dtype, tokens: int) -> None:
 
 def test_memory_is_used_again_once_nobody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another prompt of about the same length takes what the last one left; a much shorter one does not, and a bound holds."""
-    monkeypatch.setattr(layer_memory, "_free", [])
+    monkeypatch.setattr(kept_memory, "_free", [])
     geometry = KVGeometry(1, 4, 64, torch.float32, torch.device("cpu"))
     layer = LayerKV.empty(geometry, 4000)
     address, values = layer.k_1HND.data_ptr(), layer.v_1HND
     del layer
-    assert not layer_memory._free
+    assert not kept_memory._free
     del values
     assert LayerKV.empty(geometry, 1200).k_1HND.data_ptr() != address
     assert LayerKV.empty(geometry, 3900).k_1HND.data_ptr() == address
-    monkeypatch.setattr(layer_memory, "FREE_BYTES", 20 * 2**20)
+    monkeypatch.setattr(kept_memory, "FREE_BYTES", 20 * 2**20)
     many = [LayerKV.empty(geometry, 4000) for _ in range(5)]
     del many
-    assert sum(map(len, layer_memory._free)) == 2 * geometry.layer_bytes(4000 + layer_memory.GROWTH_TOKENS)
+    assert sum(map(len, kept_memory._free)) == 2 * geometry.layer_bytes(4000 + layer_memory.GROWTH_TOKENS)

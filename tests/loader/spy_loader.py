@@ -20,12 +20,18 @@ LAYERS = 4
 
 
 class SpyLoader(LayerLoader):
-    """Notes the layers that are fetched; with a gate, every fetch waits until it is open."""
+    """Notes the layers that are fetched; with a gate, every fetch waits until it is open.
 
-    def __init__(self, config: LoaderConfig | None = None, gate: threading.Event | None = None) -> None:
+    With `ahead`, threads fetch what is in memory as well, as if it came from a device.
+    """
+
+    def __init__(self, config: LoaderConfig | None = None, gate: threading.Event | None = None, *, ahead: bool = False) -> None:
         super().__init__(config)
         self.fetched: list[int] = []
-        self.gate = gate
+        self.gate, self.ahead = gate, ahead
+
+    def waits_for_device(self, kv: SegmentKV) -> bool:
+        return self.ahead or super().waits_for_device(kv)
 
     def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
         self.fetched.append(layer)

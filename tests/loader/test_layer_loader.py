@@ -12,6 +12,7 @@ from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts, wait_u
 
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
+from cacheblend.loader.layer_loader import THREADS
 from cacheblend.loader.staging import Room
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
 from cacheblend.store.errors import DamagedEntryError
@@ -52,13 +53,18 @@ def test_layer_0_is_read_for_full_reuse_alone(
 ) -> None:
     """Layer 0 of the store is read at ratio 0 only, and every other layer of every chunk exactly once."""
     reads: Counter[tuple[str, int]] = Counter()
-    read_layer_into = Placement.read_layer_into
+    read_layer_into, read_encoded = Placement.read_layer_into, Placement.read_encoded
 
-    def counted(placement: Placement, layer: int, to_2HTB: Bytes) -> None:
+    def counted_into(placement: Placement, layer: int, to_2HTB: Bytes) -> None:
         reads[placement.key.digest, layer] += 1
         read_layer_into(placement, layer, to_2HTB)
 
-    monkeypatch.setattr(Placement, "read_layer_into", counted)
+    def counted(placement: Placement, layer: int) -> torch.Tensor:
+        reads[placement.key.digest, layer] += 1
+        return read_encoded(placement, layer)
+
+    monkeypatch.setattr(Placement, "read_layer_into", counted_into)  # from NVMe
+    monkeypatch.setattr(Placement, "read_encoded", counted)  # from RAM
     with prompts(fusor, stores, ["nvme", "ram", "nvme", "ram"]) as (spread, _), LayerLoader() as loader:
         fusor.fuse(spread, FusionConfig(recompute_ratio=ratio), loader)
         keys = [segment.kv.key.digest for segment in spread if isinstance(segment.kv, Placement)]
@@ -93,12 +99,24 @@ def test_counts_bytes_and_seconds(fusor: Fusor, stores: dict[str, KVStore]) -> N
     assert loader.load_s > 0
 
 
+def test_what_is_in_memory_is_copied_when_it_is_asked_for(fusor: Fusor) -> None:
+    """On a CPU no thread copies ahead: it would take a processor from those that compute."""
+    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    before = THREADS.busy
+    with SpyLoader() as loader:
+        loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
+        for layer in range(LAYERS):
+            assert loader.fetched == list(range(layer))
+            loader.synchronize(layer)
+        assert THREADS.busy == before
+
+
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 def test_lookahead_is_bounded(fusor: Fusor, lookahead: int) -> None:
     """A fusor that is slower than the loading finds exactly the whole layers that fit the look-ahead, never a layer more."""
     prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
     layer_bytes = fusor.decoder.geometry.layer_bytes(11)
-    with SpyLoader(LoaderConfig(lookahead_bytes=(lookahead + 1) * layer_bytes - 1)) as loader:
+    with SpyLoader(LoaderConfig(lookahead_bytes=(lookahead + 1) * layer_bytes - 1), ahead=True) as loader:
         loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
         for layer in range(LAYERS):
             ahead = min(layer + lookahead, LAYERS)
