@@ -2,7 +2,7 @@
 
 from .config import LoaderConfig
 from .controller import LoadingController, LoadingPlan
-from .layer_loader import LayerLoader
+from .layer_loader import LayerLoader, copied_tiers
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
 from .profile_file import load_profile, read_profile, write_profile
 from .profiler import measure_profile
@@ -21,6 +21,7 @@ __all__ = [
     "StorageDevice",
     "TierSpeed",
     "compare_devices",
+    "copied_tiers",
     "describe_device",
     "load_profile",
     "measure_profile",

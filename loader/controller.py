@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cacheblend.blend import Schedule
@@ -54,6 +54,7 @@ class _Request:
     fresh: int
     exact: int
     lookahead_layers: int
+    copy_layer_s: float  # of what the fusor brings itself
 
 
 class LoadingController:
@@ -66,10 +67,11 @@ class LoadingController:
         config: r*, the cap and the look-ahead.
         profile: of the model on this device.
         schedule: that the selector follows; see `FusionConfig.schedule`.
+        copied_tiers: whose KV the fusor brings itself, between two layers and not beside them; see `copied_tiers`.
     """
 
-    def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule) -> None:
-        self.config, self.profile = config, profile
+    def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule, copied_tiers: Collection[str] = ()) -> None:
+        self.config, self.profile, self._copied_tiers = config, profile, copied_tiers
         self._load = LoadEstimator(profile.tiers)
         self._recompute = RecomputeEstimator(profile, schedule)
         self._lock = threading.Lock()
@@ -89,7 +91,8 @@ class LoadingController:
         tokens = reusable + fresh + exact
         by_tier = {tier: took_s * self._tiers[tier].factor for tier, took_s in self._load.seconds(reads).items()}
         lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
-        request = _Request(sum(by_tier.values()), reusable, fresh, exact, lookahead)
+        copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
+        request = _Request(sum(by_tier.values()) - copy_s, reusable, fresh, exact, lookahead, copy_s)
         full_s = self._recompute.prefill_s(tokens) * self._compute.factor
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
@@ -101,7 +104,7 @@ class LoadingController:
         loaded_layers = self._recompute.layers - self._recompute.first_loaded(reusable, ratio)
         return LoadingPlan(
             ratio=ratio,
-            load_s=request.load_layer_s * loaded_layers,
+            load_s=sum(by_tier.values()) * loaded_layers,
             load_s_by_tier={tier: took_s * loaded_layers for tier, took_s in by_tier.items()},
             recompute_s=sum(self._compute_s(request, ratio)),
             prefill_s=full_s if full_recompute else blend_s,
@@ -156,7 +159,8 @@ class LoadingController:
         compute_s = self._compute_s(request, ratio)
         first = self._recompute.first_loaded(request.reusable, ratio)
         load_s = [0.0 if layer < first else request.load_layer_s for layer in range(len(compute_s))]
-        return Pipeline.of(load_s, compute_s, request.lookahead_layers)
+        busy_s = [layer_s + request.copy_layer_s * (layer >= first) for layer, layer_s in enumerate(compute_s)]
+        return Pipeline.of(load_s, busy_s, request.lookahead_layers)
 
     def _compute_s(self, request: _Request, ratio: float) -> list[float]:
         layers = self._recompute.layer_s(ratio, request.reusable, request.fresh, request.exact)

@@ -11,9 +11,12 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+import torch
 
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
@@ -135,7 +138,7 @@ class LayerLoader:
         return isinstance(kv, Placement) and kv.tier == "nvme"
 
     def _is_copy(self, kv: SegmentKV, geometry: KVGeometry) -> bool:
-        return geometry.device.type == "cpu" and not self.waits_for_device(kv)
+        return "ram" in copied_tiers(geometry.device) and not self.waits_for_device(kv)
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
@@ -261,6 +264,11 @@ class LayerLoader:
             self.load_s += time.perf_counter() - self._under_way_since
             if self._stopped:
                 self._changed.notify_all()
+
+
+def copied_tiers(device: torch.device) -> Collection[str]:
+    """The tiers whose KV a `LayerLoader` copies when the fusor asks for it, and none ahead: on a CPU, what is in its memory."""
+    return ("ram",) if device.type == "cpu" else ()
 
 
 def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:

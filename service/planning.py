@@ -6,7 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 
 from cacheblend.blend import Fusor
-from cacheblend.loader import LoadingController, Profile, describe_device, measure_profile, read_profile, write_profile
+from cacheblend.loader import (
+    LoadingController,
+    Profile,
+    copied_tiers,
+    describe_device,
+    measure_profile,
+    read_profile,
+    write_profile,
+)
 from cacheblend.loader.profiler import LENGTHS, RATIOS
 from cacheblend.store.errors import ProfileError
 
@@ -22,7 +30,8 @@ def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> Loa
         ProfileError: it is of another model, device or version.
     """
     profile.check(model=fusor.fingerprint, device=describe_device(fusor.decoder.device))
-    return LoadingController(config.loader, profile, config.fusion_config(None).schedule)
+    schedule = config.fusion_config(None).schedule
+    return LoadingController(config.loader, profile, schedule, copied_tiers(fusor.decoder.device))
 
 
 def find_profile(config: EngineConfig, fusor: Fusor) -> Profile | None:

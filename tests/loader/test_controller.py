@@ -45,6 +45,20 @@ def test_ratio_stays_within_its_bounds(
     assert quality <= made.ratio <= most
 
 
+@given(rate=rates, reusable=tokens)
+@settings(deadline=None, max_examples=60)
+def test_what_the_fusor_copies_hides_nothing(rate: float, reusable: int) -> None:
+    """A copied tier adds its time to the blend's, whatever that computes, and raises no ratio."""
+    made = controller_of(rate)
+    copying = LoadingController(made.config, made.profile, Schedule(0.0), ("ram",))
+    plan = copying.plan(reads(reusable, "ram"), reusable, 32)
+    assert plan.ratio == made.config.quality_ratio
+    assert plan.load_s == pytest.approx(made.plan(reads(reusable, "ram"), reusable, 32).load_s)
+    blended_s = plan.recompute_s + plan.load_s
+    assert plan.prefill_s == pytest.approx(min(blended_s, plan.full_s))
+    assert plan.full_recompute == (plan.full_s < blended_s)
+
+
 @given(rate=rates, reusable=tokens, fresh=st.integers(1, 500))
 @settings(deadline=None, max_examples=100)
 def test_recompute_hides_behind_loading(rate: float, reusable: int, fresh: int) -> None:

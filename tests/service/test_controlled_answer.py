@@ -28,8 +28,11 @@ class TestController:
 
     @staticmethod
     def prepared(open_engine: OpenEngine, load_share: float) -> Engine:
-        """An engine whose profile says that loading a layer of `BROUGHT` takes this share of the layer's prefill."""
-        engine = open_engine(recompute_ratio=None)
+        """An engine whose profile says that loading a layer of `BROUGHT` takes this share of the layer's prefill.
+
+        All is on NVMe: what is in RAM a CPU copies between two layers, and nothing hides behind that.
+        """
+        engine = open_engine(recompute_ratio=None, ram_budget_bytes=1)
         ask(engine, "full_reuse", documents=BROUGHT)
         engine.drain()
         tokens = [len(segment.token_ids) for segment in ask(engine, "full_reuse", documents=BROUGHT).plan.segments]
