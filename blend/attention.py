@@ -2,7 +2,8 @@
 
 A row at absolute position p sees the keys at positions <= p, and within the layer's window, whatever its row number. Rows
 are sorted by position and processed in blocks, each against the keys up to its last position: no attention work for keys
-that no row of the block can see, and never a (rows x keys) mask or (rows x keys x heads) scores of the whole layer.
+that no row of the block can see, and never (rows x keys x heads) scores of the whole layer, nor a mask of more than
+`KEPT_MASK_BYTES`.
 
 Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, X = B x G, N keys or
 positions, K keys that a block sees, D head size.
@@ -30,7 +31,7 @@ LONG_GAP = 256
 # Neighbouring rows with few positions before them, one to so many rows, are taken in one causal call, those positions too: 4 %
 # more attention at most, where a layer in blocks with masks took 4 to 17 % longer.
 SKIPPED_PART = 4
-# Masks of all blocks together that are kept for the next layer; to make them anew took a reader's layer 0.4 of 7.5 ms.
+# Masks of all blocks together that are kept for the next layer of a window; to make them took a reader's layer 0.4 of 7.5 ms.
 KEPT_MASK_BYTES = 16 * 2**20
 
 
@@ -49,7 +50,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The sorted absolute positions of the rows that a layer runs, on the CPU and on the model's device."""
+    """The sorted absolute positions of the rows that a layer runs, on the CPU and on the device; see `masked_blocks`."""
 
     positions_S: torch.Tensor
     on_device_S: torch.Tensor

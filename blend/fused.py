@@ -15,7 +15,7 @@ class LayerReport:
     Args:
         layer: its index.
         recomputed: how many rows went through attention and MLP.
-        wait_s: seconds that the fusor waited for the layer's stored KV.
+        wait_s: seconds that the fusor waited for the layer's stored KV, or copied it from RAM.
         compute_s: seconds of its own work, on the host's clock (a GPU may still be at it).
 
     """
@@ -68,7 +68,7 @@ class FusedPrompt:
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the fusion waited for stored KV."""
+        """Seconds that the fusion waited for stored KV, or copied it from RAM."""
         return sum(report.wait_s for report in self.layers)
 
     @property

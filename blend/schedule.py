@@ -34,7 +34,7 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> lis
     """How many of R reusable tokens the layers 1..L-1 recompute: falling every second layer, and `ratio` of R in the mean.
 
     The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
-    are rounded, so that layers meant to take the same do, and none is scored for the sake of one token.
+    are rounded, to half a token a layer, so that layers meant to take the same do and none of them is scored.
     """
     later = layers - 1
     if later < 1:

@@ -70,7 +70,7 @@ class LoadingController:
         copied_tiers: whose KV the fusor brings itself, between two layers and not beside them; see `copied_tiers`.
     """
 
-    def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule, copied_tiers: Collection[str] = ()) -> None:
+    def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule, copied_tiers: Collection[str]) -> None:
         self.config, self.profile, self._copied_tiers = config, profile, copied_tiers
         self._load = LoadEstimator(profile.tiers)
         self._recompute = RecomputeEstimator(profile, schedule)

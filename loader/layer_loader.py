@@ -1,4 +1,4 @@
-"""The threads that bring layer i+1's stored KV while layer i is computed (paper §5, §6).
+"""The threads that bring layer i+1's stored KV while layer i is computed, but for what a CPU has in RAM (paper §5, §6).
 
 Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 """
@@ -12,9 +12,8 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -29,8 +28,7 @@ from .threads import DaemonThreads
 THREADS = DaemonThreads("layer-loader")  # of all loaders
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
+class _Read(NamedTuple):
     """A chunk's layer, and the chunk's place in the prompt."""
 
     layer: int
@@ -97,7 +95,8 @@ class LayerLoader:
             if not isinstance(kv, Placement | PrefixRun | ChunkKV):
                 raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
             layers = len(kv.layers) if isinstance(kv, ChunkKV) else kv.layers
-            shapes = {(layers, *kv.heads(layer), kv.dtype) for layer in range(layers)}  # what is copied is bytes
+            heads = {kv.heads(layer) for layer in range(layers)}  # what is copied is bytes
+            shapes = {(layers, kv_heads, head_dim, kv.dtype) for kv_heads, head_dim in heads}
             needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
             if shapes != {needed}:
                 raise IncompatibleKVError(
@@ -105,17 +104,19 @@ class LayerLoader:
                     f"{needed}; precompute it with this model"
                 )
         self._started = True
+        stored, at_layer_0 = prompt.cached(), prompt.cached(exact_only=not reuse_layer_0)
+        copied = {start for start, _, kv in stored if self._is_copy(kv, geometry)}
         for layer in range(geometry.layers):
-            reads = [_Read(layer, *chunk) for chunk in prompt.cached(exact_only=layer == 0 and not reuse_layer_0)]
-            self._copies.append([read for read in reads if self._is_copy(read.kv, geometry)])
-            self._reads += [read for read in reads if not self._is_copy(read.kv, geometry)]
+            reads = [_Read(layer, *chunk) for chunk in (stored if layer else at_layer_0)]
+            self._copies.append([read for read in reads if read.start in copied])
+            self._reads += [read for read in reads if read.start not in copied]
         self._missing.update(read.layer for read in self._reads)
         self._geometry, self._tokens = geometry, len(prompt)
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
         for layer in range(min(self._lookahead, geometry.layers)):
-            self._rooms[layer] = self._staging.room(self._tokens)
-        threads = min(self._config.reads_in_flight, sum(not self._is_copy(kv, geometry) for _, _, kv in prompt.cached()))
+            self._make_room(layer)
+        threads = min(self._config.reads_in_flight, len(stored) - len(copied))
         load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
 
@@ -130,15 +131,18 @@ class LayerLoader:
             stop: the one after its last.
         """
         assert isinstance(kv, Placement | PrefixRun | ChunkKV)  # checked in start
-        bring = self._staging.copy if self._is_copy(kv, self._geometry) else self._staging.bring
-        bring(kv, layer, room, start, stop)
+        self._staging.bring(kv, layer, room, start, stop)
+
+    def copy_kv(self, layer: int, room: Room) -> None:
+        """Bring a layer of all that is copied, to its place in the prompt's; called by who waits for the layer."""
+        self._staging.copy(layer, room, [(read.start, read.stop, read.kv) for read in self._copies[layer]])
 
     def waits_for_device(self, kv: SegmentKV) -> bool:
         """Whether bringing a chunk's layer means to wait for a device, so that threads do it ahead."""
         return isinstance(kv, Placement) and kv.tier == "nvme"
 
     def _is_copy(self, kv: SegmentKV, geometry: KVGeometry) -> bool:
-        return "ram" in copied_tiers(geometry.device) and not self.waits_for_device(kv)
+        return geometry.device.type == "cpu" and not self.waits_for_device(kv)
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
@@ -158,11 +162,11 @@ class LayerLoader:
                 raise self._error
             if self._stopped:
                 raise FusionCancelledError(f"loading was stopped before layer {layer} arrived")
-            room = self._rooms.pop(layer)
-            arrival = self._ready.pop(layer, None) or self._staging.arrive(room)
+            arrival = self._ready.pop(layer)
+            del self._rooms[layer]
             self._consumed = layer + 1
             if layer + self._lookahead < self._geometry.layers:
-                self._rooms[layer + self._lookahead] = self._staging.room(self._tokens)
+                self._make_room(layer + self._lookahead)
             self._changed.notify_all()
         return arrival.wait()
 
@@ -199,17 +203,25 @@ class LayerLoader:
     def _over(self) -> bool:
         return self._stopped or self._error is not None or self._next_read == len(self._reads)
 
+    def _make_room(self, layer: int) -> None:
+        """Room for a layer; one that no thread reads anything of is ready with it, before others' copies are issued."""
+        self._rooms[layer] = self._staging.room(self._tokens)
+        if not self._missing[layer]:
+            self._ready[layer] = self._staging.arrive(self._rooms[layer])
+
     def _copy(self, layer: int) -> None:
         """Copy what is in memory of a layer, in this thread."""
         with self._changed:
-            if self._stopped or not self._copies[layer]:
+            if self._stopped or self._error is not None or not self._copies[layer]:
                 return
             room = self._rooms[layer]
             self._begin()
         try:
-            for read in self._copies[layer]:
-                self.fetch_kv(read.kv, layer, room, read.start, read.stop)
+            self.copy_kv(layer, room)
             self._done += self._copies[layer]
+        except BaseException as error:
+            self._error = error  # threads read no further
+            raise
         finally:
             with self._changed:
                 self._end()
@@ -267,7 +279,7 @@ class LayerLoader:
 
 
 def copied_tiers(device: torch.device) -> Collection[str]:
-    """The tiers whose KV a `LayerLoader` copies when the fusor asks for it, and none ahead: on a CPU, what is in its memory."""
+    """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, none ahead: on a CPU what is in its memory."""
     return ("ram",) if device.type == "cpu" else ()
 
 

@@ -120,7 +120,7 @@ def throttled(profile: Profile, rate: float) -> Profile:
 def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One length and rate: TTFT at each ratio, at the controller's own, and at those that are searched."""
     geometry = bench.fusor.decoder.geometry
-    controller = LoadingController(bench.config, throttled(profile, rate), FusionConfig().schedule)
+    controller = LoadingController(bench.config, throttled(profile, rate), FusionConfig().schedule, ())
     fresh = len(bench.head.token_ids) + len(bench.question.token_ids)
     reusable = chunks * CHUNK_TOKENS
     reads = [("ram", geometry.layer_bytes(CHUNK_TOKENS))] * chunks

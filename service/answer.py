@@ -81,8 +81,8 @@ class Timings:
             is not in it.
         lookup_s: the store's lookup and the plan.
         prefill_s: everything up to the first logits; `wait_s` is in it.
-        load_s: what the loading thread took to read stored KV and put it in its place, beside the prefill.
-        wait_s: the part of the prefill in which the fusor waited for stored KV: what of `load_s` was not hidden.
+        load_s: reading stored KV and putting it in place: files in threads beside the prefill, what is in a CPU's RAM in it.
+        wait_s: the part of the prefill in which the fusor waited for stored KV, or copied it: what of `load_s` was not hidden.
         decode_s: the tokens after the first.
         total_s: all, retrieval included.
         predicted_prefill_s: what the loading controller expected of the prefill, lookup apart; None where it was not asked.

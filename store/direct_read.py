@@ -73,7 +73,6 @@ def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
     if reuse and held is not None and len(held) >= size:
         blocks = held[:size]
     else:
-        # Not numpy's: that asks for huge pages, and new ones took a virtual machine four times as long (67 MB 104 ms, else 24).
         raw = host_bytes(torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
         blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:size]
         if reuse:

@@ -19,12 +19,12 @@ from .direct_read import BLOCK_BYTES, aligned_blocks
 from .document_context import DocumentContext
 from .errors import InputError
 from .host_bytes import Bytes
-from .kept_memory import HUGE_PAGE_BYTES, empty_bytes
+from .kept_memory import HUGE_PAGE_BYTES, KeptMemory
 from .key import ChunkKey
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PIECE_BYTES = 8 * 2**20  # of memory, so that entries of other lengths find pieces to use again
-REUSED_FOR = 9 / 8  # a piece may lie in memory so many times as large, which no budget counts
+PIECES = KeptMemory(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _empty_piece(count: int) -> Bytes:
     """Whole blocks of memory that begin on a block, for `count` bytes; zeros stand behind those."""
     if count < HUGE_PAGE_BYTES:
         return aligned_blocks(count)
-    blocks = empty_bytes(-(-count // BLOCK_BYTES) * BLOCK_BYTES, REUSED_FOR)
+    blocks = PIECES.empty(-(-count // BLOCK_BYTES) * BLOCK_BYTES)
     blocks[count:] = 0
     return blocks
 

@@ -17,39 +17,53 @@ import numpy as np
 from .host_bytes import Bytes
 
 HUGE_PAGE_BYTES = 2 * 2**20
-FREE_BYTES = 256 * 2**20  # kept at most, in a process
-
-_free: list[mmap.mmap] = []
-_changing = threading.RLock()  # any line may collect an array, whose memory then comes back in the same thread
 
 
-def empty_bytes(count: int, most: float) -> Bytes:
-    """Memory of `count` bytes, not initialised, that begins on a page; worth it from `HUGE_PAGE_BYTES` on.
+class KeptMemory:
+    """Pieces that are used again by whoever asks next. Thread-safe.
 
     Args:
-        count: bytes.
-        most: what is used again may be so many times as large as asked for.
+        most_free: bytes kept at most that nobody has.
+        slack: what is used again may be so many times as large as asked for.
     """
-    memory = _take(count, most)
-    in_use = np.frombuffer(memory, np.uint8)  # lives as long as the last view of it
-    weakref.finalize(in_use, _give_back, memory).atexit = False
-    return in_use[:count]
 
+    def __init__(self, most_free: int, slack: float) -> None:
+        self.most_free, self.slack = most_free, slack
+        self.free: list[mmap.mmap] = []
+        self._changing = threading.RLock()  # any line may collect an array, whose memory then comes back in the same thread
 
-def _take(count: int, most: float) -> mmap.mmap:
-    with _changing:
-        for memory in sorted((memory for memory in _free if count <= len(memory) <= most * count), key=len):
-            with contextlib.suppress(ValueError):
-                _free.remove(memory)
-                return memory
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages gives small ones
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    def empty(self, count: int) -> Bytes:
+        """`count` bytes, not initialised, that begin on a page; worth it from `HUGE_PAGE_BYTES` on.
 
+        Raises:
+            MemoryError: the system has no more.
+        """
+        memory = self._take(count)
+        in_use = np.frombuffer(memory, np.uint8)  # lives as long as the last view of it
+        weakref.finalize(in_use, self._give_back, memory).atexit = False
+        return in_use[:count]
 
-def _give_back(memory: mmap.mmap) -> None:
-    with _changing:
-        _free.append(memory)
-        while sum(map(len, _free)) > FREE_BYTES:
-            del _free[0]
+    def _take(self, count: int) -> mmap.mmap:
+        with self._changing:
+            for memory in sorted((memory for memory in self.free if count <= len(memory) <= self.slack * count), key=len):
+                with contextlib.suppress(ValueError):
+                    self.free.remove(memory)
+                    return memory
+        try:
+            memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"the system has no {count} bytes of memory left") from error
+        with contextlib.suppress(AttributeError, OSError):  # a system without huge pages gives small ones
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        # A collection may run in a thread with locks of its own: it does not wait for this one, and the memory is let go.
+        if not self._changing.acquire(blocking=False):
+            return
+        try:
+            self.free.append(memory)
+            while sum(map(len, self.free)) > self.most_free:
+                del self.free[0]
+        finally:
+            self._changing.release()

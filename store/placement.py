@@ -104,8 +104,11 @@ class Placement:
 
     def read_encoded(self, layer: int) -> torch.Tensor:
         """The stored tensor of one layer on the CPU, which is not to be written to; raises as `read_layer` does."""
+        entry = self._held()
+        if isinstance(entry, EncodedEntry):
+            return entry.read_layer(layer)
         with self._reporting(layer):
-            return self._held().read_layer(layer)
+            return entry.read_layer(layer)
 
     def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
         """`k_HTD` and `v_HTD` of one layer's stored tensor, on the device that it was brought to."""

@@ -34,12 +34,16 @@ def dense(
     block=st.integers(1, 9),
     run=st.integers(1, 9),
     gap=st.integers(1, 20),
+    kept=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_blocks_equal_the_dense_mask(
-    data: st.DataObject, keys: int, window: int | None, softcap: float | None, block: int, run: int, gap: int
+    data: st.DataObject, keys: int, window: int | None, softcap: float | None, block: int, run: int, gap: int, kept: bool
 ) -> None:
-    """Any rows, window, soft-capping, block size and cuts between blocks give what one dense exact mask gives."""
+    """Any rows, window, soft-capping, block size and cuts between blocks give what one dense exact mask gives.
+
+    So does the next layer of the same rows, whose window may be another, with the masks kept or made anew.
+    """
     scattered = st.sets(st.integers(0, keys - 1), min_size=1)
     to_the_end = st.integers(0, keys // 4).map(lambda first: set(range(first, keys)))
     rows = torch.tensor(sorted(data.draw(scattered | to_the_end)))
@@ -49,8 +53,11 @@ def test_blocks_equal_the_dense_mask(
         patch.setitem(attention.BLOCK_ROWS, "cpu", block)
         patch.setattr(attention, "LONG_RUN", run)
         patch.setattr(attention, "LONG_GAP", gap)
-        mine = attend(q, k, v, Rows.of(rows, torch.device("cpu")), scaling=0.3, window=window, softcap=softcap)
-    assert torch.allclose(mine, dense(q, k, v, rows, window, softcap), atol=1e-5)
+        patch.setattr(attention, "KEPT_MASK_BYTES", 2**20 if kept else 0)
+        same_rows = Rows.of(rows, torch.device("cpu"))
+        for seen in (window, None, window):
+            mine = attend(q, k, v, same_rows, scaling=0.3, window=seen, softcap=softcap)
+            assert torch.allclose(mine, dense(q, k, v, rows, seen, softcap), atol=1e-5)
 
 
 def test_keys_behind_the_last_row_are_not_read() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from cacheblend.blend import KVGeometry, LayerKV, layer_memory
-from cacheblend.store import kept_memory
-from cacheblend.store.kept_memory import HUGE_PAGE_BYTES
+from cacheblend.store.kept_memory import HUGE_PAGE_BYTES, KeptMemory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,16 +36,17 @@ def test_room_is_whole_and_ones_own(dtype: torch.dtype, tokens: int) -> None:
 
 def test_memory_is_used_again_once_nobody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another prompt of about the same length takes what the last one left; a much shorter one does not, and a bound holds."""
-    monkeypatch.setattr(kept_memory, "_free", [])
+    kept = KeptMemory(256 * 2**20, slack=2)
+    monkeypatch.setattr(layer_memory, "LAYERS", kept)
     geometry = KVGeometry(1, 4, 64, torch.float32, torch.device("cpu"))
     layer = LayerKV.empty(geometry, 4000)
     address, values = layer.k_1HND.data_ptr(), layer.v_1HND
     del layer
-    assert not kept_memory._free
+    assert not kept.free
     del values
     assert LayerKV.empty(geometry, 1200).k_1HND.data_ptr() != address
     assert LayerKV.empty(geometry, 3900).k_1HND.data_ptr() == address
-    monkeypatch.setattr(kept_memory, "FREE_BYTES", 20 * 2**20)
+    kept.most_free = 20 * 2**20
     many = [LayerKV.empty(geometry, 4000) for _ in range(5)]
     del many
-    assert sum(map(len, kept_memory._free)) == 2 * geometry.layer_bytes(4000 + layer_memory.GROWTH_TOKENS)
+    assert sum(map(len, kept.free)) == 2 * geometry.layer_bytes(4000 + layer_memory.GROWTH_TOKENS)

@@ -80,7 +80,31 @@ def test_closing_waits_for_a_copy_of_the_fusor(fusor: Fusor) -> None:
     loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
     chunks = [chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))]
     assert not close_while_reading(fusor, loader, gate, chunks, 0.1)
-    assert loader.fetched == [0, 0]
+    assert loader.fetched == [0]
+
+
+def test_closing_while_a_thread_reads_and_the_fusor_copies(fusor: Fusor, stores: dict[str, KVStore]) -> None:
+    """Of a layer from both, closing waits for the read and the copy under way, and then the fusor is cancelled."""
+    gate, cancelled = threading.Event(), threading.Event()
+    with prompts(fusor, stores, ["nvme", "ram"]) as (spread, _):
+        loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
+        loader.start(Prompt.of(spread), fusor.decoder.geometry, reuse_layer_0=True)
+
+        def consume() -> None:
+            with pytest.raises(FusionCancelledError):
+                loader.synchronize(0)
+            cancelled.set()
+
+        consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
+        consumer.start()
+        wait_until(lambda: loader.fetched == [0, 0])
+        closer.start()
+        assert not cancelled.wait(0.05)
+        assert closer.is_alive()
+        gate.set()
+        closer.join(10)
+        assert cancelled.wait(10)
+        assert not threads()
 
 
 def test_closed_before_synchronize(fusor: Fusor) -> None:

@@ -19,7 +19,7 @@ ROW_S = 1e-5
 
 
 def controller_of(rate: float, layers: int = 11, **config: float) -> LoadingController:
-    return LoadingController(LoaderConfig(**config), linear_profile(layers=layers, bytes_per_s=rate), Schedule(0.0))
+    return LoadingController(LoaderConfig(**config), linear_profile(layers=layers, bytes_per_s=rate), Schedule(0.0), ())
 
 
 def reads(reusable: int, tier: str = "nvme") -> list[tuple[str, int]]:
@@ -57,6 +57,17 @@ def test_what_the_fusor_copies_hides_nothing(rate: float, reusable: int) -> None
     blended_s = plan.recompute_s + plan.load_s
     assert plan.prefill_s == pytest.approx(min(blended_s, plan.full_s))
     assert plan.full_recompute == (plan.full_s < blended_s)
+
+
+def test_copies_beside_reads() -> None:
+    """Of two tiers, what is copied adds to computing, and what is read hides behind both."""
+    tokens, rate = 1000, 1e9
+    plain = controller_of(rate)
+    copying = LoadingController(plain.config, plain.profile, Schedule(0.0), ("ram",))
+    mixed = [*reads(tokens // 2, "ram"), *reads(tokens // 2)]
+    read_alone, both = plain.plan(reads(tokens // 2), tokens, 32), copying.plan(mixed, tokens, 32)
+    assert not read_alone.full_recompute
+    assert both.prefill_s == pytest.approx(read_alone.prefill_s + both.load_s_by_tier["ram"])
 
 
 @given(rate=rates, reusable=tokens, fresh=st.integers(1, 500))
@@ -121,7 +132,7 @@ class TestLearning:
 
     def see(self, controller: LoadingController, count: int, *, load: float = 1.0, compute: float = 1.0) -> None:
         """So many requests, each off the uncorrected profile by these factors."""
-        fresh = plan_once(LoadingController(controller.config, controller.profile, Schedule(0.0)))
+        fresh = plan_once(LoadingController(controller.config, controller.profile, Schedule(0.0), ()))
         for _ in range(count):
             made = plan_once(controller)
             compute_s = fresh.full_s if made.full_recompute else made.recompute_s / controller_factor(controller)

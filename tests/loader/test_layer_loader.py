@@ -154,7 +154,7 @@ def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path) -> None:
 def test_a_layer_of_no_room_for_another(fusor: Fusor) -> None:
     """A look-ahead below one layer still loads one."""
     prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
-    with SpyLoader(LoaderConfig(lookahead_bytes=1)) as loader:
+    with SpyLoader(LoaderConfig(lookahead_bytes=1), ahead=True) as loader:
         loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
         for layer in range(LAYERS):
             loader.synchronize(layer)
@@ -191,14 +191,19 @@ def test_one_fusion_each(fusor: Fusor) -> None:
             loader.synchronize(1)
 
 
-def test_failure_in_the_thread(fusor: Fusor) -> None:
-    """Whatever goes wrong in the thread is raised by the fusion, as it is."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_failure_while_loading(fusor: Fusor, ahead: bool) -> None:
+    """Whatever goes wrong in a thread, or in the fusor's own copy, is raised by the fusion as it is."""
 
-    class BrokenLoader(LayerLoader):
+    class BrokenLoader(SpyLoader):
         def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
             raise MemoryError(f"layer {layer}")
 
-    with BrokenLoader() as loader, pytest.raises(MemoryError, match="layer 1"):
+        def copy_kv(self, layer: int, room: Room) -> None:
+            if layer:
+                raise MemoryError(f"layer {layer}")
+
+    with BrokenLoader(ahead=ahead) as loader, pytest.raises(MemoryError, match="layer 1"):
         fusor.fuse([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))], source=loader)
 
 

@@ -27,12 +27,9 @@ class TestController:
     """The ratio is left to the loading controller; its profile is made up here."""
 
     @staticmethod
-    def prepared(open_engine: OpenEngine, load_share: float) -> Engine:
-        """An engine whose profile says that loading a layer of `BROUGHT` takes this share of the layer's prefill.
-
-        All is on NVMe: what is in RAM a CPU copies between two layers, and nothing hides behind that.
-        """
-        engine = open_engine(recompute_ratio=None, ram_budget_bytes=1)
+    def prepared(open_engine: OpenEngine, load_share: float, *, ram_bytes: int = 1) -> Engine:
+        """An engine whose profile says that loading a layer of `BROUGHT`, by default from NVMe, is this share of prefill."""
+        engine = open_engine(recompute_ratio=None, ram_budget_bytes=ram_bytes)
         ask(engine, "full_reuse", documents=BROUGHT)
         engine.drain()
         tokens = [len(segment.token_ids) for segment in ask(engine, "full_reuse", documents=BROUGHT).plan.segments]
@@ -90,6 +87,14 @@ class TestController:
         assert 0.3 < plan.loading.ratio <= 0.5  # the earlier layers recompute more than the mean
         assert plan.recompute_ratio == plan.loading.ratio
         assert plan.recomputed_tokens == pytest.approx(plan.recompute_ratio * plan.reusable_tokens, abs=1)
+
+    def test_slow_copies(self, open_engine: OpenEngine) -> None:
+        """What is in RAM a CPU copies between two layers: nothing hides behind that, however slow it is."""
+        plan = ask(self.prepared(open_engine, 0.5, ram_bytes=2**30), documents=BROUGHT).plan
+        assert plan.loading is not None
+        assert plan.loading.load_s_by_tier.keys() == {"ram"}
+        assert plan.recompute_ratio == 0.15
+        assert plan.loading.prefill_s == pytest.approx(plan.loading.recompute_s + plan.loading.load_s)
 
     def test_the_controller_learns(self, open_engine: OpenEngine) -> None:
         """Requests that all take far less than the profile says move the prediction towards what they take."""

@@ -128,7 +128,7 @@ def test_full_recompute_computes_no_hole_first(open_ingested: OpenEngine, monkey
     engine = open_ingested(holes="precompute", document_context=False, recompute_ratio=None)
     monkeypatch.setattr(engine.fusor, "precompute", None)
     engine._prefiller.controller = LoadingController(
-        LoaderConfig(quality_ratio=0.5), linear_profile(layers=4, row_s=1.0), Schedule(0.0)
+        LoaderConfig(quality_ratio=0.5), linear_profile(layers=4, row_s=1.0), Schedule(0.0), ()
     )
     engine.store.clear()
     cold = ask(engine)

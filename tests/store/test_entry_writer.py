@@ -18,6 +18,7 @@ from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.entry_file import EntryFile
 from cacheblend.store.entry_header import EntryHeader
 from cacheblend.store.entry_writer import NewFile, write_files
+from cacheblend.store.kept_memory import KeptMemory
 
 
 def make_entry(tokens: int, layers: int = 2) -> EncodedEntry:
@@ -91,6 +92,28 @@ def test_memory_is_whole_blocks(
         assert all(piece.ctypes.data % BLOCK_BYTES == len(piece) % BLOCK_BYTES == 0 for piece in one.pieces)
         whole = b"".join(piece.tobytes() for piece in one.pieces)
         assert whole == b"".join(layer.tobytes() for layer in one.bytes).ljust(len(whole), b"\0")
+
+
+def test_memory_of_an_entry_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an entry leaves, another of its size takes, with zeros behind its last layer; two at once share nothing."""
+    kept = KeptMemory(2**20, slack=9 / 8)
+    monkeypatch.setattr("cacheblend.store.entry.PIECES", kept)
+    monkeypatch.setattr("cacheblend.store.entry.HUGE_PAGE_BYTES", 1)
+    left = make_entry(5)
+    address, size = left.pieces[0].ctypes.data, len(left.pieces[0])
+    for piece in left.pieces:
+        piece[:] = 255
+    del left, piece
+    first, second = make_entry(5), make_entry(5)
+    assert first.pieces[0].ctypes.data == address != second.pieces[0].ctypes.data
+    assert len(first.pieces[0]) == size
+    for entry in (first, second):
+        file = new_file(tmp_path, entry)
+        write_files([file])
+        with EntryFile.open(file.final, str(entry.info.key)) as opened:
+            assert opened.load().checksums == entry.checksums
+        whole = b"".join(piece.tobytes() for piece in entry.pieces)
+        assert whole == b"".join(layer.tobytes() for layer in entry.bytes).ljust(len(whole), b"\0")
 
 
 def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
