@@ -131,11 +131,8 @@ class LayerLoader:
             stop: the one after its last.
         """
         assert isinstance(kv, Placement | PrefixRun | ChunkKV)  # checked in start
-        self._staging.bring(kv, layer, room, start, stop)
-
-    def copy_kv(self, layer: int, room: Room) -> None:
-        """Bring a layer of all that is copied, to its place in the prompt's; called by who waits for the layer."""
-        self._staging.copy(layer, room, [(read.start, read.stop, read.kv) for read in self._copies[layer]])
+        bring = self._staging.copy if self._is_copy(kv, self._geometry) else self._staging.bring
+        bring(kv, layer, room, start, stop)
 
     def waits_for_device(self, kv: SegmentKV) -> bool:
         """Whether bringing a chunk's layer means to wait for a device, so that threads do it ahead."""
@@ -217,7 +214,8 @@ class LayerLoader:
             room = self._rooms[layer]
             self._begin()
         try:
-            self.copy_kv(layer, room)
+            for read in self._copies[layer]:
+                self.fetch_kv(read.kv, layer, room, read.start, read.stop)
             self._done += self._copies[layer]
         except BaseException as error:
             self._error = error  # threads read no further

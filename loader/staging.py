@@ -6,17 +6,14 @@ Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from cacheblend.blend import KVGeometry, LayerKV, SegmentKV
+from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
 from cacheblend.store.host_bytes import Bytes, host_bytes
-
-_Piece = tuple[int, int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,40 +85,18 @@ class Staging:
         with torch.cuda.stream(self._stream):
             kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
 
-    def copy(self, layer: int, room: Room, chunks: Sequence[tuple[int, int, SegmentKV]]) -> None:
-        """`bring` for KV in memory, each with its first position and the one after its last, and a room on the CPU.
-
-        It takes all processors that PyTorch computes with in this thread, and neighbours are one operation: with one for each
-        chunk, of 1 MB, a layer took a sixth longer.
-        """
-        raw: list[_Piece] = []
-        for start, stop, kv in chunks:
-            if isinstance(kv, Placement) and kv.raw:
-                raw.append((start, stop, kv.read_encoded(layer)))
-            elif isinstance(kv, PrefixRun):
-                self.bring(kv, layer, room, start, stop)
-            else:
-                assert isinstance(kv, Placement | ChunkKV)  # checked in `LayerLoader.start`
-                room.whole.place(start, *(kv.layers[layer] if isinstance(kv, ChunkKV) else kv.read_layer(layer)))
-        for run in _neighbours(raw):
-            to_2HTD = room.whole.kv_21HND[:, 0, :, run[0][0] : run[-1][1]]
-            torch.cat([x_2HTD for _, _, x_2HTD in run], dim=2, out=to_2HTD)
+    def copy(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
+        """`bring` for KV in memory and a room on the CPU, by all processors that PyTorch computes with in this thread."""
+        if isinstance(kv, PrefixRun):
+            self.bring(kv, layer, room, start, stop)
+        elif isinstance(kv, Placement) and kv.raw:
+            room.whole.kv_21HND[:, 0, :, start:stop].copy_(kv.read_encoded(layer))
+        else:
+            room.whole.place(start, *(kv.layers[layer] if isinstance(kv, ChunkKV) else kv.read_layer(layer)))
 
     def arrive(self, room: Room) -> Arrival:
         """Close a layer: all of its copies have been issued."""
         return Arrival(room.whole, None if self._stream is None else self._stream.record_event())
-
-
-def _neighbours(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces in runs without a gap."""
-    run: list[_Piece] = []
-    for piece in pieces:
-        if run and run[-1][1] != piece[0]:
-            yield run
-            run = []
-        run.append(piece)
-    if run:
-        yield run
 
 
 def _read(kv: Placement | PrefixRun | ChunkKV, layer: int, to_2HTB: Bytes) -> None:

@@ -20,7 +20,7 @@ LAYERS = 4
 
 
 class SpyLoader(LayerLoader):
-    """Notes the layers that are fetched or copied; with a gate, each waits until it is open.
+    """Notes the layers that are fetched; with a gate, every fetch waits until it is open.
 
     With `ahead`, threads fetch what is in memory as well, as if it came from a device.
     """
@@ -38,12 +38,6 @@ class SpyLoader(LayerLoader):
         if self.gate is not None:
             assert self.gate.wait(10)
         super().fetch_kv(kv, layer, room, start, stop)
-
-    def copy_kv(self, layer: int, room: Room) -> None:
-        self.fetched.append(layer)
-        if self.gate is not None:
-            assert self.gate.wait(10)
-        super().copy_kv(layer, room)
 
 
 def key_of(segment: Segment) -> ChunkKey:

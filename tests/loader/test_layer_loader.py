@@ -199,10 +199,6 @@ def test_failure_while_loading(fusor: Fusor, ahead: bool) -> None:
         def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
             raise MemoryError(f"layer {layer}")
 
-        def copy_kv(self, layer: int, room: Room) -> None:
-            if layer:
-                raise MemoryError(f"layer {layer}")
-
     with BrokenLoader(ahead=ahead) as loader, pytest.raises(MemoryError, match="layer 1"):
         fusor.fuse([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))], source=loader)
 
