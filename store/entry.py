@@ -23,7 +23,7 @@ from .kept_memory import HUGE_PAGE_BYTES, KeptMemory
 from .key import ChunkKey
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PIECE_BYTES = 8 * 2**20  # of memory, so that entries of other lengths find pieces to use again
+PIECE_BYTES = 8 * 2**20  # of memory; a larger entry lies in several pieces, which others can use again
 PIECES = KeptMemory(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
 
 
