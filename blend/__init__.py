@@ -1,4 +1,4 @@
-"""The method: a chunk's KV alone, keys moved to their place, HKVD tokens picked, fused layer by layer."""
+"""The method: a chunk's KV, keys moved to their place, HKVD tokens picked, fused layer by layer."""
 
 from cacheblend.store.errors import IncompatibleKVError, UnsupportedModelError
 
@@ -8,11 +8,14 @@ from .fused import FusedPrompt, LayerReport
 from .fusor import Fusor
 from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers
 from .next_token import NextToken
+from .precompute import ChunkContext
 from .schedule import Schedule
 from .segment import Prompt, Segment, SegmentKV
-from .selection import ExplicitPositions, SelectionStep, Selector, TopDeviation
+from .selection import SELECTORS, ExplicitPositions, SelectionStep, Selector, TopDeviation
 
 __all__ = [
+    "SELECTORS",
+    "ChunkContext",
     "ExplicitPositions",
     "FusedPrompt",
     "FusionConfig",

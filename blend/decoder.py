@@ -22,10 +22,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from .alone_pass import AlonePass, Run, runs
 from .attention import Rows, attend
 from .batch_decoding import DecodePass, SequenceKV
+from .isolated_pass import IsolatedPass, Run, SharedPrefix, prefix_mask, runs
 from .layer_source import KVGeometry, LayerKV
+from .question_pass import QuestionPass
 
 IMPLEMENTATION = "cacheblend"
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -193,25 +194,61 @@ class Decoder:
             pieces.append(self._run(layer, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def run_alone(self, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def run_question(
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
+    ) -> torch.Tensor:
+        """Run the question's rows through one layer; `question` has what they attend to afterwards. Gives (1, S, M)."""
+        cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
+        return self._run(layer, hidden_1SM, rows.on_device_S, cos_sin_S, question)
+
+    def run_isolated(
+        self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Position-free keys and values (1, H, N, D), layer by layer, of sequences none of which sees another.
 
         Args:
             sequences: token ids of each; N is the tokens of all of them, which stand one behind the other. Sequences of one
                 length are fastest as neighbours.
+            shared: what each of them stands after; None for nothing.
         """
         together = list(runs([len(ids) for ids in sequences]))
-        positions_N = torch.cat([torch.arange(len(ids), device=self.device) for ids in sequences])
+        first = 0 if shared is None else shared.tokens
+        positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])
         hidden_1NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=self.device))
         rotary = self.rotary(positions_N, hidden_1NM)
-        masks = {window: [(run, self._mask(window, run, hidden_1NM)) for run in together] for window in set(self.windows)}
+        masks = {
+            window: [
+                (
+                    run,
+                    self._mask(window, run, hidden_1NM)
+                    if shared is None
+                    else prefix_mask(run, shared.tokens, window, self.dtype, self.device),
+                )
+                for run in together
+            ]
+            for window in set(self.windows)
+        }
         for layer, window in enumerate(self.windows[:-1]):
             cos, sin = rotary[self.layer_types[layer]]
-            layer_pass = AlonePass(partial(self.apply_rotary, cos=cos, sin=sin), self._own_attention, masks[window])
+            prefix = None if shared is None else shared.layers[layer]
+            rotate = partial(self.apply_rotary, cos=cos, sin=sin)
+            layer_pass = IsolatedPass(rotate, self._own_attention, masks[window], prefix)
             identity = (torch.ones_like(cos), torch.zeros_like(sin))
             hidden_1NM = self._run(layer, hidden_1NM, positions_N, identity, layer_pass)
             yield layer_pass.k_1HND, layer_pass.v_1HND
         yield self.project_kv(len(self._layers) - 1, hidden_1NM)  # nobody reads what comes out of the last layer
+
+    def share(self, prefix_ids: Sequence[int]) -> SharedPrefix | None:
+        """The KV of a prefix, for sequences that stand after it; None where the model's attention takes no mask of ours."""
+        if self._reference_config._attn_implementation not in ("sdpa", "eager"):
+            return None
+        positions_P = torch.arange(len(prefix_ids), device=self.device)
+        rotary = self.rotary(positions_P, self.embed(torch.tensor(prefix_ids[:1], device=self.device)))
+        layers = [
+            (self.rotate(k_1HPD, rotary[kind]), v_1HPD.clone())
+            for kind, (k_1HPD, v_1HPD) in zip(self.layer_types, self.run_isolated([prefix_ids]), strict=True)
+        ]
+        return SharedPrefix(len(prefix_ids), layers)
 
     def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor) -> Any:
         make = create_causal_mask if window is None else create_sliding_window_causal_mask

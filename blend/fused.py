@@ -43,6 +43,7 @@ class FusedPrompt:
         layers: a report a layer.
         memory: per layer that of the keys and values in `cache`, (2, 1, H, C, D) with room behind the prompt for one sequence
             to grow; None where `cache` has a copy, no items where there is no room. See `take_memory`.
+        selection: a report a layer of the pass that the selection took, before the first of `layers`; empty without one.
 
     """
 
@@ -56,6 +57,7 @@ class FusedPrompt:
     exact_tokens: int
     layers: tuple[LayerReport, ...] = ()
     memory: list[torch.Tensor | None] = field(default_factory=list, repr=False)
+    selection: tuple[LayerReport, ...] = ()
 
     def take_memory(self) -> list[torch.Tensor | None]:
         """`memory`, for the first who asks; nothing for others: two sequences behind one prompt need room of their own.
@@ -69,7 +71,12 @@ class FusedPrompt:
     @property
     def wait_s(self) -> float:
         """Seconds that the fusion waited for stored KV, or copied it from RAM."""
-        return sum(report.wait_s for report in self.layers)
+        return sum(report.wait_s for report in (*self.selection, *self.layers))
+
+    @property
+    def selection_rows(self) -> tuple[int, ...]:
+        """Rows that the selection's own pass ran, a layer each; empty without one."""
+        return tuple(report.recomputed for report in self.selection)
 
     @property
     def recomputed_ratio(self) -> float:

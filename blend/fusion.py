@@ -7,7 +7,7 @@ among them, D head size, M hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 
 import torch
 
@@ -16,6 +16,7 @@ from .decoder import CosSin, Decoder, fill_cache
 from .deviation import kv_deviation
 from .fused import FusedPrompt, LayerReport
 from .layer_source import LayerKV, LayerSource
+from .question_pass import QuestionPass, question_rows
 from .segment import Prompt
 from .selection import SelectionStep, Selector
 
@@ -27,12 +28,15 @@ ROTATED_AT_ONCE = 512
 
 
 class Fusion:
-    """Runs a prompt through the decoder, each layer on fewer of the reusable tokens.
+    """Runs a prompt through the decoder, each layer on the tokens that the selector keeps.
 
-    Layer 0 runs for every token that is not exact: its stored KV would be exact as well, but its output is needed, so that
-    layer 1's K and V can be projected fresh for all of them (unless the selector leaves some out from the start). Whatever was
-    projected fresh is kept. In the last layer the rows' K and V are projected, and only the prompt's last position goes through
-    attention and MLP: no one reads the others' output.
+    A selector that reads the question's attention is given it first: the question's tokens run over the stored KV, through all
+    layers but the last, and say what they look at. The tokens kept then run through every layer, layer 0 included.
+
+    A selector that goes by KV deviation keeps all tokens at layer 0: their stored KV would be exact there as well, but its
+    output is needed, so that layer 1's K and V can be projected fresh for all of them. Whatever was projected fresh stays. In
+    the last layer the rows' K and V are projected, and only the prompt's last position goes through attention and MLP: no one
+    reads the others' output.
 
     Args:
         decoder: the model, taken apart.
@@ -46,6 +50,8 @@ class Fusion:
         self._decoder, self._prompt, self._selector, self._source = decoder, prompt, selector, source
         self._deviation_N = torch.zeros(len(prompt))
         self._measured = False
+        self._attention_N = torch.zeros(len(prompt))
+        self._read: list[LayerKV] = []  # layers that the question pass has read, keys rotated
 
     def steps(self) -> Generator[LayerReport, None, FusedPrompt]:
         """Run layer after layer; each yields its report."""
@@ -55,20 +61,30 @@ class Fusion:
         memory = list[torch.Tensor | None]()
 
         positions = torch.arange(prompt.exact_tokens, len(prompt))
-        keep_S = self._choose(0, positions, _nothing_ran)
-        self._rows = Rows.of(positions[keep_S], decoder.device)
-        self._source.start(prompt, decoder.geometry, reuse_layer_0=not bool(keep_S.all()))
         token_ids_N = torch.tensor(prompt.token_ids, device=decoder.device)
+        everywhere_N = torch.arange(len(prompt), device=decoder.device)
+        rotary = decoder.rotary(everywhere_N, decoder.embed(token_ids_N[:1]))
+        questions: list[LayerReport] = []
+        if prompt.reusable_tokens and getattr(self._selector, "reads_attention", False):
+            # 1. The question looks at the stored KV.
+            self._source.start(prompt, decoder.geometry, reuse_layer_0=True)
+            yield from self._ask(token_ids_N, rotary, questions)
+            keep_S = self._choose(0, positions, _nothing_ran)
+        else:
+            keep_S = self._choose(0, positions, _nothing_ran)
+            self._source.start(prompt, decoder.geometry, reuse_layer_0=not bool(keep_S.all()))
+        # 2. The rows that are kept run through every layer.
+        self._rows = Rows.of(positions[keep_S], decoder.device)
         self._hidden_1SM = decoder.embed(token_ids_N[self._rows.on_device_S])
-        rotary = decoder.rotary(torch.arange(len(prompt), device=decoder.device), self._hidden_1SM)
-        runs = {False: prompt.runs_to_rotate(), True: prompt.runs_to_rotate(exact_only=bool(keep_S.all()))}
-
+        reads_layer_0 = bool(questions) or not bool(keep_S.all())
         for layer in range(decoder.geometry.layers):
             started = time.perf_counter()
-            whole = self._source.synchronize(layer)
+            is_read = layer < len(self._read)
+            whole = self._read[layer] if is_read else self._source.synchronize(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[decoder.layer_types[layer]]
-            self._rotate(whole, cos_sin_N, runs[layer == 0])
+            if not is_read:
+                self._rotate(whole, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
             fresh = self._filter(layer, whole, cos_sin_N) if layer > 0 else None
             rows = self._rows
             if 0 < layer == decoder.geometry.layers - 1:
@@ -94,7 +110,36 @@ class Fusion:
             prompt.exact_tokens,
             tuple(reports),
             memory,
+            tuple(questions),
         )
+
+    def _ask(
+        self, token_ids_N: torch.Tensor, rotary: Mapping[str | None, CosSin], reports: list[LayerReport]
+    ) -> Generator[LayerReport, None, None]:
+        """Run the question over the stored KV, through all layers but the last, and add up what it attends to."""
+        decoder, prompt = self._decoder, self._prompt
+        positions_S, asking = question_rows(prompt)
+        rows = Rows.of(positions_S, decoder.device)
+        unread = prompt.fresh_N.clone()
+        unread[rows.positions_S] = False
+        readable_K = (~unread).nonzero()[:, 0].to(decoder.device) if unread.any() else None
+        hidden_1SM = decoder.embed(token_ids_N[rows.on_device_S])
+        to_rotate = prompt.runs_to_rotate()
+        attention_N = torch.zeros(len(prompt), device=decoder.device)
+        for layer in range(decoder.geometry.layers - 1):
+            started = time.perf_counter()
+            whole = self._source.synchronize(layer)
+            arrived = time.perf_counter()
+            cos_sin_N = rotary[decoder.layer_types[layer]]
+            self._rotate(whole, cos_sin_N, to_rotate)
+            question = QuestionPass(whole, rows, asking, decoder.windows[layer], readable_K)
+            hidden_1SM = decoder.run_question(layer, hidden_1SM, rows, cos_sin_N, question)
+            if layer > 0:  # layer 0's stored KV is exact
+                attention_N += question.attention_N / question.attention_N.sum()
+            self._read.append(whole)
+            reports.append(LayerReport(layer, len(rows), arrived - started, time.perf_counter() - arrived))
+            yield reports[-1]
+        self._attention_N = attention_N.cpu()
 
     def _filter(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor | None:
         """Narrow the rows to those that this layer recomputes.
@@ -125,7 +170,7 @@ class Fusion:
             self._prompt.reusable_tokens,
             candidates_C,
             deviation_C,
-            self._prompt.context_N[candidates_C],
+            self._attention_N[candidates_C],
             self._prompt.offset_N[candidates_C],
         )
         keep_S = ~reusable_S

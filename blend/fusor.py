@@ -6,6 +6,7 @@ size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend.store import ChunkKV
+from cacheblend.store import ChunkKV, context_digest
 from cacheblend.store.errors import InputError, PromptTooLongError, UnsupportedModelError
 
 from .config import FusionConfig
@@ -23,13 +24,15 @@ from .families import VERIFIED, check_model
 from .fingerprint import fingerprint_module
 from .fused import FusedPrompt, LayerReport
 from .fusion import Fusion
+from .isolated_pass import SharedPrefix
 from .layer_source import LayerSource, ResidentLayers
 from .model_files import load_model, load_tokenizer
-from .precompute import passes, readings, run_pass
+from .precompute import ChunkContext, passes, readings, run_pass
 from .segment import Prompt, Segment
 
-# A longer document is read in windows when its chunks are precomputed.
-CONTEXT_TOKENS = 4096
+# A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.
+SHARED_PREFIX_TOKENS = 64
+NO_CONTEXT = ChunkContext(document_tokens=0)
 FusionSteps = Generator[LayerReport, None, FusedPrompt]
 
 
@@ -54,6 +57,8 @@ class Fusor:
         model.eval()
         self.model, self.tokenizer = model, tokenizer
         self.decoder = Decoder(model)
+        self._sharing = threading.Lock()
+        self._shared: tuple[tuple[int, ...], SharedPrefix | None] | None = None
         self.fingerprint = fingerprint or fingerprint_module(model, model.dtype)
         self.max_positions: int | None = getattr(self.decoder.config, "max_position_embeddings", None)
         if self.decoder.config.model_type not in VERIFIED:
@@ -80,54 +85,55 @@ class Fusor:
         return cls(model, load_tokenizer(path_or_hub_id, **kwargs), fingerprint=fingerprint, allow_unverified=allow_unverified)
 
     def precompute(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> ChunkKV:
-        """The KV of a chunk computed alone behind a prefix, position-free, on the CPU; the prefix's KV is not in it.
+        """The KV of a chunk computed after a prefix, position-free, on the CPU; the prefix's KV is not in it.
 
-        The prefix (BOS, or a text fixed for the server) takes the attention sink that a chunk's first tokens would become.
+        The prefix (BOS, or a prompt's head) takes the attention sink that a chunk's first tokens would become.
 
         Raises:
             InputError: no tokens.
             PromptTooLongError: prefix and chunk are longer than the model's positions.
 
         """
-        return _apart(next(self.precompute_documents([([token_ids], [0])], prefix_ids, context=False)))
+        return _apart(next(self.precompute_documents([([token_ids], [0])], prefix_ids)))
 
     def precompute_document(
-        self, chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int] = (), which: Collection[int] | None = None
+        self,
+        chunks: Sequence[Sequence[int]],
+        prefix_ids: Sequence[int] = (),
+        which: Collection[int] | None = None,
+        context: ChunkContext = NO_CONTEXT,
     ) -> Iterator[ChunkKV]:
-        """`precompute` for chunks of a document, in its order, with what the document's earlier text does to each.
-
-        The KV is that of the chunk alone; `ChunkKV.context` stands beside it, and tells the selection which tokens must be
-        recomputed in a prompt that has earlier chunks of the document as well. It takes a second reading of the document, in
-        windows of `CONTEXT_TOKENS`, which bounds memory.
+        """The KV of a document's chunks, each computed after the prefix and its context.
 
         Args:
-            chunks: token ids of the document's chunks.
+            chunks: token ids of the document's chunks, in its order.
             prefix_ids: see `precompute`.
             which: indexes of the chunks to compute; None for all.
+            context: what stands between the prefix and each chunk; nothing by default.
 
         Raises:
             InputError, PromptTooLongError: see `precompute`.
 
         """
-        return map(_apart, self.precompute_documents([(chunks, range(len(chunks)) if which is None else which)], prefix_ids))
+        wanted = range(len(chunks)) if which is None else which
+        return map(_apart, self.precompute_documents([(chunks, wanted)], prefix_ids, context))
 
     @torch.no_grad()
     def precompute_documents(
         self,
         documents: Iterable[tuple[Sequence[Sequence[int]], Collection[int]]],
         prefix_ids: Sequence[int] = (),
-        *,
-        context: bool = True,
+        context: ChunkContext = NO_CONTEXT,
     ) -> Iterator[ChunkKV]:
         """`precompute_document` for many, with chunks of several documents in one pass through the model.
 
-        Chunks in one pass do not see each other, nor are they padded; what they share is matrix products, whose results differ
-        by float rounding with the number of rows.
+        Documents in one pass do not see each other, nor are they padded; what they share is matrix products, whose results
+        differ by float rounding with the number of rows. The KV of prefix and filler, the same for all, is computed once.
 
         Args:
             documents: token ids of a document's chunks, and indexes of the chunks to compute; taken as they are needed.
             prefix_ids: see `precompute`.
-            context: False leaves out the second reading, and `ChunkKV.context`.
+            context: see `precompute_document`.
 
         Returns:
             The chunks' KV, document by document, in ascending order of index. Its tensors are views of what the pass gave, and
@@ -137,15 +143,29 @@ class Fusor:
             InputError, PromptTooLongError: see `precompute`.
 
         """
-        most = min(CONTEXT_TOKENS, self.max_positions or CONTEXT_TOKENS) - len(prefix_ids) if context else None
-        every = (reading for chunks, which in documents for reading in readings(chunks, which, most))
-        for together in passes(every, len(prefix_ids)):
+        prefix = tuple(prefix_ids)
+        stands_after = (*prefix, *context.filler_ids)
+        shared = self._share(stands_after)
+        own = () if shared is not None else stands_after
+        every = (reading for chunks, which in documents for reading in readings(chunks, which, context))
+        for together in passes(every, len(own)):
             for reading in together:
-                for chunk in reading.chunks:
-                    if not len(chunk):
-                        raise InputError("a chunk needs at least one token")
-                    self._check_tokens([*prefix_ids, *chunk])
-            yield from run_pass(self.decoder, together, prefix_ids, self.fingerprint)
+                if not all(map(len, reading.chunks)):
+                    raise InputError("a chunk needs at least one token")
+                self._check_tokens([*stands_after, *reading.token_ids])
+            for reading, index, layers in run_pass(self.decoder, together, own, shared):
+                digest = context_digest(context.filler_ids, reading.chunks[:index])
+                yield ChunkKV(layers, reading.chunks[index], prefix, self.fingerprint, digest)
+
+    def _share(self, prefix_ids: tuple[int, ...]) -> SharedPrefix | None:
+        """The KV of a long prefix, kept for the next call; None for one that is as well computed with every sequence."""
+        if len(prefix_ids) < SHARED_PREFIX_TOKENS:
+            return None
+        self._check_tokens(prefix_ids)
+        with self._sharing:
+            if self._shared is None or self._shared[0] != prefix_ids:
+                self._shared = prefix_ids, self.decoder.share(prefix_ids)
+            return self._shared[1]
 
     def fuse(
         self, segments: Iterable[Segment], config: FusionConfig | None = None, source: LayerSource | None = None

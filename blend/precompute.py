@@ -1,4 +1,9 @@
-"""Chunks' KV, each computed alone behind the prefix, several in one pass; beside it what their documents do to them.
+"""Chunks' KV, each computed after its context, several documents in one pass.
+
+A chunk's KV that was computed after the beginning-of-sequence token alone has seen no prompt: its first tokens draw the
+attention that a text's first tokens draw, and its tokens know nothing of standing in a text. On pretrained models that costs
+more than any recompute brings back (docs/benchmarks.md). So a document is read after the prompt's head and filler passages,
+its chunks one after the other, and each chunk's slice is its KV.
 
 Shapes: H KV heads, N rows of a pass, T tokens of a chunk, D head size.
 """
@@ -7,68 +12,112 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 
-import torch
-
-from cacheblend.store import ChunkKV, DocumentContext, LayerPair, token_digest
+from cacheblend.store import LayerPair
+from cacheblend.store.errors import ConfigError
 
 from .decoder import Decoder
-from .document_context import ContextDeviation, windows
+from .isolated_pass import SharedPrefix
 
 # More in one pass is no faster: its activations leave the caches (see docs/experiments.md).
 PASS_TOKENS = 1536
+DOCUMENT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkContext:
+    """What chunks' KV is computed after, behind the prefix that is the same for all of them.
+
+    Args:
+        filler_ids: token ids of filler passages, the same for every chunk; they end as a chunk does. None: nothing.
+        document_tokens: a document is read in windows of so many tokens, so that a chunk stands after its document's earlier
+            text; 0 leaves that out, and every chunk stands after the filler alone.
+
+    Raises:
+        ConfigError: a negative number of tokens.
+    """
+
+    filler_ids: tuple[int, ...] = ()
+    document_tokens: int = DOCUMENT_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.document_tokens < 0:
+            raise ConfigError("document_tokens", self.document_tokens, "0 or more")
+
+    def windows(self, chunks: Sequence[Sequence[int]]) -> list[Window]:
+        """The readings of a document: which of its chunks each is of."""
+        if not self.document_tokens:
+            return [Window(index, index, index + 1) for index in range(len(chunks))]
+        return list(windows([len(chunk) for chunk in chunks], self.document_tokens))
+
+    def earlier(self, chunks: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], ...]]:
+        """The chunks of the document that each of them is computed after."""
+        return [
+            tuple(chunks[window.first : index]) for window in self.windows(chunks) for index in range(window.new, window.last)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Chunks of a document that are read together: those from `new` to `last` (excluded), after the ones from `first` on."""
+
+    first: int
+    new: int
+    last: int
+
+
+def windows(tokens: Sequence[int], limit: int) -> Iterator[Window]:
+    """Windows of at most `limit` tokens over chunks of so many tokens each, every chunk new in one of them.
+
+    A window begins with up to half its size of the chunks before the new ones. A chunk that is longer stands in one alone.
+    """
+    first = new = 0
+    while new < len(tokens):
+        last = first + 1
+        while last < len(tokens) and sum(tokens[first : last + 1]) <= limit:
+            last += 1
+        if last <= new:
+            first += 1
+            continue
+        yield Window(first, new, last)
+        new = last
+        while first < new and sum(tokens[first:new]) > limit // 2:
+            first += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Chunks that follow each other in a document, of which some are to be computed.
+    """Chunks that are read one after the other, of which some are to be computed.
 
     Attributes:
-        chunks: token ids of each.
+        chunks: token ids of each; none behind the last one wanted.
         wanted: indexes of those to compute, ascending.
-        in_document: whether they are read as a whole as well, for what the ones before a chunk do to it. A first chunk's KV
-            is then taken from there: nothing but the prefix stands before it.
     """
 
     chunks: Sequence[Sequence[int]]
     wanted: Sequence[int]
-    in_document: bool
 
     @property
-    def alone(self) -> Sequence[int]:
-        """Indexes of the chunks that are computed in a sequence of their own."""
-        return [index for index in self.wanted if index or not self.in_document]
-
-    def tokens(self, prefix_tokens: int) -> int:
-        """How many tokens it takes."""
-        whole = [sum(map(len, self.chunks)) + prefix_tokens] if self.in_document else []
-        return sum([*whole, *(len(self.chunks[index]) + prefix_tokens for index in self.alone)])
+    def token_ids(self) -> list[int]:
+        """The ids of all."""
+        return list(chain.from_iterable(self.chunks))
 
 
-def readings(chunks: Sequence[Sequence[int]], which: Collection[int], most_tokens: int | None) -> Iterator[Reading]:
-    """How chunks of a document are read.
-
-    Args:
-        chunks: token ids of all of them.
-        which: indexes of those to compute.
-        most_tokens: of a document read as a whole; a longer one is read in windows. None to compute the chunks alone.
-    """
-    if most_tokens is None:
-        yield from (Reading([chunks[index]], [0], in_document=False) for index in sorted(which))
-        return
-    for window in windows([len(chunk) for chunk in chunks], most_tokens):
+def readings(chunks: Sequence[Sequence[int]], which: Collection[int], context: ChunkContext) -> Iterator[Reading]:
+    """The readings that chunks `which` of a document take."""
+    for window in context.windows(chunks):
         wanted = [index - window.first for index in range(window.new, window.last) if index in which]
         if wanted:
-            yield Reading(chunks[window.first : window.last], wanted, in_document=wanted[-1] > 0)
+            yield Reading(chunks[window.first : window.first + wanted[-1] + 1], wanted)
 
 
 def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Reading]]:
-    """Readings in groups of up to `PASS_TOKENS` tokens; a larger one stands alone."""
+    """Readings in groups of up to `PASS_TOKENS` tokens, each with so many of its own before it; a larger one stands alone."""
     group: list[Reading] = []
     held = 0
     for reading in every:
-        tokens = reading.tokens(prefix_tokens)
+        tokens = sum(map(len, reading.chunks)) + prefix_tokens
         if group and held + tokens > PASS_TOKENS:
             yield group
             group, held = [], 0
@@ -78,71 +127,35 @@ def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Readin
         yield group
 
 
-def run_pass(decoder: Decoder, together: Sequence[Reading], prefix_ids: Sequence[int], model: str) -> Iterator[ChunkKV]:
+def run_pass(
+    decoder: Decoder, together: Sequence[Reading], prefix_ids: Sequence[int], shared: SharedPrefix | None
+) -> Iterator[tuple[Reading, int, list[LayerPair]]]:
     """The KV of the chunks wanted, reading by reading, from one pass through the model; views of what it gave.
 
     Args:
         decoder: the model.
         together: what is read.
-        prefix_ids: what every sequence stands behind.
-        model: its fingerprint.
+        prefix_ids: what every reading stands after and runs with it.
+        shared: KV that it stands after, before those; None for none.
+
+    Returns:
+        The reading, the chunk's index in it, and its layers.
     """
-    rows = _Rows(together, prefix_ids)
-    deviation = ContextDeviation(rows.alone, rows.behind, decoder.device)
-    layers: list[list[LayerPair]] = [[] for _ in rows.chunks]
-    for k_1HND, v_1HND in decoder.run_alone(rows.sequences):
-        deviation.add(k_1HND, v_1HND)
-        k_HTDs, v_HTDs = (rows.split(x_1HND[0].cpu()) for x_1HND in (k_1HND, v_1HND))
-        for pairs, pair in zip(layers, zip(k_HTDs, v_HTDs, strict=True), strict=True):
-            pairs.append(pair)
-    found = iter(deviation.values())
-    pairs_of = iter(layers)
+    order = sorted(together, key=lambda reading: sum(map(len, reading.chunks)))  # equal lengths side by side
+    sequences = [[*prefix_ids, *reading.token_ids] for reading in order]
+    starts = dict(zip(map(id, order), accumulate(map(len, sequences), initial=len(prefix_ids)), strict=False))
+    slices: list[slice] = []
     for reading in together:
-        digests = [token_digest(chunk) for chunk in reading.chunks] if reading.in_document else []
+        before = list(accumulate(map(len, reading.chunks), initial=starts[id(reading)]))
+        slices += [slice(before[index], before[index + 1]) for index in reading.wanted]
+    edges = sorted({edge for at in slices for edge in (at.start, at.stop)})
+    parts = [edges.index(at.start) + 1 for at in slices]
+    layers: list[list[LayerPair]] = [[] for _ in slices]
+    for k_1HND, v_1HND in decoder.run_isolated(sequences, shared):
+        k_parts, v_parts = (x_1HND[0].cpu().tensor_split(edges, dim=1) for x_1HND in (k_1HND, v_1HND))
+        for pairs, part in zip(layers, parts, strict=True):
+            pairs.append((k_parts[part], v_parts[part]))
+    every = iter(layers)
+    for reading in together:
         for index in reading.wanted:
-            chunk, context = reading.chunks[index], None
-            if reading.in_document and index:
-                context = DocumentContext(tuple(digests[:index]), tuple(islice(found, len(chunk))))
-            yield ChunkKV(next(pairs_of), chunk, prefix_ids, model, context)
-
-
-class _Rows:
-    """Which rows of a pass are whose.
-
-    Attributes:
-        sequences: token ids of what is run, those of one length side by side.
-        chunks: where each of the chunks wanted stands, reading by reading.
-        alone: the rows of the chunks that have something before them, computed alone; token by token.
-        behind: the rows of the same tokens in their documents.
-    """
-
-    def __init__(self, together: Sequence[Reading], prefix_ids: Sequence[int]) -> None:
-        named: dict[tuple[int, int | None], list[int]] = {}  # by reading and chunk; None is the whole
-        for number, reading in enumerate(together):
-            for index in reading.alone:
-                named[number, index] = [*prefix_ids, *reading.chunks[index]]
-            if reading.in_document:
-                named[number, None] = [*prefix_ids, *chain.from_iterable(reading.chunks)]
-        order = sorted(named, key=lambda name: len(named[name]))
-        self.sequences = [named[name] for name in order]
-        starts = dict(zip(order, accumulate(map(len, self.sequences), initial=len(prefix_ids)), strict=False))
-        self.chunks: list[slice] = []
-        self.alone: list[int] = []
-        self.behind: list[int] = []
-        for number, reading in enumerate(together):
-            before = list(accumulate(map(len, reading.chunks), initial=0))
-            for index in reading.wanted:
-                tokens = len(reading.chunks[index])
-                start = starts[number, index if (number, index) in starts else None]
-                self.chunks.append(slice(start, start + tokens))
-                if reading.in_document and index:
-                    self.alone += range(start, start + tokens)
-                    behind = starts[number, None] + before[index]
-                    self.behind += range(behind, behind + tokens)
-        self._edges = sorted({edge for at in self.chunks for edge in (at.start, at.stop)})
-        self._parts = [self._edges.index(at.start) + 1 for at in self.chunks]
-
-    def split(self, x_HND: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of each of the chunks wanted, views taken in one operation."""
-        parts = x_HND.tensor_split(self._edges, dim=1)
-        return [parts[part] for part in self._parts]
+            yield reading, index, next(every)

@@ -1,4 +1,4 @@
-"""How many of the reusable tokens each layer runs (paper §4.3, figure 9)."""
+"""Counts of the reusable tokens that each layer runs (paper §4.3, figure 9)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ class Schedule:
     Args:
         spread: how far the ratios of layer 1 and of the last layer lie from the mean, relative to it. 0 is the single-shot
             choice: the tokens of layer 1 serve every layer.
-        candidate_ratio: share of the reusable tokens that layer 0 runs and layer 1 chooses from, at least as many as layer 1
-            keeps. 1 is the paper's choice.
+        first_layer: how many times the tokens of layer 1 run through layer 0, to be chosen from there; None for all tokens,
+            the paper's choice.
+        asks: the question runs over the stored KV before the first layer, through all layers but the last.
 
     """
 
     spread: float
-    candidate_ratio: float = 1.0
+    first_layer: int | None = None
+    asks: bool = False
 
     def counts(self, reusable: int, layers: int, ratio: float) -> list[int]:
         """Tokens of R reusable ones that the layers 0..L-1 run, `ratio` of R in the mean over layers 1 and up; none at 0."""
         later = layer_counts(reusable, layers, ratio, self.spread)
-        return [max([round(self.candidate_ratio * reusable), *later[:1]]) if ratio > 0 else 0, *later]
+        if ratio == 0:
+            return [0, *later]
+        if self.first_layer is None:
+            return [reusable, *later]
+        return [min(self.first_layer * round(ratio * reusable), reusable), *later]
 
 
 def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> list[int]:

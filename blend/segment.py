@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from cacheblend.store import DocumentContext, PrefixRun, token_digest
+from cacheblend.store import PrefixRun
 from cacheblend.store.errors import IncompatibleKVError, InputError
 
 
@@ -35,10 +34,6 @@ class SegmentKV(Protocol):
     def dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
 
-    @property
-    def context(self) -> DocumentContext | None:
-        """What the text before the tokens in their document does to them; None where unknown."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
@@ -47,7 +42,7 @@ class Segment:
     Args:
         token_ids: the segment's token ids. A chunk is tokenised once, alone, its trailing separator included; the prompt is
             the concatenation of the segments' ids, never a re-tokenised string.
-        kv: the chunk's KV, computed alone. Without it the segment is fresh: recomputed whole, in context.
+        kv: the chunk's KV, computed elsewhere. Without it the segment is fresh: recomputed whole, in context.
         exact: `kv` is what full prefill gives at this very place (a cached prefix). It is never recomputed and stands outside
             the ratio; allowed only as an unbroken run at the prompt's start.
 
@@ -78,11 +73,8 @@ class Segment:
 class Prompt:
     """Segments laid end to end, and which absolute positions are of which kind.
 
-    `context_N` has each token's deviation from `DocumentContext`, 0 where it is not known or where none of the document's
-    earlier chunks stands before it in this prompt, `offset_N` its index in its segment.
-
-    `exact_tokens` positions at the start are exact; `reusable_N` and `fresh_N` are boolean masks of the rest. The last
-    position always runs, since its output gives the logits.
+    `exact_tokens` positions at the start are exact; `reusable_N` and `fresh_N` are boolean masks of the rest; `offset_N` is
+    each token's index in its segment. The last position always runs, since its output gives the logits.
     """
 
     segments: tuple[Segment, ...]
@@ -91,7 +83,6 @@ class Prompt:
     exact_tokens: int
     reusable_N: torch.Tensor = field(repr=False)
     fresh_N: torch.Tensor = field(repr=False)
-    context_N: torch.Tensor = field(repr=False)
     offset_N: torch.Tensor = field(repr=False)
 
     @classmethod
@@ -122,7 +113,7 @@ class Prompt:
         fresh_N = ~reusable_N
         fresh_N[:exact_tokens] = False
         offset_N = torch.cat([torch.arange(len(segment.token_ids)) for segment in kept])
-        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, _context(kept), offset_N)
+        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, offset_N)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -182,17 +173,3 @@ class Prompt:
                     f"chunks computed behind different prefixes ({len(chunk_prefix)} and {len(prefix)} tokens) stand in one "
                     "prompt; precompute all chunks behind one prefix"
                 )
-
-
-def _context(segments: Sequence[Segment]) -> torch.Tensor:
-    """`Prompt.context_N` of segments."""
-    deviations: list[float] = []
-    earlier: set[str] = set()
-    any_known = any(segment.kv is not None and segment.kv.context is not None for segment in segments)
-    for segment in segments:
-        context = None if segment.kv is None or segment.exact else segment.kv.context
-        applies = context is not None and not earlier.isdisjoint(context.before)
-        deviations += context.deviation if context and applies else [0.0] * len(segment.token_ids)
-        if any_known:
-            earlier.add(token_digest(segment.token_ids))
-    return torch.from_numpy(np.array(deviations, np.float32))  # torch takes six times as long over Python's floats

@@ -1,13 +1,14 @@
-"""Which reusable tokens go through each layer: the HKVD tokens (paper §4.3).
+"""Selectors: which reusable tokens go through each layer. A class each, and a line in `SELECTORS`.
 
-Shapes: R reusable tokens of the prompt, C candidates of a layer, L layers of the model.
+Shapes: R reusable tokens of the prompt, C candidates of a layer, N tokens of the prompt, L layers of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -28,8 +29,8 @@ class SelectionStep:
             layer before.
         deviation_C: call it to have fresh K and V of all candidates projected, kept, and compared with the stored ones;
             gives float32 (C,). Not available at layer 0, where nothing has run yet.
-        context_C: float32, what each candidate's own document does to it, known beforehand (`DocumentContext`); 0 where it is
-            not known or does not apply.
+        attention_C: float32, what the question attends to over the stored KV, see `question_pass`; 0 where the selector does
+            not read it.
         offset_C: LongTensor, each candidate's index in its chunk.
 
     """
@@ -39,7 +40,7 @@ class SelectionStep:
     reusable: int
     candidates_C: torch.Tensor
     deviation_C: Callable[[], torch.Tensor]
-    context_C: torch.Tensor
+    attention_C: torch.Tensor
     offset_C: torch.Tensor
 
     def all(self) -> torch.Tensor:
@@ -50,9 +51,19 @@ class SelectionStep:
         """The mask that keeps no candidate."""
         return torch.zeros(len(self.candidates_C), dtype=torch.bool)
 
+    def top(self, score_C: torch.Tensor, count: int) -> torch.Tensor:
+        """The mask that keeps the `count` candidates of highest score."""
+        chosen_C = self.none()
+        chosen_C[torch.topk(score_C, count).indices.cpu()] = True
+        return chosen_C
+
 
 class Selector(Protocol):
-    """Picks the reusable tokens that a layer recomputes, from those that the layer before it did."""
+    """Picks the reusable tokens that a layer recomputes, from those that the layer before it did.
+
+    A selector with an attribute `reads_attention` that is true is given `SelectionStep.attention_C`, for which the question
+    runs over the stored KV first.
+    """
 
     def select(self, step: SelectionStep) -> torch.Tensor:
         """A boolean mask (C,) of the candidates that go through this layer's attention and MLP."""
@@ -60,45 +71,100 @@ class Selector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopDeviation:
-    """Keeps the candidates that deviate most, as many as the schedule says (paper §4.3, figure 9).
+    """HKVD tokens: the candidates of largest KV deviation, as many as the schedule says (paper §4.3, figure 9).
 
     Args:
         ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 nothing is recomputed, in layer 0 neither.
         schedule: how many each layer runs.
-        context_weight: weight of the document's deviation beside the one measured here, each relative to its mean over the
-            candidates. 0 is the paper's choice.
-
     """
 
     ratio: float
     schedule: Schedule
-    context_weight: float = 0.0
 
     def select(self, step: SelectionStep) -> torch.Tensor:
         """Keep the candidates of largest deviation."""
         keep = self.schedule.counts(step.reusable, step.layers, self.ratio)[step.layer]
         if keep >= len(step.candidates_C):
             return step.all()
-        chosen_C = step.none()
-        if keep:
-            score_C = self._known_before(step) if step.layer == 0 else self._score(step)
-            chosen_C[torch.topk(score_C, keep).indices.cpu()] = True
-        return chosen_C
+        return step.top(step.deviation_C(), keep) if keep else step.none()
 
-    def _known_before(self, step: SelectionStep) -> torch.Tensor:
-        """What there is to choose by before any layer has run, (C,): what the document does to a token, and behind all of
-        those the chunks' first tokens, which took the chunk's start for the text's (EPIC, arXiv 2410.15332).
-        """
-        first_C = 1 / (1 + step.offset_C)
-        return torch.where(step.context_C > 0, 1 + step.context_C, first_C) if self.context_weight else first_C
 
-    def _score(self, step: SelectionStep) -> torch.Tensor:
-        deviation_C = step.deviation_C()
-        if not self.context_weight or not step.context_C.any():
-            return deviation_C
-        mean = deviation_C[deviation_C.isfinite()].mean().clamp_min(torch.finfo(torch.float32).tiny)
-        context_C = step.context_C.to(deviation_C.device)
-        return deviation_C / mean + self.context_weight * context_C / context_C.mean()
+class _ChosenOnce(ABC):
+    """A choice at layer 0 that all layers keep; layer 1 measures its KV deviation, for those who watch."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Keep the candidates of highest score at layer 0, and all of them after that."""
+        keep = round(self._ratio * step.reusable)
+        if step.layer > 0 or keep >= step.reusable:
+            if step.layer == 1 and len(step.candidates_C) < step.reusable:
+                step.deviation_C()
+            return step.all()
+        return step.top(self.score(step), keep) if keep else step.none()
+
+    @abstractmethod
+    def score(self, step: SelectionStep) -> torch.Tensor:
+        """Float32 (C,); the highest are kept."""
+
+
+class QuestionAttention(_ChosenOnce):
+    """The tokens that the question attends to most over the stored KV (ProphetKV; QCFuse): see `question_pass`.
+
+    Args:
+        ratio: share of the reusable tokens.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        super().__init__(ratio)
+        self.reads_attention = 0 < ratio < 1
+
+    def score(self, step: SelectionStep) -> torch.Tensor:
+        """The attention."""
+        return step.attention_C
+
+
+class FirstTokens(_ChosenOnce):
+    """The first tokens of every chunk (EPIC's LegoLink, arXiv 2410.15332)."""
+
+    def score(self, step: SelectionStep) -> torch.Tensor:
+        """Higher towards a chunk's start."""
+        return 1 / (1 + step.offset_C)
+
+
+class RandomTokens(_ChosenOnce):
+    """As many tokens at random, the same for the same prompt: the control."""
+
+    def score(self, step: SelectionStep) -> torch.Tensor:
+        """A number of each token's own."""
+        generator = torch.Generator().manual_seed(len(step.candidates_C))
+        return torch.rand(len(step.candidates_C), generator=generator)
+
+
+class AttentionDeviation:
+    """Twice the tokens by the question's attention at layer 0; at layer 1 the half with the largest attention times deviation.
+
+    Args:
+        ratio: share of the reusable tokens that layers 1 and up recompute.
+    """
+
+    widening: ClassVar[int] = 2
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self.reads_attention = 0 < ratio < 1
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Keep by attention, then by the product."""
+        keep = min(round(self._ratio * step.reusable) * (self.widening if step.layer == 0 else 1), len(step.candidates_C))
+        if keep == len(step.candidates_C):
+            return step.all()
+        if not keep:
+            return step.none()
+        if step.layer == 0:
+            return step.top(step.attention_C, keep)
+        return step.top(step.attention_C * step.deviation_C().cpu(), keep)
 
 
 class ExplicitPositions:
@@ -121,3 +187,54 @@ class ExplicitPositions:
         if step.layer > 0 and not chosen_C.all():
             step.deviation_C()
         return chosen_C
+
+
+class Oracle(_ChosenOnce):
+    """The tokens whose stored KV is farthest from full prefill's, weighed by full prefill's own attention: for analysis.
+
+    Args:
+        ratio: share of the reusable tokens.
+        error_N: float32 (N,), the score of every position of the prompt, from a full prefill of it.
+    """
+
+    def __init__(self, ratio: float, error_N: torch.Tensor) -> None:
+        super().__init__(ratio)
+        self._error_N = error_N
+
+    def score(self, step: SelectionStep) -> torch.Tensor:
+        """The error."""
+        return self._error_N[step.candidates_C]
+
+
+# By the name that configurations use: makes the selector of a ratio and a spread of gradual filtering, and says on which
+# schedule the loading controller counts.
+@dataclass(frozen=True, slots=True)
+class NamedSelector:
+    """A selector that has a name.
+
+    Args:
+        make: the selector of a ratio and a spread.
+        schedule: of a spread; what the loading controller predicts with.
+    """
+
+    make: Callable[[float, float], Selector]
+    schedule: Callable[[float], Schedule]
+
+
+def _by_deviation(schedule: Callable[[float], Schedule]) -> NamedSelector:
+    return NamedSelector(lambda ratio, spread: TopDeviation(ratio, schedule(spread)), schedule)
+
+
+def _chosen_once(make: Callable[[float], Selector], *, asks: bool = False, widening: int = 1) -> NamedSelector:
+    schedule = Schedule(0.0, first_layer=widening, asks=asks)
+    return NamedSelector(lambda ratio, _: make(ratio), lambda _: schedule)
+
+
+SELECTORS: Mapping[str, NamedSelector] = {
+    "question_attention": _chosen_once(QuestionAttention, asks=True),
+    "attention_deviation": _chosen_once(AttentionDeviation, asks=True, widening=AttentionDeviation.widening),
+    "gradual": _by_deviation(Schedule),
+    "single_shot": _by_deviation(lambda _: Schedule(0.0)),
+    "first_tokens": _chosen_once(FirstTokens),
+    "random": _chosen_once(RandomTokens),
+}

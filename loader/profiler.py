@@ -109,7 +109,6 @@ class _NoKV:
     model: str
     dtype: torch.dtype
     prefix_ids: Sequence[int] = ()
-    context: None = None
 
 
 class _OneLayer:
@@ -145,7 +144,7 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
         segments.insert(0, Segment(stored, _NoKV(stored, fusor.fingerprint, fusor.decoder.dtype)))
     samples: list[LayerSample] = []
     before = 0
-    with closing(fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio), _OneLayer())) as steps:
+    with closing(fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio, selector="gradual"), _OneLayer())) as steps:
         for layer in range(min(LAYERS_TIMED, fusor.decoder.geometry.layers)):
             started = time.perf_counter()
             rows = next(steps).recomputed

@@ -4,7 +4,6 @@ from .block_hash import BLOCK_TOKENS, BlockChain, chain_root
 from .catalogue import CatalogueEntry
 from .chunk import ChunkKV, LayerPair
 from .config import StoreConfig
-from .document_context import DocumentContext, token_digest
 from .document_table import StoredDocument
 from .documents import StoreDocuments
 from .errors import (
@@ -17,7 +16,7 @@ from .errors import (
     StoreFullError,
 )
 from .eviction import NamespaceShare
-from .key import ChunkKey
+from .key import ChunkKey, context_digest
 from .kv_store import KVStore
 from .placement import Placement
 from .prefix_blocks import PrefixBlocks, PrefixStats
@@ -34,7 +33,6 @@ __all__ = [
     "ChunkKey",
     "ConfigError",
     "DamagedEntryError",
-    "DocumentContext",
     "InputError",
     "KVStore",
     "LayerPair",
@@ -53,5 +51,5 @@ __all__ = [
     "TierStats",
     "VerifyReport",
     "chain_root",
-    "token_digest",
+    "context_digest",
 ]

@@ -1,4 +1,4 @@
-"""What is stored for one chunk of text: its keys and values, computed alone, position-free.
+"""The KV of one chunk of text as it is stored: its keys and values, position-free.
 
 Shapes: H KV heads, T tokens of the chunk, D head size.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .document_context import DocumentContext
 from .errors import InputError
 
 LayerPair = tuple[torch.Tensor, torch.Tensor]
@@ -18,7 +17,7 @@ LayerPair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
-    """The KV cache of one chunk, computed alone behind a fixed prefix (paper §4.2; the prefix keeps attention sinks out).
+    """The KV cache of one chunk, computed after a prefix and a context (paper §4.2, where both are empty).
 
     Args:
         layers: one pair a layer, `k_HTD` and `v_HTD`, both of the model's dtype. Keys are as the key projection (and key
@@ -26,7 +25,7 @@ class ChunkKV:
         token_ids: the T token ids of the chunk; the prefix is not among them.
         prefix_ids: the token ids that stood before the chunk while it was computed.
         model: fingerprint of the model that computed it; None where the caller does not know.
-        context: what the text before the chunk in its document does to it; None where that is not known.
+        context: names what stood between the prefix and the chunk, see `context_digest`; empty for nothing.
 
     Raises:
         InputError: no layers, or tensors whose shape does not fit the token ids.
@@ -37,16 +36,12 @@ class ChunkKV:
     token_ids: Sequence[int]
     prefix_ids: Sequence[int] = ()
     model: str | None = None
-    context: DocumentContext | None = None
+    context: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple((k_HTD, v_HTD) for k_HTD, v_HTD in self.layers))
         object.__setattr__(self, "token_ids", _ids(self.token_ids))
         object.__setattr__(self, "prefix_ids", _ids(self.prefix_ids))
-        if self.context is not None and len(self.context.deviation) != len(self.token_ids):
-            raise InputError(
-                f"the context of a chunk of {len(self.token_ids)} tokens has deviations of {len(self.context.deviation)}"
-            )
         if not self.layers:
             raise InputError("a ChunkKV needs the keys and values of at least one layer; got none")
         for layer, (k_HTD, v_HTD) in enumerate(self.layers):

@@ -16,7 +16,6 @@ from .chunk import ChunkKV, LayerPair
 from .codec import EncodedShape, LayerShape
 from .codecs import CODECS
 from .direct_read import BLOCK_BYTES, aligned_blocks
-from .document_context import DocumentContext
 from .errors import InputError
 from .host_bytes import Bytes
 from .kept_memory import HUGE_PAGE_BYTES, KeptMemory
@@ -38,7 +37,7 @@ class EntryInfo:
         model: what the `ChunkKV` said of its model: the key's model, or None.
         dtype: of the decoded keys and values.
         heads: KV heads and head size of each layer; hybrid models differ from layer to layer.
-        context: what the text before the chunk in its document does to it; None where that is not known.
+        context: names what stood between the prefix and the chunk; see `context_digest`.
 
     Attributes:
         nbytes: of all stored tensors.
@@ -51,7 +50,7 @@ class EntryInfo:
     model: str | None
     dtype: torch.dtype
     heads: tuple[tuple[int, int], ...]
-    context: DocumentContext | None = None
+    context: str = ""
     nbytes: int = field(init=False, repr=False, compare=False)
     _shapes: tuple[EncodedShape, ...] = field(init=False, repr=False, compare=False)
     _sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -159,11 +158,18 @@ class EncodedEntry:
 
         """
         if kv.model is not None:
-            own = ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model, codec=key.codec, namespace=key.namespace)
+            own = ChunkKey.of(
+                kv.token_ids,
+                prefix_ids=kv.prefix_ids,
+                context=kv.context,
+                model=kv.model,
+                codec=key.codec,
+                namespace=key.namespace,
+            )
             if own != key:
                 raise InputError(
                     f"the KV of {len(kv.token_ids)} tokens of model {kv.model[:12]} has key {own}, not {key}; "
-                    "make the key from the KV's own token_ids, prefix_ids and model"
+                    "make the key from the KV's own token_ids, prefix_ids, context and model"
                 )
         if kv.dtype not in DTYPES or not kv.nbytes:
             names = ", ".join(str(dtype) for dtype in DTYPES)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
 
 from .direct_read import BLOCK_BYTES
-from .document_context import DocumentContext
 from .entry import EncodedEntry, EntryInfo
 from .errors import InputError
 from .key import ChunkKey
@@ -61,7 +59,7 @@ class EntryHeader:
                 "prefix_ids": info.prefix_ids,
                 "token_ids": info.token_ids,
                 "checksums": self.checksums,
-                "context": info.context and {"before": info.context.before, "deviation": info.context.deviation},
+                "context": info.context,
             },
             separators=(",", ":"),
         )
@@ -106,9 +104,9 @@ class EntryHeader:
             raise ValueError(f"{type(error).__name__} {error}") from error
 
 
-def _context(found: dict[str, list[Any]] | None) -> DocumentContext | None:
-    """Files that older versions wrote have none."""
-    return None if found is None else DocumentContext(tuple(found["before"]), tuple(found["deviation"]))
+def _context(found: object) -> str:
+    """Files that older versions wrote have none, or what the document did to the chunk: their KV was computed without one."""
+    return found if isinstance(found, str) else ""
 
 
 def _table(info: EntryInfo) -> dict[str, dict[str, object]]:

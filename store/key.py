@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from .codecs import CODECS
 from .errors import ConfigError, InputError
@@ -37,6 +39,7 @@ class ChunkKey:
         token_ids: Sequence[int],
         *,
         prefix_ids: Sequence[int] = (),
+        context: str = "",
         model: str,
         codec: str = "raw",
         namespace: str = "",
@@ -46,6 +49,7 @@ class ChunkKey:
         Args:
             token_ids: the chunk's own token ids.
             prefix_ids: the token ids that stand before it while its KV is computed.
+            context: names what stands between those and the chunk; see `context_digest`.
             model: fingerprint of the model.
             codec: one of `CODECS`.
             namespace: whose entry it is.
@@ -68,6 +72,7 @@ class ChunkKey:
             _packed("prefix_ids", prefix_ids),
             _packed("token_ids", token_ids),
             namespace.encode(),
+            *([context.encode()] if context else []),
         ):
             digest.update(struct.pack("<q", len(field)))
             digest.update(field)
@@ -75,6 +80,23 @@ class ChunkKey:
 
     def __str__(self) -> str:
         return self.digest
+
+
+def context_digest(filler_ids: Sequence[int], earlier: Iterable[Sequence[int]]) -> str:
+    """Names the context of a chunk's KV: 128 bits of a SHA-256, in hex; empty for none.
+
+    Args:
+        filler_ids: token ids of filler passages.
+        earlier: token ids of each chunk of the document that stood between them and the chunk.
+    """
+    texts = [filler_ids, *earlier]
+    if not any(map(len, texts)):
+        return ""
+    digest = hashlib.sha256()
+    for token_ids in (filler_ids, [token for chunk in texts[1:] for token in chunk]):
+        digest.update(struct.pack("<q", len(token_ids)))
+        digest.update(np.asarray(token_ids, dtype="<i8").tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _packed(name: str, ids: Sequence[int]) -> bytes:

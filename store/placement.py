@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from .chunk import LayerPair
-from .document_context import DocumentContext
 from .entry import EncodedEntry
 from .entry_file import EntryFile
 from .errors import DamagedEntryError, InputError, StoreError
@@ -55,8 +54,8 @@ class Placement:
         return self._info.model
 
     @property
-    def context(self) -> DocumentContext | None:
-        """What the text before the chunk in its document does to it; None where that is not known."""
+    def context(self) -> str:
+        """Names what stood between the prefix and the chunk; empty for nothing."""
         return self._info.context
 
     @property

@@ -12,7 +12,6 @@ import torch
 
 from .block_hash import BLOCK_TOKENS
 from .chunk import LayerPair
-from .document_context import DocumentContext
 from .errors import InputError, StoreError
 from .host_bytes import Bytes, host_bytes
 
@@ -54,11 +53,6 @@ class PrefixRun:
     def prefix_ids(self) -> tuple[int, ...]:
         """Nothing stands before a prefix."""
         return ()
-
-    @property
-    def context(self) -> DocumentContext | None:
-        """A prefix is never chosen from."""
-        return None
 
     @property
     def dtype(self) -> torch.dtype:

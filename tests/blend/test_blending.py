@@ -12,22 +12,20 @@ from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference, rag_prompt
 from tiny_models import CONFIGS, tiny_model
 
-from cacheblend.blend import ExplicitPositions, FusionConfig, Fusor, Segment, fusion
+from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Segment, fusion
 from cacheblend.blend import attention as attention_module
 from cacheblend.store import ChunkKV
 
 DENSE = ["llama", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn", "qwen2"]
 
 
-@pytest.mark.parametrize(
-    ("selector", "candidates"), [("gradual", 1.0), ("single_shot", 1.0), ("gradual", 0.4), ("gradual", 0.0)]
-)
+@pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("name", DENSE)
-def test_partial_recompute_equals_a_dense_replay(name: str, selector: str, candidates: float) -> None:
+def test_partial_recompute_equals_a_dense_replay(name: str, selector: str) -> None:
     """A dense replay of the same sets with the exact mask, keeping all that was projected, gives the same logits and cache."""
     fusor = Fusor(tiny_model(name))
     segments = rag_prompt(fusor)
-    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=0.15, selector=selector, candidate_ratio=candidates))
+    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=0.15, selector=selector))
     logits, kept = replay(fusor.model, segments, fused)
     assert float((fused.logits - logits).abs().max()) <= 1e-4
     mine = [x[0] for layer in fused.cache.layers for x in (layer.keys, layer.values)]
@@ -39,7 +37,7 @@ def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     """Each fault that implementations had before moves the logits far beyond the tolerance of the replay."""
     fusor = Fusor(tiny_model("llama"))
     segments = rag_prompt(fusor)
-    config = FusionConfig(recompute_ratio=0.3)
+    config = FusionConfig(recompute_ratio=0.3, selector="gradual")
     good = fusor.fuse(segments, config)
     own_attend = attention_module.attend
     own_rotate = fusor.decoder.rotate
@@ -84,7 +82,7 @@ def test_sets_are_nested_and_keep_the_ratio(name: str) -> None:
     """At 0.15 the reusable tokens recomputed are 15 % in the mean over layers 1 and up, nested, and within the projected."""
     fusor = Fusor(tiny_model(name))
     segments = rag_prompt(fusor)
-    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=0.15))
+    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=0.15, selector="gradual"))
     fresh = 6 + 9 + 7
     assert fused.reusable_tokens == len(fused.token_ids) - fresh
     assert abs(fused.recomputed_ratio - 0.15) <= 0.01
@@ -112,8 +110,20 @@ def test_the_tokens_that_deviate_most_are_recomputed() -> None:
     assert torch.allclose(fused.deviation[reusable], deviation[reusable], rtol=1e-3, atol=1e-5)
 
 
-def test_layer_0_is_read_only_for_full_reuse() -> None:
-    """A stored layer 0 full of NaN does no harm at any ratio but 0, and is used there."""
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_the_question_chooses_in_every_family(name: str) -> None:
+    """By default the same 15 % run through every layer, layer 0 included, and the question ran over the stored KV before."""
+    fusor = Fusor(tiny_model(name))
+    fused = fusor.fuse(rag_prompt(fusor))
+    assert abs(fused.recomputed_ratio - 0.15) <= 0.02
+    assert all(torch.equal(positions, fused.recomputed[0]) for positions in fused.recomputed)
+    layers = fusor.decoder.geometry.layers
+    assert len(fused.selection) == layers - 1
+    assert set(fused.selection_rows) == {fused.selection_rows[0]}
+
+
+def test_the_paper_s_way_never_reads_layer_0() -> None:
+    """A stored layer 0 full of NaN does no harm to HKVD tokens at any ratio but 0, and is used there."""
     fusor = Fusor(tiny_model("llama"))
     good = chunk(fusor, 20, seed=1)
     poisoned = [
@@ -121,7 +131,7 @@ def test_layer_0_is_read_only_for_full_reuse() -> None:
         for i, (k, v) in enumerate(good.kv.layers)
     ]
     segments = [Segment(BOS), Segment(good.token_ids, ChunkKV(poisoned, good.token_ids, BOS)), Segment(draw_ids(4, seed=2))]
-    assert torch.isfinite(fusor.fuse(segments, FusionConfig(recompute_ratio=0.15)).logits).all()
+    assert torch.isfinite(fusor.fuse(segments, FusionConfig(recompute_ratio=0.15, selector="gradual")).logits).all()
     assert not torch.isfinite(fusor.fuse(segments, FusionConfig(recompute_ratio=0)).logits).all()
 
 

@@ -1,18 +1,17 @@
-"""Chunks of several documents in one pass: each is computed as if it were alone, and the work is what was announced."""
+"""Chunks of several documents in one pass: each is computed as if by itself, and nothing is run twice."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prompts import BOS, assert_same_kv, draw_ids
 from tiny_models import CONFIGS, tiny_model
 
-from cacheblend.blend import Fusor, precompute
-from cacheblend.blend.alone_pass import runs
+from cacheblend.blend import ChunkContext, Fusor, precompute
+from cacheblend.blend.isolated_pass import runs
 from cacheblend.store import ChunkKV
 from cacheblend.store.errors import InputError, PromptTooLongError
 
@@ -26,11 +25,10 @@ FLAT = [chunk for chunks in DOCUMENTS for chunk in chunks]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-@pytest.mark.parametrize("context", [False, True])
-def test_in_one_pass_as_alone(name: str, context: bool) -> None:
+def test_in_one_pass_as_alone(name: str) -> None:
     """Chunks of any lengths side by side have the KV that each has alone, in every family."""
     fusor = Fusor(tiny_model(name))
-    kvs = list(fusor.precompute_documents(ALL, BOS, context=context))
+    kvs = list(fusor.precompute_documents(ALL, BOS))
     assert [kv.token_ids for kv in kvs] == [tuple(chunk) for chunk in FLAT]
     for kv, chunk in zip(kvs, FLAT, strict=True):
         assert_same_kv(kv, fusor.precompute(chunk, BOS))
@@ -49,54 +47,48 @@ def test_a_fault_shows() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 100])
-def test_contexts_do_not_depend_on_who_is_in_the_pass(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """However documents are put together, a chunk's context is that of its own document."""
-    fusor = Fusor(tiny_model("qwen3"))
-    apart = [kv for chunks in DOCUMENTS for kv in fusor.precompute_document(chunks, BOS)]
+def test_kv_does_not_depend_on_who_is_in_the_pass(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """However documents are put together, a chunk's KV and context are those of its own document."""
+    fusor, context = Fusor(tiny_model("qwen3")), ChunkContext()
+    apart = [kv for chunks in DOCUMENTS for kv in fusor.precompute_document(chunks, BOS, context=context)]
     monkeypatch.setattr(precompute, "PASS_TOKENS", tokens)
-    for kv, own in zip(fusor.precompute_documents(ALL, BOS), apart, strict=True):
+    for kv, own in zip(fusor.precompute_documents(ALL, BOS, context), apart, strict=True):
         assert_same_kv(kv, own)
-        if own.context is None:
-            assert kv.context is None
-        else:
-            assert kv.context is not None
-            assert kv.context.before == own.context.before
-            torch.testing.assert_close(kv.context.deviation, own.context.deviation, rtol=2e-3, atol=1e-6)
+        assert kv.context == own.context
 
 
 def lengths_run(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of every sequence that is run alone from now on."""
+    """The length of every sequence that is run from now on."""
     ran: list[int] = []
-    run_alone = fusor.decoder.run_alone
+    run_isolated = fusor.decoder.run_isolated
 
-    def counting(sequences: list[list[int]]) -> object:
+    def counting(sequences: list[list[int]], shared: object = None) -> object:
         ran.extend(map(len, sequences))
-        return run_alone(sequences)
+        return run_isolated(sequences, shared)
 
-    monkeypatch.setattr(fusor.decoder, "run_alone", counting)
+    monkeypatch.setattr(fusor.decoder, "run_isolated", counting)
     return ran
 
 
 def test_some_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are wanted come, in order, with their contexts; nothing is run for a document of which none is."""
+    """Those that are wanted come, in order; a document is read once, to the last of them, and one without any not at all."""
     fusor = Fusor(tiny_model("llama"))
     ran = lengths_run(fusor, monkeypatch)
-    kvs = list(fusor.precompute_documents([(DOCUMENTS[0], [3, 1]), (DOCUMENTS[1], []), (DOCUMENTS[2], [0])], BOS))
-    assert [kv.token_ids for kv in kvs] == [tuple(DOCUMENTS[0][1]), tuple(DOCUMENTS[0][3]), tuple(DOCUMENTS[2][0])]
-    assert [kv.context is not None for kv in kvs] == [True, True, False]
-    assert sorted(ran) == [15, 21, 31, 45]  # both chunks and their document; the first chunk of another alone
+    wanted = [(DOCUMENTS[0], [2, 1]), (DOCUMENTS[1], []), (DOCUMENTS[2], [0])]
+    kvs = list(fusor.precompute_documents(wanted, BOS, ChunkContext()))
+    assert [kv.token_ids for kv in kvs] == [tuple(DOCUMENTS[0][1]), tuple(DOCUMENTS[0][2]), tuple(DOCUMENTS[2][0])]
+    assert [kv.context != "" for kv in kvs] == [True, True, False]
+    assert sorted(ran) == [25, 31]
     assert not list(fusor.precompute_documents([], BOS))
 
 
-def test_a_first_chunk_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document's first chunk is taken from the reading of the whole, where nothing but the prefix stands before it."""
-    fusor = Fusor(tiny_model("llama"))
+def test_a_long_prefix_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every chunk stands after is not run again with each of them, nor for the next call."""
+    fusor, context = Fusor(tiny_model("llama")), ChunkContext(filler_ids=tuple(draw_ids(80, seed=90)))
     ran = lengths_run(fusor, monkeypatch)
-    first, second = fusor.precompute_document(DOCUMENTS[2], BOS)
-    assert sorted(ran) == [10, 40]
-    monkeypatch.undo()
-    assert_same_kv(first, fusor.precompute(DOCUMENTS[2][0], BOS))
-    assert_same_kv(second, fusor.precompute(DOCUMENTS[2][1], BOS))
+    for chunks in DOCUMENTS[:2]:
+        list(fusor.precompute_document(chunks, BOS, context=context))
+    assert ran == [81, 44, 14]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20))

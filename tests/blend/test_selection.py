@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.blend import ExplicitPositions, FusionConfig, Schedule, SelectionStep, TopDeviation
+from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, SelectionStep
 from cacheblend.blend.schedule import layer_counts
+from cacheblend.blend.selection import Oracle
 from cacheblend.store.errors import ConfigError
 
 
@@ -31,46 +32,62 @@ def test_gradual_ratios_lie_around_the_mean(ratio: float, first: int, last: int)
     assert (counts[0], counts[-1]) == (first, last)
 
 
+def step_at(layer: int, candidates: int, reusable: int, **known: torch.Tensor) -> SelectionStep:
+    """A step of five layers; what is not given is 0, and the deviation falls from token to token."""
+    return SelectionStep(
+        layer=layer,
+        layers=5,
+        reusable=reusable,
+        candidates_C=torch.arange(candidates),
+        deviation_C=lambda: known.get("deviation", torch.arange(float(candidates), 0, -1)),
+        attention_C=known.get("attention", torch.zeros(candidates)),
+        offset_C=known.get("offset", torch.arange(candidates)),
+    )
+
+
 @pytest.mark.parametrize("reusable", [100, 101, 102, 103])
 def test_single_shot_never_scores_twice(reusable: int) -> None:
     """The single-shot choice asks for deviations at layer 1 alone, whatever is left over of its share."""
-    asked: list[int] = []
-
-    def step(layer: int, candidates: int) -> SelectionStep:
-        def deviation() -> torch.Tensor:
-            asked.append(layer)
-            return torch.arange(float(candidates))
-
-        return SelectionStep(
-            layer, 5, reusable, torch.arange(candidates), deviation, torch.zeros(candidates), torch.arange(candidates)
-        )
-
-    single = TopDeviation(0.2, Schedule(0.0))
+    single = SELECTORS["single_shot"].make(0.2, 0.3)
     first = round(0.2 * reusable)
-    kept = [
-        int(single.select(step(layer, count)).sum())
-        for layer, count in ((0, reusable), (1, reusable), (2, first), (3, first), (4, first))
-    ]
-    assert kept == [reusable, *[first] * 4]
-    assert asked == [1]
+    counts = ((0, reusable), (1, reusable), (2, first), (3, first), (4, first))
+    assert [int(single.select(step_at(layer, count, reusable)).sum()) for layer, count in counts] == [reusable, *[first] * 4]
 
 
-def test_candidates_are_chosen_by_what_is_known_before() -> None:
-    """Layer 0 runs the tokens whose document says they need it, then the chunks' first ones; never fewer than layer 1."""
-    context = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.2, 0.9, 0.0, 0.0])
-    offset = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])
+@pytest.mark.parametrize("name", [name for name in SELECTORS if name not in ("gradual", "single_shot")])
+def test_a_choice_at_layer_0_is_kept(name: str) -> None:
+    """Selectors that choose before any layer keep the share asked for, at every layer, and nothing at ratio 0."""
+    for ratio in (0.0, 0.2, 1.0):
+        selector, count, kept = SELECTORS[name].make(ratio, 0.3), 40, []
+        for layer in range(5):
+            count = int(selector.select(step_at(layer, count, 40)).sum())
+            kept.append(count)
+        assert kept == SELECTORS[name].schedule(0.3).counts(40, 5, ratio)
+        assert kept[1:] == [round(ratio * 40)] * 4
 
-    def at_layer_0(ratio: float, candidate_ratio: float, weight: float = 4.0) -> list[int]:
-        step = SelectionStep(0, 3, 10, torch.arange(10), lambda: torch.zeros(10), context, offset)
-        return TopDeviation(ratio, Schedule(0.0, candidate_ratio), weight).select(step).nonzero()[:, 0].tolist()
 
-    assert at_layer_0(0.1, 0.2) == [4, 7]
-    assert at_layer_0(0.2, 0.5) == [0, 4, 6, 7, 8]
-    assert at_layer_0(0.3, 0.0) == [4, 6, 7]
-    assert at_layer_0(0.3, 1.0) == list(range(10))
-    assert at_layer_0(1.0, 0.2) == list(range(10))
-    assert at_layer_0(0.0, 1.0) == []
-    assert at_layer_0(0.1, 0.3, weight=0.0) == [0, 4, 8]
+def test_the_question_s_attention_decides() -> None:
+    """The tokens of highest attention are kept; the product with the deviation decides among twice as many."""
+    attention = torch.tensor([0.1, 0.9, 0.2, 0.8, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0])
+    chosen = SELECTORS["question_attention"].make(0.2, 0.3).select(step_at(0, 10, 10, attention=attention))
+    assert chosen.nonzero()[:, 0].tolist() == [1, 3]
+    product = SELECTORS["attention_deviation"].make(0.1, 0.3)
+    assert product.select(step_at(0, 10, 10, attention=attention)).nonzero()[:, 0].tolist() == [1, 3]
+    narrowed = step_at(1, 2, 10, attention=attention[[1, 3]], deviation=torch.tensor([1.0, 2.0]))
+    assert product.select(narrowed).tolist() == [False, True]
+
+
+def test_first_tokens_are_those_of_every_chunk() -> None:
+    """EPIC's choice goes by the place in the chunk."""
+    offset = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4])
+    chosen = SELECTORS["first_tokens"].make(0.4, 0.3).select(step_at(0, 10, 10, offset=offset))
+    assert chosen.nonzero()[:, 0].tolist() == [0, 1, 5, 6]
+
+
+def test_the_oracle_takes_the_largest_errors() -> None:
+    """It goes by the scores that it was given for positions of the prompt."""
+    chosen = Oracle(0.3, torch.tensor([0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0])).select(step_at(0, 10, 10))
+    assert chosen.nonzero()[:, 0].tolist() == [1, 3, 5]
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.15", True])
@@ -80,27 +97,14 @@ def test_ratio_outside_0_to_1_is_refused(ratio: object) -> None:
         FusionConfig(recompute_ratio=ratio)
 
 
-def test_candidate_ratio_outside_0_to_1_is_refused() -> None:
-    """So does the candidates' share."""
-    with pytest.raises(ConfigError, match=r"candidate_ratio=2.*0 to 1"):
-        FusionConfig(candidate_ratio=2)
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("inf"), True])
-def test_a_weight_below_0_is_refused(weight: float) -> None:
-    """A weight that is no number of 0 or more names itself in the error."""
-    with pytest.raises(ConfigError, match=r"context_weight=.*0 or more"):
-        FusionConfig(context_weight=weight)
-
-
 def test_unknown_selector_is_refused() -> None:
     """An unknown selector's error lists the known ones."""
-    with pytest.raises(ConfigError, match="gradual, single_shot"):
+    with pytest.raises(ConfigError, match="question_attention, attention_deviation, gradual"):
         FusionConfig(selector="best")
 
 
 def test_explicit_positions_need_every_layer() -> None:
     """A plan of another depth is refused."""
     plan = ExplicitPositions([[0, 1], [0]])
-    with pytest.raises(ConfigError, match="3 layers"):
-        plan.select(SelectionStep(0, 3, 2, torch.arange(2), lambda: torch.zeros(2), torch.zeros(2), torch.arange(2)))
+    with pytest.raises(ConfigError, match="5 layers"):
+        plan.select(step_at(0, 2, 2))

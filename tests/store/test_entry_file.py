@@ -14,7 +14,7 @@ import xxhash
 from chunks import HEADS, file_of, make_chunk, same
 from safetensors import safe_open
 
-from cacheblend.store import ChunkKV, DamagedEntryError, DocumentContext
+from cacheblend.store import ChunkKey, ChunkKV, DamagedEntryError
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.entry_file import EntryFile
 from cacheblend.store.entry_header import EntryHeader
@@ -176,17 +176,25 @@ def test_a_chunk_whose_model_is_unknown(open_store) -> None:
 
 
 def test_a_chunks_context_comes_back(tmp_path: Path) -> None:
-    """What its document does to a chunk is in the header; files of versions that did not know it have none."""
+    """The header has the context's name."""
+    _, kv = make_chunk(3)
+    kv = replace(kv, context="0f" * 16)
+    key = ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, context=kv.context, model=kv.model or "model")
+    with EntryFile.open(write(tmp_path, EncodedEntry.of(key, kv)), str(key)) as file:
+        assert file.info.context == kv.context
+        assert file.load().chunk(copy=True).context == kv.context
+
+
+@pytest.mark.parametrize("older", [None, {"before": ["0f" * 16], "deviation": [0.5]}, "absent"])
+def test_files_of_older_versions_have_no_context(older: object) -> None:
+    """Their KV was computed without one, whatever they say of the document."""
     key, kv = make_chunk(3)
-    context = DocumentContext(("0f" * 16, "1e" * 16), tuple(0.001 * index for index in range(len(kv.token_ids))))
-    entry = EncodedEntry.of(key, replace(kv, context=context))
-    with EntryFile.open(write(tmp_path, entry), str(key)) as file:
-        assert file.info.context == context
-        assert file.load().chunk(copy=True).context == context
-    raw = EntryHeader.of(EncodedEntry.of(key, kv)).pack()[8:]
-    table = json.loads(raw)
+    table = json.loads(EntryHeader.of(EncodedEntry.of(key, kv)).pack()[8:])
     description = json.loads(table["__metadata__"]["entry"])
-    del description["context"]
+    if older == "absent":
+        del description["context"]
+    else:
+        description["context"] = older
     text = json.dumps(description)
     table["__metadata__"] = {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
-    assert EntryHeader.parse(json.dumps(table).encode(), str(key)).info.context is None
+    assert EntryHeader.parse(json.dumps(table).encode(), str(key)).info.context == ""

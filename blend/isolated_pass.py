@@ -1,9 +1,10 @@
-"""Sequences that do not see each other, side by side in one pass through the decoder, without padding.
+"""A packed batch: sequences that do not see each other in one pass through the decoder, without padding.
 
 All but attention works token by token, so there it does not matter whose tokens they are; attention is called once for every
-run of sequences of one length.
+run of sequences of one length. What all of them stand after may be shared: its KV is computed once, and attended to by each.
 
-Shapes: B sequences of a run, T tokens of each, N tokens of all, H KV heads, Q query heads, D head size.
+Shapes: B sequences of a run, T tokens of each, N tokens of all, P tokens of a shared prefix, H KV heads, Q query heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -45,8 +46,27 @@ def runs(lengths: Sequence[int]) -> Iterator[Run]:
         yield run
 
 
-class AlonePass:
-    """Sequences alone through one layer, by the model's own attention; keeps the keys as they are before RoPE.
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefix:
+    """The KV of what every sequence of a pass stands after: a pair a layer, keys rotated, each (1, H, P, D) on the device."""
+
+    tokens: int
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def prefix_mask(run: Run, prefix_tokens: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Additive mask (1, 1, T, P + T) of a run's rows: the prefix and a row's own past, within the window."""
+    key_K = torch.arange(prefix_tokens + run.tokens, device=device)
+    row_T1 = torch.arange(prefix_tokens, prefix_tokens + run.tokens, device=device)[:, None]
+    hidden_TK = key_K > row_T1
+    if window is not None:
+        hidden_TK |= key_K <= row_T1 - window
+    mask_TK = torch.zeros(hidden_TK.shape, dtype=dtype, device=device)
+    return mask_TK.masked_fill_(hidden_TK, torch.finfo(dtype).min)[None, None]
+
+
+class IsolatedPass:
+    """Sequences through one layer, by the model's own attention; keeps the keys as they are before RoPE.
 
     The layer is run with the identity rotation, so that keys arrive here unrotated whatever the family's projections look
     like, and queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
@@ -55,6 +75,7 @@ class AlonePass:
         rotate: turns queries and keys to their positions.
         attention: that of the implementation which the model was loaded with.
         masks: the runs, and what each one's attention is masked with.
+        prefix: the layer's keys and values of a shared prefix; None for none.
     """
 
     def __init__(
@@ -62,8 +83,9 @@ class AlonePass:
         rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         attention: Callable[..., tuple[torch.Tensor, Any]],
         masks: Sequence[tuple[Run, Any]],
+        prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        self._rotate, self._attention, self._masks = rotate, attention, masks
+        self._rotate, self._attention, self._masks, self._prefix = rotate, attention, masks, prefix
         self.k_1HND, self.v_1HND = torch.empty(0), torch.empty(0)
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +98,13 @@ class AlonePass:
     ) -> torch.Tensor:
         """Rotate, then every run's attention; (1, N, Q, D)."""
         q, k = self._rotate(q, k)
-        outputs = [
-            self._attention(module, *map(run.part, (q, k, v)), run_mask, **kw)[0].flatten(0, 1) for run, run_mask in self._masks
-        ]
+        outputs = []
+        for run, run_mask in self._masks:
+            q_run, k_run, v_run = map(run.part, (q, k, v))
+            if self._prefix is not None:
+                k_run, v_run = (
+                    torch.cat([shared.expand(run.sequences, -1, -1, -1), own], dim=2)
+                    for shared, own in zip(self._prefix, (k_run, v_run), strict=True)
+                )
+            outputs.append(self._attention(module, q_run, k_run, v_run, run_mask, **kw)[0].flatten(0, 1))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]

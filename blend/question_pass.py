@@ -1,0 +1,98 @@
+"""The question's own tokens over a prompt's stored KV: what they attend to tells which tokens are worth recomputing.
+
+A stored token's error reaches the answer through attention: a token that the question hardly looks at may be far off and
+change nothing. So the question runs over the stored KV first, and every token's share of the attention output, its weight
+times the length of its value, is added up over heads and the question's rows. ProphetKV and QCFuse select by the weight
+alone; with the length of the value the KL to full prefill is lower at the same number of tokens (docs/benchmarks.md).
+
+Shapes: H KV heads, G query heads of a KV head, Q = H x G, S rows of the question, X = G x S, N tokens of the prompt, K tokens
+whose KV is known, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import Rows
+from .layer_source import LayerKV
+from .segment import Prompt
+
+# Of a longer question its last tokens ask. They cost what as many recomputed tokens do.
+MAX_QUESTION_TOKENS = 64
+MAX_START_TOKENS = 256
+
+
+def question_rows(prompt: Prompt) -> tuple[torch.Tensor, int]:
+    """Sorted positions (S,) that the pass runs, and how many of them, the last ones, ask.
+
+    Those that ask stand after the last reusable token; where none does, the prompt's last token asks. What stands fresh at the
+    prompt's start runs too: without the first token, where attention rests that looks at nothing, the weights mean little.
+    """
+    reusable = prompt.reusable_N.nonzero()[:, 0]
+    first = int(reusable[-1]) + 1 if len(reusable) else 0
+    asking = torch.arange(min(max(first, len(prompt) - MAX_QUESTION_TOKENS), len(prompt) - 1), len(prompt))
+    start = int(prompt.fresh_N[: int(asking[0])][:MAX_START_TOKENS].long().cumprod(0).sum())
+    return torch.cat([torch.arange(start), asking]), len(asking)
+
+
+class QuestionPass:
+    """The question's rows through one layer over stored KV.
+
+    Args:
+        whole: the layer's KV, keys rotated; the question's own is put into it.
+        rows: the positions that run, see `question_rows`.
+        asking: how many of them, the last ones, ask.
+        window: the layer's sliding window; None for none.
+        readable_K: sorted positions whose KV is known, the question's included; None for all. The others are cache misses,
+            not computed yet.
+
+    Attributes:
+        attention_N: float32 (N,), weight times length of value, summed over heads and the rows that ask.
+    """
+
+    def __init__(self, whole: LayerKV, rows: Rows, asking: int, window: int | None, readable_K: torch.Tensor | None) -> None:
+        self._whole, self._rows, self._asking = whole, rows, asking
+        self._window, self._readable_K = window, readable_K
+        self.attention_N = torch.zeros(whole.k_1HND.shape[2], device=whole.k_1HND.device)
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the rows' keys and values into the layer; hand back what is known of it."""
+        self._whole.put(self._rows.on_device_S, k_1HSD, v_1HSD)
+        k_1HND, v_1HND = self._whole.k_1HND, self._whole.v_1HND
+        if self._readable_K is None:
+            return k_1HND, v_1HND
+        return k_1HND.index_select(2, self._readable_K), v_1HND.index_select(2, self._readable_K)
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Attention output (1, S, Q, D); adds up `attention_N`."""
+        heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+        q_HXD, k_HKD, v_HKD = q[0].unflatten(0, (heads, groups)).flatten(1, 2), k[0], v[0]
+        scores_HXK = torch.matmul(q_HXD, k_HKD.transpose(1, 2)).float() * kw["scaling"]
+        if softcap := kw.get("softcap"):
+            scores_HXK = torch.tanh(scores_HXK / softcap) * softcap
+        weights_HXK = torch.softmax(scores_HXK + self._bias_SK(len(self._rows)).repeat(groups, 1), dim=-1)
+        length_HK = v_HKD.float().norm(dim=-1)
+        asking_HK = weights_HXK.unflatten(1, (groups, -1))[:, :, -self._asking :].sum((1, 2))
+        attention_K = (asking_HK * length_HK).sum(0)
+        if self._readable_K is None:
+            self.attention_N += attention_K
+        else:
+            self.attention_N.index_add_(0, self._readable_K, attention_K)
+        out_HGSD = torch.matmul(weights_HXK.to(v.dtype), v_HKD).unflatten(1, (groups, -1))
+        return out_HGSD.flatten(0, 1).transpose(0, 1)[None]
+
+    def _bias_SK(self, rows: int) -> torch.Tensor:
+        """0 where a row sees a key, -inf elsewhere."""
+        key_K = torch.arange(len(self.attention_N), device=self.attention_N.device)
+        if self._readable_K is not None:
+            key_K = self._readable_K
+        row_S1 = self._rows.on_device_S[:, None]
+        hidden_SK = key_K > row_S1
+        if self._window is not None:
+            hidden_SK |= key_K <= row_S1 - self._window
+        return torch.zeros(rows, len(key_K), device=key_K.device).masked_fill_(hidden_SK, -torch.inf)

@@ -1,0 +1,102 @@
+"""The question over the stored KV: its attention is the model's own, whatever else the prompt holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from prompts import BOS, chunk, draw_ids
+from tiny_models import tiny_model
+
+from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment, SelectionStep
+from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS, question_rows
+
+
+class Listening:
+    """A selector that keeps nothing and remembers what it was told at layer 0."""
+
+    reads_attention = True
+
+    def __init__(self) -> None:
+        self.attention_C = torch.empty(0)
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Keep no candidate."""
+        if step.layer == 0:
+            self.attention_C = step.attention_C
+        return step.none()
+
+
+def heard(fusor: Fusor, segments: list[Segment]) -> torch.Tensor:
+    """What a selector is told of the reusable tokens."""
+    listening = Listening()
+    fusor.fuse(segments, FusionConfig(selector=listening))
+    return listening.attention_C
+
+
+def own_attention(fusor: Fusor, segments: list[Segment], asking: int) -> torch.Tensor:
+    """The same by the model's own eager attention over a prompt whose KV is exact."""
+    model: Any = fusor.model
+    ids = [token for segment in segments for token in segment.token_ids]
+    model.set_attn_implementation("eager")
+    output = model(torch.tensor([ids]), output_attentions=True, use_cache=True)
+    model.set_attn_implementation("sdpa")
+    total = torch.zeros(len(ids))
+    for weights, layer in list(zip(output.attentions, output.past_key_values.layers, strict=True))[1:-1]:
+        groups = weights.shape[1] // layer.values.shape[1]
+        length_QN = layer.values[0].norm(dim=-1).repeat_interleave(groups, 0)
+        attention_N = (weights[0, :, -asking:].sum(1) * length_QN).sum(0)
+        total += attention_N / attention_N.sum()
+    return total
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@torch.no_grad()
+def test_it_is_the_model_s_own_attention(name: str) -> None:
+    """Over exact KV the attention told is what the model's own eager attention gives."""
+    fusor = Fusor(tiny_model(name))
+    ids = draw_ids(30, seed=1)
+    segments = [Segment(BOS), Segment(ids, fusor.precompute(ids, BOS)), Segment(draw_ids(6, seed=2))]
+    expected = own_attention(fusor, segments, asking=6)[len(BOS) : len(BOS) + 30]
+    torch.testing.assert_close(heard(fusor, segments), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_miss_is_left_out() -> None:
+    """KV that is not computed yet takes no part: the attention is finite, and the missing chunk's tokens are no candidates."""
+    fusor = Fusor(tiny_model("llama"))
+    stored = chunk(fusor, 20, seed=1)
+    attention_C = heard(
+        fusor, [Segment(BOS), stored, Segment(draw_ids(12, seed=3)), chunk(fusor, 9, seed=4), Segment(draw_ids(5, seed=2))]
+    )
+    assert attention_C.shape == (29,)
+    assert torch.isfinite(attention_C).all()
+    assert (attention_C > 0).all()
+
+
+def test_rows_are_the_start_and_the_question() -> None:
+    """What stands fresh at the start runs with the question; of a long question the last tokens ask; else the last token."""
+    fusor = Fusor(tiny_model("llama"))
+    stored = chunk(fusor, 10, seed=1)
+
+    def rows(*segments: Segment) -> tuple[list[int], int]:
+        positions_S, asking = question_rows(Prompt.of(segments))
+        return positions_S.tolist(), asking
+
+    assert rows(Segment(BOS), stored, Segment(draw_ids(3, seed=2))) == ([0, 11, 12, 13], 3)
+    assert rows(Segment(BOS), stored) == ([0, 10], 1)
+    positions, asking = rows(Segment(BOS), stored, Segment(draw_ids(100, seed=2)))
+    assert asking == MAX_QUESTION_TOKENS
+    assert positions == [0, *range(111 - MAX_QUESTION_TOKENS, 111)]
+
+
+def test_stored_kv_that_the_question_looks_at_is_recomputed() -> None:
+    """A token whose value is made long draws the choice."""
+    fusor = Fusor(tiny_model("llama"))
+    stored = chunk(fusor, 20, seed=1)
+    kv = stored.kv
+    assert kv is not None
+    for _, v_HTD in kv.layers[1:]:  # type: ignore[attr-defined]  # a ChunkKV
+        v_HTD[:, 7] *= 1000
+    attention_C = heard(fusor, [Segment(BOS), stored, Segment(draw_ids(5, seed=2))])
+    assert int(attention_C.argmax()) == 7
