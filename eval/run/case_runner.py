@@ -29,7 +29,6 @@ from .config import EvalConfig
 from .environment import has_random_weights
 from .folder import Row
 
-
 NEARNESS = (
     "deviation_left",
     "first_token_kl_nats",
