@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -145,10 +146,7 @@ def test_an_answer_is_tokenised_as_it_follows_the_prompt() -> None:
     assert decode(plain.answer_ids("a loop")) == " a loop"
     whole = decode((*plain.build([], "What?").tail, *plain.answer_ids("a loop")))
     assert whole == "Question: What?\nAnswer: a loop"
-    tokenizer = tiny_tokenizer()
+    tokenizer = copy.copy(tiny_tokenizer())
     tokenizer.chat_template = "<s>user: {{ messages[0]['content'] }}</s>assistant: "
-    try:
-        assert decode(PromptBuilder(tokenizer, "Read.\n").answer_ids("a loop")) == "a loop"
-        assert decode(PromptBuilder(tokenizer, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"
-    finally:
-        tokenizer.chat_template = None
+    assert decode(PromptBuilder(tokenizer, "Read.\n").answer_ids("a loop")) == "a loop"
+    assert decode(PromptBuilder(tokenizer, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"
