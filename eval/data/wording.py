@@ -44,6 +44,11 @@ class Wording:
         worked = (f"{self.before_question}{question}{self.after_question} {answer}\n\n" for question, answer in asked)
         return self.instruction + "".join(worked)
 
+    def as_written(self, answer: str, text: str) -> str:
+        """An answer as the model would write it: after the working that it wrote in a generated text, if any."""
+        working, ends, _ = text.strip().split("\n", 1)[0].rpartition(self.working_ends) if self.working_ends else ("", "", "")
+        return working + ends + answer
+
     def answer_in(self, text: str) -> str:
         """The answer in a generated text."""
         text = text.strip()

@@ -119,7 +119,8 @@ class CaseRunner:
         token_ids, _ = generate(self._fusor, full, min(COMPARED_TOKENS, self._config.new_tokens))
         positions = self._fusor.max_positions
         room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
-        answers = () if self._is_random else request.example.answers
+        text = self._fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
+        answers = () if self._is_random else (self._wording.as_written(each, text) for each in request.example.answers)
         golds = [ids for ids in (self._prompts.answer_ids(answer)[:room] for answer in answers) if ids]
         if not golds:
             return _Reference(full=full, token_ids=token_ids)

@@ -217,10 +217,15 @@ def test_base_models_get_worked_examples() -> None:
     ):
         builder = prompt_builder(tokenizer, replace(SHORT_ANSWER, prompt=prompt))
         head = tokenizer.decode(builder.head)
-        assert all(
-            (question in head) == (f"Answer: {answer}\n\n" in head) == has_examples for question, answer in EXAMPLES
-        )
+        assert all((question in head) == (f"Answer: {answer}\n\n" in head) == has_examples for question, answer in EXAMPLES)
         assert head.startswith("<s>user:") != has_examples
         assert tokenizer.decode(builder.build([], "Who?").tail).endswith("Answer:") == has_examples
     with pytest.raises(ConfigError, match="chat template"):
         prompt_builder(plain, replace(SHORT_ANSWER, prompt="chat"))
+
+
+def test_a_right_answer_follows_the_models_working() -> None:
+    """Where a model wrote a working first, the right answer is marked behind it; elsewhere as it is."""
+    assert WORLD.as_written("1986", " Elia Harane: 1990\nmore: text") == "Elia Harane: 1986"
+    assert WORLD.as_written("1986", "1990") == "1986"
+    assert SHORT_ANSWER.as_written("1986", "in: 1990") == "1986"
