@@ -33,8 +33,7 @@ def continue_from(
 
     """
     prompt_1N = torch.tensor([fused.token_ids], device=fused.logits.device)
-    cache = copy.copy(fused.cache)
-    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    cache = branch_cache(fused.cache)
     prefilled: list[CausalLMOutputWithPast] = [
         CausalLMOutputWithPast(logits=fused.logits[None, None], past_key_values=cache),
     ]
@@ -60,3 +59,13 @@ def continue_from(
     )
     sequence = output if isinstance(output, torch.Tensor) else output.sequences
     return [int(token) for token in sequence[0, len(fused.token_ids) :]]
+
+
+def branch_cache(cache: DynamicCache) -> DynamicCache:
+    """A cache that begins with this one's keys and values; what is appended to it never shows in the original.
+
+    Nothing is copied: the layers of a `DynamicCache` replace their tensors when they grow.
+    """
+    branch = copy.copy(cache)
+    branch.layers = [copy.copy(layer) for layer in cache.layers]
+    return branch

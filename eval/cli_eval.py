@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,19 @@ from cacheblend.service import cli_options as options
 from cacheblend.store.errors import ConfigError
 
 from . import cli_load
-from .data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
+from .data import (
+    CHUNKINGS,
+    DATA_SETS,
+    DATA_VARIABLE,
+    ORDERS,
+    PRESETS,
+    PROMPTS,
+    DocumentsSource,
+    FileSource,
+    Preset,
+    RequestSource,
+    WorldSource,
+)
 from .methods import DEFAULT_RATIO, METHODS
 
 if TYPE_CHECKING:
@@ -30,7 +43,9 @@ class _DataSetGroup(TyperGroup):
         """The command of a data set."""
         command = super().get_command(ctx, cmd_name)
         if command is None:
-            raise ConfigError("data set", cmd_name, f"one of world, {', '.join(DATA_SETS)}; or load, report, figures")
+            raise ConfigError(
+                "data set", cmd_name, f"one of world, {', '.join(DATA_SETS)}; or documents, load, report, figures"
+            )
         return command
 
 
@@ -59,6 +74,23 @@ Out = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out behind its last whole case.")]
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", help="Most tokens of an answer; left out, what suits the data set.")
+]
+
+ChunkTokens = Annotated[int | None, typer.Option("--chunk-tokens", help="Tokens of a chunk; left out, the preset's.")]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", help="Chunks of a prompt; left out, 6 where they are searched, else all that fit."),
+]
+Order = Annotated[
+    str, typer.Option("--order", help=f"Of a prompt's chunks: {', '.join(ORDERS)} (the chunk with the answer in the middle).")
+]
+Prompt = Annotated[
+    str,
+    typer.Option(
+        "--prompt",
+        help=f"{', '.join(PROMPTS)}: the model's chat template, or a plain text with worked examples; auto takes the template "
+        "where there is one.",
+    ),
 ]
 
 
@@ -100,6 +132,17 @@ def data_set(
     ratios: Ratios = str(DEFAULT_RATIO),
     seed: Seed = 0,
     cases: Annotated[int | None, typer.Option(help="Cases from the file's start; left out, as many as the paper's.")] = None,
+    chunking: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{' or '.join(CHUNKINGS)}: split passages, or take each as a chunk, in the file's order, without a search; "
+            "left out, as the data set is."
+        ),
+    ] = None,
+    chunk_tokens: ChunkTokens = None,
+    top_k: TopK = None,
+    order: Order = ORDERS[0],
+    prompt: Prompt = PROMPTS[0],
     max_tokens: MaxTokens = None,
     out: Out = None,
     resume: Resume = False,
@@ -114,16 +157,59 @@ def data_set(
         cacheblend eval musique --data ./data --model ./model --json
 
         cacheblend eval 2wikimqa_shared --data ./data --model ./model --preset extended --methods full_recompute,blend
+
+        cacheblend eval squad_shared --data ./data --model ./model --prompt few-shot --chunking passage --order gold-middle
     """
     if preset not in PRESETS:
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
-    source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=PRESETS[preset])
+    setting = _changed(PRESETS[preset], chunk_tokens=chunk_tokens, top_k=top_k, chunking=chunking, order=order, prompt=prompt)
+    source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=setting)
     config = _config(source, model, methods, ratios, max_tokens, device, dtype, allow_unverified)
     _run(config, out, resume, as_json)
 
 
 for _name, _set in DATA_SETS.items():
     app.command(_name, short_help=f"{_set.file}, from {_set.source}.")(data_set)
+
+
+@app.command("documents")
+def documents(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as `cacheblend ingest` takes it.")],
+    questions: Annotated[
+        str,
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help='.jsonl, a line {"question", "answers" and "id" if there are any}, or .txt, a question a line.',
+        ),
+    ],
+    model: Model = None,
+    methods: Methods = DEFAULT_METHODS,
+    ratios: Ratios = str(DEFAULT_RATIO),
+    cases: Annotated[int | None, typer.Option(help="Questions from the file's start; left out, all.")] = None,
+    chunk_tokens: ChunkTokens = None,
+    top_k: TopK = None,
+    order: Order = ORDERS[0],
+    prompt: Prompt = PROMPTS[0],
+    max_tokens: MaxTokens = None,
+    out: Out = None,
+    resume: Resume = False,
+    device: options.Device = options.DEFAULTS["device"],
+    dtype: options.Dtype = options.DEFAULTS["dtype"],
+    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    as_json: options.Json = False,
+) -> None:
+    """Measure the methods on your own documents and questions; right answers are not needed.
+
+    Examples:
+        cacheblend eval documents ./handbook --questions questions.txt --model ./model
+
+        cacheblend eval documents ./handbook --questions questions.jsonl --model ./model --ratios 0.05,0.15,0.3 --json
+    """
+    setting = _changed(Preset(), chunk_tokens=chunk_tokens, top_k=top_k, order=order, prompt=prompt)
+    source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=setting)
+    config = _config(source, model, methods, ratios, max_tokens, device, dtype, allow_unverified)
+    _run(config, out, resume, as_json)
 
 
 app.command("load")(cli_load.load)
@@ -177,6 +263,11 @@ def figures(
         options.print_json(made)
     else:
         typer.echo("\n".join(f"{figure}: {what}" for figure, what in made.items()))
+
+
+def _changed(preset: Preset, **options_: Any) -> Preset:
+    """A preset with the options that were given."""
+    return replace(preset, **{name: value for name, value in options_.items() if value is not None})
 
 
 def _config(

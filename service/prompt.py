@@ -67,6 +67,7 @@ class PromptBuilder:
         chunk_prefix: text that chunks are precomputed behind, after BOS.
         before_question: text in front of the question.
         after_question: text behind the question, where there is no chat template to end it.
+        chat: use the tokenizer's chat template where it has one; False makes a plain text of every prompt.
 
     Raises:
         InputError: the chat template cannot be rendered, or drops the user's text.
@@ -79,11 +80,13 @@ class PromptBuilder:
         chunk_prefix: str = "",
         before_question: str = BEFORE_QUESTION,
         after_question: str = AFTER_QUESTION,
+        *,
+        chat: bool = True,
     ) -> None:
         self._plain = PlainTokenizer(tokenizer)
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         self.chunk_prefix_ids = (*bos, *self._plain.ids(chunk_prefix))
-        if tokenizer.chat_template is None:
+        if tokenizer.chat_template is None or not chat:
             self.head = (*bos, *self._plain.ids(instruction))
             self._before_question, self._after_question = before_question, after_question
             self._tail_end: tuple[int, ...] = ()
@@ -122,6 +125,16 @@ class PromptBuilder:
         tail = (*self._plain.ids(text), *self._tail_end)
         ids = tuple(chunk.document_id for chunk in chunks)
         return PromptPieces(self.head, tuple(chunk.token_ids for chunk in chunks), tail, ids, may_be_continued=False)
+
+    def answer_ids(self, answer: str) -> tuple[int, ...]:
+        """Token ids of an answer as it follows the prompt: after a space in a plain text, as it is after a chat template."""
+        before = self._after_question
+        if self._tail_end or not before or before[-1].isspace():
+            return tuple(self._plain.ids(answer))
+        # In one go, where the border holds: some tokenizers put a space of their own in front of a text.
+        before_ids, whole = self._plain.ids(before), self._plain.ids(f"{before} {answer}")
+        holds = whole[: len(before_ids)] == before_ids
+        return tuple(whole[len(before_ids) :] if holds else self._plain.ids(f" {answer}"))
 
     @staticmethod
     def _template_ids(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ DATA_SETS = {
     "2wikimqa": DataSet(file="2wikimqa_longbench100.jsonl", source=f"{_LONGBENCH} (2wikimqa)", cases=200),
     "2wikimqa_dev": DataSet(file="2wikimqa_dev.jsonl", source=_2WIKI, cases=328),
     "2wikimqa_shared": DataSet(file="2wikimqa_sharedcorpus1000.jsonl.gz", source=_2WIKI, cases=1000),
+    "hotpotqa": DataSet(file="hotpotqa_dev.jsonl", source="https://hotpotqa.github.io", cases=100),
     "squad_shared": DataSet(
         file="squad11_dev_rag1000.jsonl.gz", source="https://rajpurkar.github.io/SQuAD-explorer", cases=1000
     ),

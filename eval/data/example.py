@@ -28,8 +28,8 @@ class Example:
     Args:
         id: unique in its data set.
         question: may be empty where the task alone says what to do.
-        answers: the right answers, at least one; the best match counts.
-        passages: the context, at least one.
+        answers: the right answers; the best match counts. None where nobody knows: then there is no quality to report.
+        passages: the context; none where the source searches documents of its own.
         task: what is asked for.
         category: the class that results are also given for; empty where the data set has none.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend.retriever import (
@@ -21,9 +21,9 @@ from cacheblend.store.errors import ConfigError
 from .case_file import read_examples
 from .data_set import DataSet, data_set, find_file
 from .example import Example
-from .preset import Preset
+from .preset import SEARCHED_TOP_K, Preset
 from .remembering_embedder import RememberingEmbedder
-from .request import Request, make_request
+from .request import Request, arrange, make_request
 from .source import prompt_builder
 from .wording import Wording
 
@@ -37,7 +37,7 @@ class FileSource:
         data: see `find_file`.
         cases: how many, from the file's start; None for as many as the paper took.
         seed: of the order, where the preset shuffles.
-        preset: chunks, retrieval and caching.
+        preset: chunks, retrieval, order, prompt and caching.
 
     Raises:
         ConfigError: an unknown data set, or fewer than one case.
@@ -62,7 +62,7 @@ class FileSource:
     @property
     def wording(self) -> Wording:
         """The words around passages and questions."""
-        return self._set.wording
+        return replace(self._set.wording, prompt=self.preset.prompt)
 
     @property
     def new_tokens(self) -> int:
@@ -104,7 +104,7 @@ class FileSource:
             for index, example in enumerate(examples):
                 question = self.wording.question.format(question=example.question)
                 chunks = self._chunks(example, retriever, plain)
-                yield make_request(
+                request = make_request(
                     example,
                     builder.head,
                     [token_ids for _, token_ids in chunks],
@@ -113,17 +113,19 @@ class FileSource:
                     document_ids=[id_ for id_, _ in chunks],
                     is_warm_up=index < warm_up,
                 )
+                yield arrange(request, self.preset.order, tokenizer.decode)
 
     def _chunks(self, example: Example, retriever: Retriever, plain: PlainTokenizer) -> list[tuple[str, Sequence[int]]]:
         """Document and token ids of a case's chunks, in the prompt's order."""
-        documents = _documents(example)
-        if not self._set.split:
-            return [(document.id, plain.ids(document.content + retriever.config.separator)) for document in documents]
+        documents, top_k = _documents(example), self.preset.top_k
+        if (self.preset.chunking or ("split" if self._set.split else "passage")) == "passage":
+            return [(document.id, plain.ids(document.content + retriever.config.separator)) for document in documents[:top_k]]
         if not self._set.searched:
-            return [(document.id, chunk.token_ids) for document in documents for chunk in retriever.splitter.split(document)]
+            split = ((document.id, chunk) for document in documents for chunk in retriever.splitter.split(document))
+            return [(id_, chunk.token_ids) for id_, chunk in itertools.islice(split, top_k)]
         if not self.preset.shared_corpus:
             retriever.add(documents)
-        found = retriever.search(example.question, min(self.preset.top_k, len(retriever.chunks())))
+        found = retriever.search(example.question, min(top_k or SEARCHED_TOP_K, len(retriever.chunks())))
         if not self.preset.shared_corpus:
             for document in retriever.documents():
                 retriever.delete(document.id)

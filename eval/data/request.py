@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from cacheblend.service.prompt import PromptPieces
 from cacheblend.store.errors import PromptTooLongError
@@ -67,3 +68,31 @@ def make_request(
         cut_tokens=before - sum(map(len, kept)),
         is_warm_up=is_warm_up,
     )
+
+
+def arrange(request: Request, order: str, text_of: Callable[[Sequence[int]], str]) -> Request:
+    """The request with its chunks in one of `ORDERS`; which chunks they are was settled before, so it is the same in all.
+
+    Args:
+        request: in the order of retrieval.
+        order: see `Preset`. Where no chunk holds an answer as whole words, "gold-middle" leaves the order as it is.
+        text_of: decodes a chunk.
+    """
+    places = list(range(len(request.pieces.chunks)))
+    if order == "reversed":
+        places.reverse()
+    elif order == "gold-middle":
+        texts = [text_of(chunk) for chunk in request.pieces.chunks]
+        gold = next((place for place in places if _tells(texts[place], request.example.answers)), None)
+        if gold is not None:
+            places.remove(gold)
+            places.insert(len(texts) // 2, gold)
+    pieces = request.pieces
+    chunks = tuple(pieces.chunks[place] for place in places)
+    ids = tuple(pieces.document_ids[place] for place in places) if pieces.document_ids else ()
+    return replace(request, pieces=replace(pieces, chunks=chunks, document_ids=ids))
+
+
+def _tells(text: str, answers: Sequence[str]) -> bool:
+    words = (answer.strip() for answer in answers)
+    return any(word and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in words)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from cacheblend.retriever import Embedder
 from cacheblend.service.prompt import PromptBuilder
+from cacheblend.store.errors import ConfigError
 
 from .request import Request
 from .wording import Wording
@@ -53,10 +54,19 @@ class RequestSource(Protocol):
 
 
 def prompt_builder(tokenizer: Any, wording: Wording) -> PromptBuilder:
-    """Lays out the prompts of a wording for a model."""
+    """Lays out the prompts of a wording for a model.
+
+    Raises:
+        ConfigError: a chat prompt is asked for, and the model has no chat template.
+    """
+    has_template = tokenizer.chat_template is not None
+    if wording.prompt == "chat" and not has_template:
+        raise ConfigError("prompt", "chat", "only with a model that has a chat template; use auto or few-shot")
+    chat = has_template and wording.prompt != "few-shot"
     return PromptBuilder(
         tokenizer,
-        wording.instruction,
+        wording.instruction if chat else wording.text_instruction,
         before_question=wording.before_question,
         after_question=wording.after_question,
+        chat=chat,
     )

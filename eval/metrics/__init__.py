@@ -1,10 +1,28 @@
-"""Answer quality, differences between methods, and KV deviation."""
+"""Answer quality, nearness to full recompute, what was computed, and differences between methods."""
 
 from cacheblend.blend.deviation_left import deviation_left
 
 from .answer_text import exact_match, f1, normalize
+from .compute import ModelCompute, compute_share
 from .difference import Difference, paired_difference
+from .fidelity import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, first_token_kl_nats
 from .quality import quality
 from .rouge_l import rouge_l
 
-__all__ = ["Difference", "deviation_left", "exact_match", "f1", "normalize", "paired_difference", "quality", "rouge_l"]
+__all__ = [
+    "COMPARED_TOKENS",
+    "GOLD_TOKENS",
+    "Difference",
+    "ModelCompute",
+    "answer_nll_nats",
+    "compute_share",
+    "deviation_left",
+    "equal_greedy_tokens",
+    "exact_match",
+    "f1",
+    "first_token_kl_nats",
+    "normalize",
+    "paired_difference",
+    "quality",
+    "rouge_l",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +12,48 @@ from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.eval.data import Example, Request
 from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.methods import CacheHistory, EverythingCached, MethodAnswer, ResidentRequest, SeenBefore, make_methods
-from cacheblend.eval.metrics import deviation_left, quality
+from cacheblend.eval.methods.method import generate
+from cacheblend.eval.metrics import (
+    COMPARED_TOKENS,
+    GOLD_TOKENS,
+    ModelCompute,
+    answer_nll_nats,
+    compute_share,
+    deviation_left,
+    equal_greedy_tokens,
+    first_token_kl_nats,
+    quality,
+)
 
 from .config import EvalConfig
 from .environment import has_random_weights
 from .folder import Row
+
+NEARNESS = (
+    "deviation_left",
+    "first_token_kl_nats",
+    "gold_nll_nats",
+    "gold_nll_over_full_nats",
+    "equal_greedy_tokens",
+    "compute_share",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reference:
+    """Full recompute of a case, untimed: what every method is held against.
+
+    Args:
+        full: its prompt.
+        token_ids: its first greedy tokens.
+        gold_ids: the right answer that it finds likeliest; empty where there is none to go by.
+        gold_nll_nats: of that answer.
+    """
+
+    full: FusedPrompt
+    token_ids: list[int]
+    gold_ids: tuple[int, ...] = ()
+    gold_nll_nats: float = 0.0
 
 
 class CaseRunner:
@@ -31,7 +70,8 @@ class CaseRunner:
         self._methods = make_methods(config.planned(), fusor, self._wording)
         self._history: CacheHistory = EverythingCached() if config.source.caches_all else SeenBefore()
         self._is_random = has_random_weights(fusor)
-        self._chunk_prefix_ids = prompt_builder(fusor.tokenizer, self._wording).chunk_prefix_ids
+        self._prompts = prompt_builder(fusor.tokenizer, self._wording)
+        self._compute = ModelCompute.of(fusor.decoder)
 
     def warm_up(self, request: Request) -> None:
         """Run and mark every method once: what is missing shows at once, and no case has the times of first calls."""
@@ -50,14 +90,14 @@ class CaseRunner:
         resident = self._resident(request)
         for method in self._methods.values():
             method.prepare(resident)
-        full = self._fusor.prefill(request.pieces.token_ids)  # for the deviation, and untimed
+        reference = self._reference(request)
         labels = list(self._methods)
         start = index % len(labels)
         results: dict[str, Any] = {}
         for label in labels[start:] + labels[:start]:
             self._settle()
             answer = self._methods[label].answer(resident, self._config.new_tokens)
-            results[label] = self._result(request.example, answer, full)
+            results[label] = self._result(request.example, answer, reference)
         self._history.remember(request.pieces.chunks)
         return {
             "case": index,
@@ -72,9 +112,22 @@ class CaseRunner:
 
     def _resident(self, request: Request) -> ResidentRequest:
         cached, prefix = self._history.cached(request.pieces.chunks)
-        return ResidentRequest(self._fusor, request, self._chunk_prefix_ids, cached, prefix)
+        return ResidentRequest(self._fusor, request, self._prompts.chunk_prefix_ids, cached, prefix)
 
-    def _result(self, example: Example, answer: MethodAnswer, full: FusedPrompt) -> dict[str, Any]:
+    def _reference(self, request: Request) -> _Reference:
+        full = self._fusor.prefill(request.pieces.token_ids)
+        token_ids, _ = generate(self._fusor, full, min(COMPARED_TOKENS, self._config.new_tokens))
+        positions = self._fusor.max_positions
+        room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
+        text = self._fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
+        answers = () if self._is_random else (self._wording.as_written(each, text) for each in request.example.answers)
+        golds = [ids for ids in (self._prompts.answer_ids(answer)[:room] for answer in answers) if ids]
+        if not golds:
+            return _Reference(full=full, token_ids=token_ids)
+        nll_nats, gold_ids = min((answer_nll_nats(self._fusor, full, ids), ids) for ids in golds)
+        return _Reference(full=full, token_ids=token_ids, gold_ids=gold_ids, gold_nll_nats=nll_nats)
+
+    def _result(self, example: Example, answer: MethodAnswer, reference: _Reference) -> dict[str, Any]:
         prediction = self._text(answer)
         found = quality(example, prediction)
         return {
@@ -84,8 +137,23 @@ class CaseRunner:
             "new_tokens": len(answer.token_ids),
             "recomputed_tokens": answer.recomputed_tokens,
             "loaded_bytes": answer.loaded_bytes,
-            "deviation_left": None if answer.fused is None else deviation_left(answer.fused.cache, full.cache),
+            **self._nearness(answer.fused, answer.token_ids, reference),
         }
+
+    def _nearness(self, fused: FusedPrompt | None, token_ids: Sequence[int], reference: _Reference) -> dict[str, Any]:
+        """Nearness to full recompute and the compute it took; None for methods that read another prompt."""
+        if fused is None:
+            return dict.fromkeys(NEARNESS)
+        gold_nll_nats = answer_nll_nats(self._fusor, fused, reference.gold_ids) if reference.gold_ids else None
+        found = (
+            deviation_left(fused.cache, reference.full.cache),
+            first_token_kl_nats(reference.full.logits, fused.logits),
+            gold_nll_nats,
+            None if gold_nll_nats is None else gold_nll_nats - reference.gold_nll_nats,
+            equal_greedy_tokens(reference.token_ids, token_ids),
+            compute_share(fused, self._compute),
+        )
+        return dict(zip(NEARNESS, found, strict=True))
 
     def _text(self, answer: MethodAnswer) -> str:
         return self._wording.answer_in(self._fusor.tokenizer.decode(answer.token_ids, skip_special_tokens=True))

@@ -43,7 +43,19 @@ def _run(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_HEADER = ["method", "TTFT median s", "p95 s", "sooner", "tokens recomputed", "MB loaded", "deviation left"]
+_HEADER = [
+    "method",
+    "TTFT median s",
+    "p95 s",
+    "sooner",
+    "tokens recomputed",
+    "compute",
+    "MB loaded",
+    "deviation left",
+    "KL nats (95 %)",
+    "NLL over full (95 %)",
+    "equal tokens",
+]
 
 
 def _rows(methods: dict[str, Any], metric: str | None) -> Iterable[list[str]]:
@@ -56,8 +68,12 @@ def _rows(methods: dict[str, Any], metric: str | None) -> Iterable[list[str]]:
             _number(all_["ttft_s_p95"], 4),
             "" if full_s is None else f"{full_s / all_['ttft_s_median']:.2f} x",
             f"{all_['recomputed_tokens']:,.0f} of {all_['prompt_tokens']:,.0f}",
+            _number(all_["compute_share"]),
             _number(all_["loaded_bytes"] / 1e6, 1),
             _number(all_["deviation_left"], 4),
+            _with_interval(all_, "first_token_kl_nats"),
+            _with_interval(all_, "gold_nll_over_full_nats", sign="+"),
+            _number(all_["equal_greedy_tokens"], 2),
         ]
         if metric is not None:
             row += [_number(all_[metric]), _difference(all_.get(f"{metric}_difference"))]
@@ -94,6 +110,16 @@ def _difference(found: dict[str, float | None] | None) -> str:
     mean, low, high = found["mean"], found["low"], found["high"]
     interval = "" if low is None or high is None else f" ({low:+.3f} to {high:+.3f})"
     return f"{mean:+.3f}{interval}"
+
+
+def _with_interval(found: dict[str, Any], name: str, sign: str = "") -> str:
+    """A metric that is 0 for full recompute, with the interval of its difference from that."""
+    if found[name] is None:
+        return ""
+    difference = found.get(f"{name}_difference") or {}
+    low, high = difference.get("low"), difference.get("high")
+    interval = "" if low is None or high is None else f" ({low:{sign}.3f} to {high:{sign}.3f})"
+    return f"{found[name]:{sign}.3f}{interval}"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -29,7 +29,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CACHEBLEND_MODEL", raising=False)
     monkeypatch.delenv("CACHEBLEND_DATA", raising=False)
-    monkeypatch.setattr("cacheblend.eval.data.file_source.SentenceTransformerEmbedder", lambda: embedder)
+    for source in ("file_source", "documents_source"):
+        monkeypatch.setattr(f"cacheblend.eval.data.{source}.SentenceTransformerEmbedder", lambda: embedder)
     return CommandLine(capsys)
 
 
@@ -74,6 +75,29 @@ def test_a_data_set_runs_every_method(run: CommandLine, model_dir: Path, tmp_pat
     assert 0 <= json.loads(out)["methods"]["blend"]["all"]["rouge_l"] <= 1
 
 
+def test_options_shape_the_prompt(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+    """Chunking, chunk size, number, order and prompt stand in the run's set-up; a user's documents run as a set does."""
+    write(tmp_path, "musique", [case(index) for index in range(2)])
+    common = ("--model", model_dir, "--max-tokens", 2, "--methods", "full_recompute,full_reuse", "--top-k", 2, "--json")
+    options = ("--chunking", "passage", "--order", "gold-middle", "--prompt", "few-shot", "--chunk-tokens", 100)
+    code, _, err = run("musique", "--data", tmp_path, *common, *options, "--out", tmp_path / "one")
+    assert code == 0, err
+    preset = json.loads((tmp_path / "one" / "setup.json").read_text())["config"]["source"]["preset"]
+    assert {"chunking": "passage", "order": "gold-middle", "prompt": "few-shot", "chunk_tokens": 100, "top_k": 2}.items() <= (
+        preset.items()
+    )
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("The desk opens at nine. " * 40)
+    (tmp_path / "q.txt").write_text("When does the desk open?\n")
+    arguments = ("documents", tmp_path / "notes", "--questions", tmp_path / "q.txt", *common, "--chunk-tokens", 50)
+    code, out, err = run(*arguments, "--out", tmp_path / "two")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["data_set"] == "documents"
+    assert found["methods"]["full_reuse"]["all"]["f1"] is None
+    assert found["methods"]["full_reuse"]["all"]["first_token_kl_nats"] > 0
+
+
 def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
     """What is wrong is said in one line with the remedy, and no folder is made."""
     (tmp_path / "broken.jsonl").write_text(json.dumps(case(0)) + "\n{\n")
@@ -88,6 +112,10 @@ def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: P
         (("musique", "--model", model_dir), "CACHEBLEND_DATA"),
         (("musique", "--model", model_dir, "--preset", "best"), "extended"),
         (("musique", "--model", model_dir, "--data", tmp_path / "broken.jsonl", "--cases", "9", "--out", "bad"), "line 2"),
+        (("musique", "--model", model_dir, "--order", "best"), "gold-middle"),
+        (("musique", "--model", model_dir, "--preset", "extended", "--chunking", "passage"), "chunking"),
+        (("documents", tmp_path, "--model", model_dir, "--questions", tmp_path / "broken.jsonl"), "line 2"),
+        (("documents", tmp_path, "--model", model_dir, "--questions", "none.txt"), "none.txt"),
         (("report", tmp_path), "not the folder of a run"),
     ):
         code, out, err = run(*arguments)
@@ -97,7 +125,7 @@ def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["world", "musique", "multinews", "report"])
+@pytest.mark.parametrize("command", ["world", "musique", "multinews", "documents", "report"])
 def test_help_has_an_example(run: CommandLine, command: str) -> None:
     """Every command explains itself with an example."""
     code, out, _ = run(command, "--help")

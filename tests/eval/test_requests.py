@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +12,22 @@ from example_files import case, write
 from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.eval.data import (
+    ORDERS,
     PRESETS,
     Example,
     FileSource,
     Passage,
+    Preset,
+    Request,
     Task,
     WorldSource,
+    arrange,
     find_file,
     make_request,
     read_examples,
 )
-from cacheblend.eval.data.wording import WORLD
+from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.data.wording import EXAMPLES, SHORT_ANSWER, WORLD
 from cacheblend.eval.world import make_cases, prompt_of
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError
@@ -141,3 +148,84 @@ def test_few_shot_examples_are_chunks(tmp_path: Path, embedder: FakeEmbedder) ->
     assert tokenizer.decode(request.pieces.tail) == "Dialogue: hello\nSummary:"
     with pytest.raises(ConfigError, match="extended"):
         FileSource(name="samsum", preset=PRESETS["extended"])
+
+
+def test_passages_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:
+    """With passage chunking each passage, title and text, is one chunk in the file's order; top_k takes the first ones."""
+    passages = [{"title": f"Title {index}", "text": f"Town {index} has a river. " * (40 + index)} for index in range(5)]
+    write(tmp_path, "musique", [case(0, passages=passages)])
+    tokenizer = tiny_tokenizer()
+
+    def chunks(preset: Preset, limit: int | None = None) -> list[str]:
+        source = FileSource(name="musique", data=str(tmp_path), preset=preset)
+        (request,) = source.requests(tokenizer, limit, embedder)
+        return [tokenizer.decode(chunk) for chunk in request.pieces.chunks]
+
+    texts = [f"{passage['title']}\n{passage['text']}\n\n" for passage in passages]
+    assert chunks(Preset(chunking="passage")) == texts
+    assert chunks(Preset(chunking="passage", top_k=3)) == texts[:3]
+    assert chunks(Preset(chunking="passage", order="reversed")) == texts[::-1]
+    split = chunks(Preset(chunking="split", chunk_tokens=128))
+    assert len(split) == 6
+    assert all(len(tokenizer(text).input_ids) <= 132 for text in split)
+    write(tmp_path, "samsum", [case(0, passages=passages, task="summarization")])
+    source = FileSource(name="samsum", data=str(tmp_path), preset=Preset(top_k=2))
+    assert [len(request.pieces.chunks) for request in source.requests(tokenizer, None, embedder)] == [2]
+
+
+@pytest.mark.parametrize("changes", [{"chunking": "word"}, {"order": "best"}, {"prompt": "haiku"}, {"top_k": 0}])
+def test_presets_are_checked(changes: dict[str, object]) -> None:
+    """A value that is not allowed is named with what is."""
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        Preset(**changes)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(ConfigError, match="chunking"):
+        Preset(shared_corpus=True, chunking="passage")
+
+
+def test_orders_have_the_same_chunks() -> None:
+    """Reversed and gold-middle move chunks with their documents; the gold chunk is the one in which an answer stands whole."""
+    texts = ["nobody knows", "she said no.", "a river", "a town", "a hill"]
+    whole = make_request(replace_answers(["No"]), [0], [[index] for index in range(5)], [9], None, document_ids=list("abcde"))
+
+    def order_of(request: Request, order: str) -> tuple[str, ...]:
+        arranged = arrange(request, order, lambda chunk: texts[chunk[0]]).pieces
+        assert [texts[chunk[0]] for chunk in arranged.chunks] == [texts["abcde".index(id_)] for id_ in arranged.document_ids]
+        assert (arranged.head, arranged.tail) == ((0,), (9,))
+        return arranged.document_ids
+
+    assert [order_of(whole, order) for order in ORDERS] == [tuple("abcde"), tuple("edcba"), tuple("acbde")]
+    other = make_request(
+        replace_answers(["sea", ""]), [0], [[index] for index in range(5)], [9], None, document_ids=list("abcde")
+    )
+    assert order_of(other, "gold-middle") == tuple("abcde")
+
+
+def replace_answers(answers: list[str]) -> Example:
+    return Example("1", "Who?", tuple(answers), (), Task.QA)
+
+
+def test_base_models_get_worked_examples() -> None:
+    """A plain text begins with worked examples in the question's own words; a chat template takes their place."""
+    plain, chat = copy.copy(tiny_tokenizer()), copy.copy(tiny_tokenizer())
+    chat.chat_template = "<s>user: {{ messages[0]['content'] }}</s>assistant: "
+    for tokenizer, prompt, has_examples in (
+        (plain, "auto", True),
+        (plain, "few-shot", True),
+        (chat, "auto", False),
+        (chat, "chat", False),
+        (chat, "few-shot", True),
+    ):
+        builder = prompt_builder(tokenizer, replace(SHORT_ANSWER, prompt=prompt))
+        head = tokenizer.decode(builder.head)
+        assert all((question in head) == (f"Answer: {answer}\n\n" in head) == has_examples for question, answer in EXAMPLES)
+        assert head.startswith("<s>user:") != has_examples
+        assert tokenizer.decode(builder.build([], "Who?").tail).endswith("Answer:") == has_examples
+    with pytest.raises(ConfigError, match="chat template"):
+        prompt_builder(plain, replace(SHORT_ANSWER, prompt="chat"))
+
+
+def test_a_right_answer_follows_the_models_working() -> None:
+    """Where a model wrote a working first, the right answer is marked behind it; elsewhere as it is."""
+    assert WORLD.as_written("1986", " Elia Harane: 1990\nmore: text") == "Elia Harane: 1986"
+    assert WORLD.as_written("1986", "1990") == "1986"
+    assert SHORT_ANSWER.as_written("1986", "in: 1990") == "1986"

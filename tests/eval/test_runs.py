@@ -59,6 +59,19 @@ def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> Non
     assert "f1_difference" not in full
     assert full["deviation_left"] == 0 < blend["deviation_left"]
     assert blend["f1_difference"]["mean"] == pytest.approx(blend["f1"] - full["f1"])
+    for name, of_full in (("first_token_kl_nats", 0), ("gold_nll_over_full_nats", 0), ("equal_greedy_tokens", 1)):
+        assert full[name] == pytest.approx(of_full, abs=1e-9)
+        assert f"{name}_difference" not in full
+        values = [row["methods"]["blend"][name] for row in rows]
+        assert blend[name] == pytest.approx(sum(values) / 5)
+        difference = blend[f"{name}_difference"]
+        assert difference["mean"] == pytest.approx(blend[name] - of_full)
+        assert difference["low"] <= difference["mean"] <= difference["high"]
+    assert blend["first_token_kl_nats"] > 0
+    assert full["compute_share"] == 1 > blend["compute_share"] > 0
+    for row in rows:
+        own, other = row["methods"]["full_recompute"], row["methods"]["blend"]
+        assert other["gold_nll_over_full_nats"] == pytest.approx(other["gold_nll_nats"] - own["gold_nll_nats"])
     mean = sum(row["methods"]["blend"]["quality"]["f1"] for row in rows) / 5
     assert blend["f1"] == pytest.approx(mean)
 
@@ -117,6 +130,8 @@ def test_random_weights_have_no_quality(
             assert result["f1"] is None
             assert result["em"] is None
             assert "f1_difference" not in result
+            assert result["gold_nll_nats"] is result["gold_nll_over_full_nats"] is None
+            assert result["first_token_kl_nats"] >= 0
             assert result["ttft_s_median"] > 0
     assert all(
         set(result["quality"].values()) == {None}
@@ -137,6 +152,8 @@ def test_long_cases_are_cut_and_counted(fusor: Fusor, model_dir: Path, tmp_path:
     summary = evaluate(config, tmp_path / "run", fusor=fusor)
     assert summary["cases_cut"] == 2
     for row in RunFolder(tmp_path / "run").rows():
+        for label in ("map_reduce", "map_rerank"):  # they read other prompts
+            assert row["methods"][label]["first_token_kl_nats"] is row["methods"][label]["compute_share"] is None
         assert row["dropped_chunks"] > 0
         assert row["cut_tokens"] > 0
         assert row["prompt_tokens"] + 2 <= 1536

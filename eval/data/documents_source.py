@@ -1,0 +1,146 @@
+"""A user's own documents and questions as requests."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cacheblend.retriever import Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
+from cacheblend.service.document_files import read_documents
+from cacheblend.store.errors import ConfigError, InputError
+
+from .example import Example, Task
+from .preset import SEARCHED_TOP_K, Preset
+from .remembering_embedder import RememberingEmbedder
+from .request import Request, arrange, make_request
+from .source import prompt_builder
+from .wording import OWN_QUESTION, Wording
+
+QUESTION_SCHEMA = '{"question", "answers": [..] and "id" if there are any}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentsSource:
+    """Questions over the files of a folder, as the service would answer them: chunks searched in one corpus, all cached.
+
+    Args:
+        documents: a folder or file, see `read_documents`.
+        questions: a .jsonl file, a line `QUESTION_SCHEMA`, or a .txt file, a line a question.
+        cases: how many questions, from the file's start; None for all.
+        preset: chunks, retrieval, order and prompt.
+
+    Raises:
+        ConfigError: fewer than one case, or a preset for the cases of a data set.
+    """
+
+    documents: str
+    questions: str
+    cases: int | None = None
+    preset: Preset = field(default_factory=Preset)
+
+    def __post_init__(self) -> None:
+        if self.cases is not None and self.cases < 1:
+            raise ConfigError("cases", self.cases, "at least 1")
+        if self.preset.chunking == "passage" or self.preset.shared_corpus or self.preset.warm_up:
+            raise ConfigError("preset", self.preset, "chunks that are split, searched and all cached, for a user's documents")
+
+    @property
+    def name(self) -> str:
+        """Name of the data set."""
+        return "documents"
+
+    @property
+    def wording(self) -> Wording:
+        """The service's own words."""
+        return replace(OWN_QUESTION, prompt=self.preset.prompt)
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return 32
+
+    @property
+    def count(self) -> int:
+        """So many requests at most; as many as the file has, where nobody said."""
+        return self.cases or 0
+
+    @property
+    def caches_all(self) -> bool:
+        """Each chunk was ingested before."""
+        return True
+
+    def requests(
+        self,
+        tokenizer: Any,
+        limit: int | None,
+        embedder: Embedder | None = None,
+        on_corpus: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Request]:
+        """See `RequestSource.requests`; all questions are read before the first document.
+
+        Raises:
+            InputError: a file is not there, a line of it is no question or document, or there is nothing in them.
+        """
+        examples = list(itertools.islice(read_questions(Path(self.questions)), self.cases))
+        builder = prompt_builder(tokenizer, self.wording)
+        config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
+        with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
+            retriever.add(read_documents(self.documents), on_corpus)
+            if not retriever.chunk_count:
+                raise InputError(f"{self.documents} holds no document; give a folder with texts")
+            top_k = min(self.preset.top_k or SEARCHED_TOP_K, retriever.chunk_count)
+            for example in examples:
+                found = [scored.chunk for scored in retriever.search(example.question, top_k)]
+                question = self.wording.question.format(question=example.question)
+                pieces = builder.build(found, question)
+                request = make_request(
+                    example, pieces.head, pieces.chunks, pieces.tail, limit, document_ids=pieces.document_ids
+                )
+                yield arrange(request, self.preset.order, tokenizer.decode)
+
+
+def read_questions(path: Path) -> Iterator[Example]:
+    """The questions of a file, line by line; empty lines are skipped.
+
+    Args:
+        path: a .jsonl file, a line `QUESTION_SCHEMA`, or a .txt file, a line a question.
+
+    Raises:
+        InputError: a file of another kind, one that cannot be read, or a line that is no question, named by file and line.
+    """
+    if path.suffix not in (".jsonl", ".txt"):
+        raise InputError(f"{path} is no file of questions; give a .jsonl or a .txt file")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}; give a UTF-8 file with a question a line") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _question(line, path, number) if path.suffix == ".jsonl" else _example(line.strip(), (), str(number))
+
+
+def _question(line: str, path: Path, number: int) -> Example:
+    where = f"{path}, line {number}"
+    try:
+        raw = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{where}: not a question {QUESTION_SCHEMA}")
+    question, answers, identifier = raw.get("question"), raw.get("answers"), raw.get("id")
+    if not isinstance(question, str) or not question.strip():
+        raise InputError(f'{where}: "question" must be a text that is not empty')
+    answers = [] if answers is None else answers
+    if not isinstance(answers, list) or not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        raise InputError(f'{where}: "answers" must be a list of texts; leave it out where the right answer is not known')
+    if identifier is not None and (not isinstance(identifier, str) or not identifier):
+        raise InputError(f'{where}: "id" must be a text')
+    return _example(question, tuple(answers), identifier or str(number))
+
+
+def _example(question: str, answers: tuple[str, ...], identifier: str) -> Example:
+    return Example(identifier, question, answers, (), Task.QA)

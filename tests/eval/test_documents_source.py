@@ -1,0 +1,117 @@
+"""A user's own documents: questions are read or refused, and measured with and without right answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes import FakeEmbedder, tiny_tokenizer
+
+from cacheblend.blend import Fusor
+from cacheblend.eval.data import DocumentsSource, Preset
+from cacheblend.eval.data.documents_source import read_questions
+from cacheblend.eval.run import EvalConfig, RunFolder, evaluate, report
+from cacheblend.store.errors import ConfigError, InputError
+
+NEARNESS = ("first_token_kl_nats", "gold_nll_nats", "gold_nll_over_full_nats", "equal_greedy_tokens", "compute_share")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    documents = tmp_path / "handbook"
+    documents.mkdir()
+    (documents / "travel.md").write_text("Travel abroad is signed off by the head of the unit. " * 30)
+    (documents / "rooms.txt").write_text("Rooms are booked at the front desk before noon. " * 30)
+    return documents
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"question": ', "not JSON"),
+        ('["Who?"]', "not a question"),
+        ('{"answers": ["she"]}', '"question"'),
+        ('{"question": " "}', '"question"'),
+        ('{"question": "Who?", "answers": "she"}', '"answers"'),
+        ('{"question": "Who?", "answers": [""]}', '"answers"'),
+        ('{"question": "Who?", "id": 7}', '"id"'),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
+    """A line that is no question is named by file and line, with what is wrong."""
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"question": "Where?"}\n\n' + line + "\n")
+    with pytest.raises(InputError, match=r"asked\.jsonl, line 3") as error:
+        list(read_questions(path))
+    assert says in str(error.value)
+
+
+def test_files_of_questions(tmp_path: Path) -> None:
+    """Lines of text are questions, JSON lines may have answers and an id; other files are refused."""
+    (tmp_path / "a.txt").write_text("Who?\n\n  Where?  \n")
+    assert [(example.id, example.question) for example in read_questions(tmp_path / "a.txt")] == [
+        ("1", "Who?"),
+        ("3", "Where?"),
+    ]
+    (tmp_path / "a.jsonl").write_text('{"question": "Who?", "answers": ["she", "her"], "id": "q"}\n{"question": "Where?"}\n')
+    found = list(read_questions(tmp_path / "a.jsonl"))
+    assert [(example.id, example.answers) for example in found] == [("q", ("she", "her")), ("2", ())]
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe?")
+    for name, says in (("a.csv", "no file of questions"), ("none.txt", "cannot be read"), ("latin.txt", "UTF-8")):
+        with pytest.raises(InputError, match=says):
+            list(read_questions(tmp_path / name))
+
+
+def test_settings_are_checked() -> None:
+    """Presets that belong to a data set's cases are refused, and so is a run of no question."""
+    for preset in (Preset(chunking="passage"), Preset(shared_corpus=True)):
+        with pytest.raises(ConfigError, match="preset"):
+            DocumentsSource(documents="d", questions="q.txt", preset=preset)
+    with pytest.raises(ConfigError, match="cases"):
+        DocumentsSource(documents="d", questions="q.txt", cases=0)
+
+
+def test_chunks_are_searched_in_all_documents(folder: Path, embedder: FakeEmbedder) -> None:
+    """Each question gets the nearest chunks of the folder, in the same prompt as the service's, after worked examples."""
+    questions = folder.parent / "q.txt"
+    questions.write_text("Where are rooms booked?\nWho signs off travel?\nWhy?\n")
+    preset = Preset(chunk_tokens=64, top_k=3)
+    source = DocumentsSource(documents=str(folder), questions=str(questions), cases=2, preset=preset)
+    tokenizer = tiny_tokenizer()
+    rooms, travel = source.requests(tokenizer, None, embedder)
+    assert {len(request.pieces.chunks) for request in (rooms, travel)} == {3}
+    assert set(rooms.pieces.document_ids) == {"rooms.txt"}
+    assert set(travel.pieces.document_ids) == {"travel.md"}
+    assert "Question: In which season" in tokenizer.decode(rooms.pieces.head)
+    assert tokenizer.decode(rooms.pieces.tail) == "Question: Where are rooms booked?\nAnswer:"
+    empty = folder.parent / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match="holds no"):
+        list(DocumentsSource(documents=str(empty), questions=str(questions)).requests(tokenizer, None, embedder))
+
+
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_right_answers_are_not_needed(
+    folder: Path, fusor: Fusor, model_dir: Path, embedder: FakeEmbedder, tmp_path: Path, answered: int
+) -> None:
+    """KL and equal tokens come without right answers; F1 and likelihoods over the questions that have one."""
+    asked = [{"question": "Where are rooms booked?"}, {"question": "Who signs off travel?"}]
+    for line in asked[:answered]:
+        line["answers"] = ["the front desk"]  # type: ignore[assignment]  # beside a text
+    questions = tmp_path / "q.jsonl"
+    questions.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    source = DocumentsSource(documents=str(folder), questions=str(questions), preset=Preset(chunk_tokens=48, top_k=2))
+    config = EvalConfig(source=source, model=str(model_dir), methods=("full_recompute", "full_reuse"), max_new_tokens=3)
+    summary = evaluate(config, tmp_path / "run", fusor=fusor, embedder=embedder)
+    reuse = summary["methods"]["full_reuse"]["all"]
+    assert reuse["first_token_kl_nats"] > 0
+    assert 0 <= reuse["equal_greedy_tokens"] <= 1
+    for name in ("f1", "em", "gold_nll_nats", "gold_nll_over_full_nats"):
+        assert (reuse[name] is None) == (answered == 0)
+    known = [row["methods"]["full_reuse"]["gold_nll_nats"] is not None for row in RunFolder(tmp_path / "run").rows()]
+    assert sum(known) == answered
+    assert ("quality" in summary) == (answered == 0)
+    text = report([tmp_path / "run"])
+    assert ("right answer" in text) == (answered == 0)
+    assert "KL nats (95 %)" in text

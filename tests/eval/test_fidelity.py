@@ -1,0 +1,152 @@
+"""Nearness to full recompute: likelihoods are the model's own, and what a method leaves wrong shows."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import tiny_tokenizer
+from tiny_models import CONFIGS, WINDOW, tiny_model
+
+from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.eval.metrics import (
+    ModelCompute,
+    answer_nll_nats,
+    compute_share,
+    equal_greedy_tokens,
+    first_token_kl_nats,
+)
+from cacheblend.service.prompt import PromptBuilder
+
+HEAD, CHUNK, OTHER = (list(range(start, start + 24)) for start in (3, 30, 50))
+QUESTION = [71, 72, 80, 75, 90, 6]
+PROMPT = [*HEAD, *CHUNK, *OTHER, *QUESTION]
+ANSWER = [11, 45, 8, 70, 33]
+
+
+def _fused(fusor: Fusor, ratio: float) -> FusedPrompt:
+    chunks = [Segment(chunk, fusor.precompute(chunk, HEAD[:1])) for chunk in (CHUNK, OTHER)]
+    head = Segment(HEAD, fusor.precompute(HEAD), exact=True)
+    return fusor.fuse([head, *chunks, Segment(QUESTION)], FusionConfig(recompute_ratio=ratio, context_weight=0.0))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "mistral-window"])
+def fusor(request: pytest.FixtureRequest) -> Fusor:
+    return Fusor(tiny_model(request.param))
+
+
+def _own_nll(fusor: Fusor, answer: list[int]) -> float:
+    """By one plain forward of prompt and answer, without any cache."""
+    assert len(PROMPT) > 2 * WINDOW
+    with torch.no_grad():
+        logits: Any = fusor.model(torch.tensor([[*PROMPT, *answer]]), use_cache=False).logits[0].double()
+    wanted = torch.tensor(answer)
+    return -float(torch.log_softmax(logits[len(PROMPT) - 1 : -1], -1)[torch.arange(len(answer)), wanted].sum())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_teacher_forcing_is_the_models_own_forward(fusor: Fusor, tokens: int) -> None:
+    """An answer's likelihood after a prefilled prompt is that of a plain forward, sliding windows included."""
+    full = fusor.prefill(PROMPT)
+    assert answer_nll_nats(fusor, full, ANSWER[:tokens]) == pytest.approx(_own_nll(fusor, ANSWER[:tokens]), abs=1e-4)
+
+
+def test_a_long_answer_passes_the_window() -> None:
+    """An answer longer than the sliding window is marked as a plain forward does."""
+    fusor, answer = Fusor(tiny_model("gemma3")), [(7 * index) % 90 + 3 for index in range(3 * WINDOW)]
+    assert answer_nll_nats(fusor, fusor.prefill(PROMPT), answer) == pytest.approx(_own_nll(fusor, answer), abs=1e-3)
+
+
+def test_marking_leaves_the_prompt_as_it_is(fusor: Fusor) -> None:
+    """The prompt's cache, and what is generated after it, are the same before and after an answer was marked."""
+    fused = _fused(fusor, 0.3)
+    layers: list[Any] = fused.cache.layers
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+    generated = fusor.generate(fused, 6)
+    first = answer_nll_nats(fusor, fused, ANSWER)
+    assert answer_nll_nats(fusor, fused, ANSWER) == first
+    assert fusor.generate(fused, 6) == generated
+    for layer, (k, v) in zip(layers, before, strict=True):
+        assert torch.equal(layer.keys, k)
+        assert torch.equal(layer.values, v)
+
+
+def test_ratio_1_is_near_and_reuse_is_not(fusor: Fusor) -> None:
+    """Against itself full recompute is exact, ratio 1.0 is that but for rounding, and full reuse's error shows in both."""
+    full = fusor.prefill(PROMPT)
+    assert first_token_kl_nats(full.logits, full.logits) == 0
+    near, far = _fused(fusor, 1.0), _fused(fusor, 0.0)
+    own = answer_nll_nats(fusor, full, ANSWER)
+    assert first_token_kl_nats(full.logits, near.logits) < 1e-6
+    assert answer_nll_nats(fusor, near, ANSWER) == pytest.approx(own, abs=1e-3)
+    assert first_token_kl_nats(full.logits, far.logits) > 1e-3
+    assert abs(answer_nll_nats(fusor, far, ANSWER) - own) > 1e-2
+
+
+def test_a_planted_fault_in_the_cache_is_caught(fusor: Fusor) -> None:
+    """One value of one key turned around behind the right first logits shows in the answer's likelihood."""
+    full = fusor.prefill(PROMPT)
+    own, layer = answer_nll_nats(fusor, full, ANSWER), fusor.prefill(PROMPT)
+    last: Any = layer.cache.layers[-1]
+    last.values[..., -3, :] *= -1
+    assert abs(answer_nll_nats(fusor, layer, ANSWER) - own) > 1e-3
+
+
+def test_kl_is_that_of_the_formula() -> None:
+    """KL runs from full recompute to the method, in nats."""
+    full, method = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    wanted = float((full * (full / method).log()).sum())
+    assert first_token_kl_nats(full.log(), method.log() + 3) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_equal_tokens_end_at_the_first_difference() -> None:
+    """What follows a difference does not count, nor what a method says beyond full recompute's answer or its 16 tokens."""
+    assert equal_greedy_tokens([1, 2, 3, 4], [1, 2, 9, 4]) == 0.5
+    assert equal_greedy_tokens([1, 2], [1, 2, 3]) == 1
+    assert equal_greedy_tokens([1, 2, 3, 4], [1]) == 0.25
+    assert equal_greedy_tokens([1], [2]) == 0
+    assert equal_greedy_tokens(range(32), [*range(16), 99]) == 1
+
+
+def test_compute_is_a_share_of_full_prefills(fusor: Fusor) -> None:
+    """Full recompute is 1; full reuse pays the question alone; it grows with the ratio; a selector's own pass is added."""
+    model = ModelCompute.of(fusor.decoder)
+    shares = [compute_share(_fused(fusor, ratio), model) for ratio in (0.0, 0.1, 0.5, 1.0)]
+    assert compute_share(fusor.prefill(PROMPT), model) == 1
+    assert shares == sorted(shares)
+    # The question is a thirteenth of the prompt, and the last layer runs one row.
+    assert 0.03 < shares[0] < 0.12
+    assert shares[-1] < 1
+    reused = _fused(fusor, 0.0)
+    fields = {name: getattr(reused, name) for name in ("token_ids", "recomputed", "projected", "layers")}
+    own_pass: Any = SimpleNamespace(**fields, selection_rows=[6, 6])
+    ran = sum(model._rows(torch.arange(len(PROMPT) - 6, len(PROMPT)), window) for window in model.windows[:2])
+    assert compute_share(own_pass, model) - shares[0] == pytest.approx(ran / model.full_prefill(len(PROMPT)))
+    assert compute_share(replace(reused, layers=()), model) > shares[0]
+
+
+def test_compute_is_counted_by_hand() -> None:
+    """A Llama's prefill of five tokens: matrices times rows, and scores of each row with what stands before it."""
+    model = ModelCompute.of(Fusor(tiny_model("llama")).decoder)
+    config = CONFIGS["llama"]()
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    matrices = 2 * hidden * hidden + 2 * hidden * hidden // 2 + 3 * hidden * inner
+    scores = 2 * hidden * (1 + 2 + 3 + 4 + 5)
+    assert model.full_prefill(5) == layers * (5 * matrices + scores) + hidden * 97
+
+
+def test_an_answer_is_tokenised_as_it_follows_the_prompt() -> None:
+    """After a plain text's cue an answer begins with a space, after a chat template's with nothing."""
+    plain = PromptBuilder(tiny_tokenizer(), "Read.\n")
+    decode = tiny_tokenizer().decode
+    assert decode(plain.answer_ids("a loop")) == " a loop"
+    whole = decode((*plain.build([], "What?").tail, *plain.answer_ids("a loop")))
+    assert whole == "Question: What?\nAnswer: a loop"
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = "<s>user: {{ messages[0]['content'] }}</s>assistant: "
+    assert decode(PromptBuilder(tokenizer, "Read.\n").answer_ids("a loop")) == "a loop"
+    assert decode(PromptBuilder(tokenizer, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"
