@@ -3,7 +3,7 @@
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := blend eval eval/data eval/figures eval/load eval/methods eval/metrics eval/run eval/world loader retriever service service/http service/langchain service/serving store
+PACKAGES := blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world loader retriever service service/http service/langchain service/serving store
 MODEL ?=
 
 .PHONY: demo check lint types imports test format bench figures clean
