@@ -118,24 +118,24 @@ class Fusion:
     ) -> Generator[LayerReport, None, None]:
         """Run the question over the stored KV, through all layers but the last, and add up what it attends to."""
         decoder, prompt = self._decoder, self._prompt
-        positions_S, asking = question_rows(prompt)
-        rows = Rows.of(positions_S, decoder.device)
+        rows = Rows.of(question_rows(prompt), decoder.device)
         unread = prompt.fresh_N.clone()
         unread[rows.positions_S] = False
         readable_K = (~unread).nonzero()[:, 0].to(decoder.device) if unread.any() else None
         hidden_1SM = decoder.embed(token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()
         attention_N = torch.zeros(len(prompt), device=decoder.device)
+        reusable_N = prompt.reusable_N.to(decoder.device)
         for layer in range(decoder.geometry.layers - 1):
             started = time.perf_counter()
             whole = self._source.synchronize(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[decoder.layer_types[layer]]
             self._rotate(whole, cos_sin_N, to_rotate)
-            question = QuestionPass(whole, rows, asking, decoder.windows[layer], readable_K)
+            question = QuestionPass(whole, rows, decoder.windows[layer], readable_K)
             hidden_1SM = decoder.run_question(layer, hidden_1SM, rows, cos_sin_N, question)
             if layer > 0:  # layer 0's stored KV is exact
-                attention_N += question.attention_N / question.attention_N.sum()
+                attention_N += _of_reusable(question.attention_N, reusable_N)
             self._read.append(whole)
             reports.append(LayerReport(layer, len(rows), arrived - started, time.perf_counter() - arrived))
             yield reports[-1]
@@ -218,6 +218,11 @@ class Fusion:
                 last = min(first + size, stop)
                 k_1HTD = whole.k_1HND[:, :, first:last]
                 k_1HTD.copy_(self._decoder.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
+
+
+def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:
+    """The attention relative to its mean over the reusable tokens, so that a layer which looks elsewhere counts as much."""
+    return attention_N / attention_N[reusable_N].mean().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _nothing_ran() -> torch.Tensor:

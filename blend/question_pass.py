@@ -1,11 +1,11 @@
-"""The question's own tokens over a prompt's stored KV: what they attend to tells which tokens are worth recomputing.
+"""The question over a prompt's stored KV: what it attends to tells which tokens are worth recomputing.
 
-A stored token's error reaches the answer through attention: a token that the question hardly looks at may be far off and
-change nothing. So the question runs over the stored KV first, and every token's share of the attention output, its weight
-times the length of its value, is added up over heads and the question's rows. ProphetKV and QCFuse select by the weight
-alone; with the length of the value the KL to full prefill is lower at the same number of tokens (docs/benchmarks.md).
+A stored token's error reaches the answer through attention: a token that nobody looks at may be far off and change nothing.
+So the question runs over the stored KV first, and every token's weight is added up, over heads and layers, in the attention of
+the prompt's last token, which the answer grows from. ProphetKV and QCFuse add up the weights of all the question's tokens;
+the last one's alone gave a lower KL to full prefill at the same number of tokens (docs/benchmarks.md).
 
-Shapes: H KV heads, G query heads of a KV head, Q = H x G, S rows of the question, X = G x S, N tokens of the prompt, K tokens
+Shapes: H KV heads, G query heads of a KV head, Q = H x G, S rows of the pass, X = G x S, N tokens of the prompt, K tokens
 whose KV is known, D head size.
 """
 
@@ -25,17 +25,17 @@ MAX_QUESTION_TOKENS = 64
 MAX_START_TOKENS = 256
 
 
-def question_rows(prompt: Prompt) -> tuple[torch.Tensor, int]:
-    """Sorted positions (S,) that the pass runs, and how many of them, the last ones, ask.
+def question_rows(prompt: Prompt) -> torch.Tensor:
+    """Sorted positions (S,) that the pass runs: the question's, which stand after the last reusable token, or else the last.
 
-    Those that ask stand after the last reusable token; where none does, the prompt's last token asks. What stands fresh at the
-    prompt's start runs too: without the first token, where attention rests that looks at nothing, the weights mean little.
+    What stands fresh at the prompt's start runs too: without the first token, where attention rests that looks at nothing, the
+    weights mean little.
     """
     reusable = prompt.reusable_N.nonzero()[:, 0]
     first = int(reusable[-1]) + 1 if len(reusable) else 0
-    asking = torch.arange(min(max(first, len(prompt) - MAX_QUESTION_TOKENS), len(prompt) - 1), len(prompt))
-    start = int(prompt.fresh_N[: int(asking[0])][:MAX_START_TOKENS].long().cumprod(0).sum())
-    return torch.cat([torch.arange(start), asking]), len(asking)
+    question = torch.arange(min(max(first, len(prompt) - MAX_QUESTION_TOKENS), len(prompt) - 1), len(prompt))
+    start = int(prompt.fresh_N[: int(question[0])][:MAX_START_TOKENS].long().cumprod(0).sum())
+    return torch.cat([torch.arange(start), question])
 
 
 class QuestionPass:
@@ -44,18 +44,16 @@ class QuestionPass:
     Args:
         whole: the layer's KV, keys rotated; the question's own is put into it.
         rows: the positions that run, see `question_rows`.
-        asking: how many of them, the last ones, ask.
         window: the layer's sliding window; None for none.
         readable_K: sorted positions whose KV is known, the question's included; None for all. The others are cache misses,
             not computed yet.
 
     Attributes:
-        attention_N: float32 (N,), weight times length of value, summed over heads and the rows that ask.
+        attention_N: float32 (N,), the weights of the last row, in the mean over heads.
     """
 
-    def __init__(self, whole: LayerKV, rows: Rows, asking: int, window: int | None, readable_K: torch.Tensor | None) -> None:
-        self._whole, self._rows, self._asking = whole, rows, asking
-        self._window, self._readable_K = window, readable_K
+    def __init__(self, whole: LayerKV, rows: Rows, window: int | None, readable_K: torch.Tensor | None) -> None:
+        self._whole, self._rows, self._window, self._readable_K = whole, rows, window, readable_K
         self.attention_N = torch.zeros(whole.k_1HND.shape[2], device=whole.k_1HND.device)
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,21 +67,19 @@ class QuestionPass:
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
     ) -> torch.Tensor:
-        """Attention output (1, S, Q, D); adds up `attention_N`."""
+        """Attention output (1, S, Q, D); sets `attention_N`."""
         heads, groups = k.shape[1], q.shape[1] // k.shape[1]
         q_HXD, k_HKD, v_HKD = q[0].unflatten(0, (heads, groups)).flatten(1, 2), k[0], v[0]
         scores_HXK = torch.matmul(q_HXD, k_HKD.transpose(1, 2)).float() * kw["scaling"]
         if softcap := kw.get("softcap"):
             scores_HXK = torch.tanh(scores_HXK / softcap) * softcap
         weights_HXK = torch.softmax(scores_HXK + self._bias_SK(len(self._rows)).repeat(groups, 1), dim=-1)
-        length_HK = v_HKD.float().norm(dim=-1)
-        asking_HK = weights_HXK.unflatten(1, (groups, -1))[:, :, -self._asking :].sum((1, 2))
-        attention_K = (asking_HK * length_HK).sum(0)
+        attention_K = weights_HXK.unflatten(1, (groups, -1))[:, :, -1].mean((0, 1))
         if self._readable_K is None:
             self.attention_N += attention_K
         else:
             self.attention_N.index_add_(0, self._readable_K, attention_K)
-        out_HGSD = torch.matmul(weights_HXK.to(v.dtype), v_HKD).unflatten(1, (groups, -1))
+        out_HGSD: torch.Tensor = torch.matmul(weights_HXK.to(v.dtype), v_HKD).unflatten(1, (groups, -1))
         return out_HGSD.flatten(0, 1).transpose(0, 1)[None]
 
     def _bias_SK(self, rows: int) -> torch.Tensor:

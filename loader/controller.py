@@ -101,12 +101,12 @@ class LoadingController:
         # Beside loading that nothing hides, the exact answer may cost what a higher ratio may.
         most_s = blend_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend_s
         full_recompute = bool(reusable) and full_s < most_s
-        loaded_layers = self._recompute.layers - self._recompute.first_loaded(reusable, ratio)
+        loaded_layers = sum(is_read for _, is_read in self._steps(request, ratio))
         return LoadingPlan(
             ratio=ratio,
             load_s=sum(by_tier.values()) * loaded_layers,
             load_s_by_tier={tier: took_s * loaded_layers for tier, took_s in by_tier.items()},
-            recompute_s=sum(self._compute_s(request, ratio)),
+            recompute_s=sum(step_s for step_s, _ in self._steps(request, ratio)),
             prefill_s=full_s if full_recompute else blend_s,
             precompute_s=precompute_s,
             full_s=full_s,
@@ -156,12 +156,12 @@ class LoadingController:
         return found if quality <= found <= self.config.max_ratio and hides(found) else quality
 
     def _pipeline(self, request: _Request, ratio: float) -> Pipeline:
-        compute_s = self._compute_s(request, ratio)
-        first = self._recompute.first_loaded(request.reusable, ratio)
-        load_s = [0.0 if layer < first else request.load_layer_s for layer in range(len(compute_s))]
-        busy_s = [layer_s + request.copy_layer_s * (layer >= first) for layer, layer_s in enumerate(compute_s)]
+        """The steps on one clock."""
+        steps = self._steps(request, ratio)
+        load_s = [request.load_layer_s * is_read for _, is_read in steps]
+        busy_s = [step_s + request.copy_layer_s * is_read for step_s, is_read in steps]
         return Pipeline.of(load_s, busy_s, request.lookahead_layers)
 
-    def _compute_s(self, request: _Request, ratio: float) -> list[float]:
-        layers = self._recompute.layer_s(ratio, request.reusable, request.fresh, request.exact)
-        return [layer_s * self._compute.factor for layer_s in layers]
+    def _steps(self, request: _Request, ratio: float) -> list[tuple[float, bool]]:
+        steps = self._recompute.steps(ratio, request.reusable, request.fresh, request.exact)
+        return [(step_s * self._compute.factor, is_read) for step_s, is_read in steps]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend.blend import Schedule
+from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
 
 from .profile import LayerSample, Profile, TierSpeed
 
@@ -63,9 +64,26 @@ class RecomputeEstimator:
         """Seconds of a full prefill, to the first logits."""
         return float(self._prefill @ _of_length(tokens))
 
-    def first_loaded(self, reusable: int, ratio: float) -> int:
-        """The first layer whose stored KV is read: layer 0's is not where every token runs through it."""
-        return int(self._schedule.counts(reusable, self.layers, ratio)[0] == reusable)
+    def steps(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> list[tuple[float, bool]]:
+        """Seconds of each step of a blend whose KV is there already, and whether the step is the first to read its layer.
+
+        The steps are the layers of the question's pass, where the selector takes one, and then those of the blend.
+
+        Args:
+            ratio: see `layer_s`.
+            reusable: see `layer_s`.
+            fresh: see `layer_s`.
+            exact: see `layer_s`.
+        """
+        asked: list[float] = []
+        if self._schedule.asks and reusable and 0 < ratio < 1:
+            rows = max(1, min(fresh, MAX_QUESTION_TOKENS))
+            layer_s = float(self._later @ _of_rows(reusable + fresh + exact, rows, 0))
+            asked = [layer_s] * (self.layers - 1)
+        runs_whole = not asked and self._schedule.counts(reusable, self.layers, ratio)[0] == reusable
+        first = max(len(asked), int(runs_whole))
+        blended = enumerate(self.layer_s(ratio, reusable, fresh, exact))
+        return [*((seconds, True) for seconds in asked), *((seconds, layer >= first) for layer, seconds in blended)]
 
     def layer_s(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> list[float]:
         """Seconds of each layer of a blend whose KV is there already; the way to the logits counts to the last.

@@ -81,9 +81,10 @@ def compare_devices(
     if not 0 <= ratio <= 1:
         raise ConfigError("ratio", ratio, "a number from 0 to 1")
     recompute = RecomputeEstimator(profile, schedule or FusionConfig().schedule)
-    first_loaded = recompute.first_loaded(tokens, ratio)
-    compute_s = recompute.layer_s(ratio, tokens, question_tokens)
-    later_s = compute_s[1:-1] or compute_s[1:]  # the last one is much shorter
+    steps = recompute.steps(ratio, tokens, question_tokens)
+    compute_s = [step_s for step_s, _ in steps]
+    layer_s = recompute.layer_s(ratio, tokens, question_tokens)
+    later_s = layer_s[1:-1] or layer_s[1:]  # the last one is much shorter
     whole, rest = divmod(tokens, chunk_tokens)
     sizes = [*[chunk_tokens] * whole, *([rest] if rest else [])]
     reads = [("", size * profile.layer_token_bytes) for size in sizes]
@@ -91,7 +92,7 @@ def compare_devices(
     choices = []
     for device in devices:
         load_s = sum(LoadEstimator({"": device.speed}).seconds(reads).values())
-        loads_s = [0.0 if layer < first_loaded else load_s for layer in range(len(compute_s))]
+        loads_s = [load_s * is_read for _, is_read in steps]
         prefill_s = Pipeline.of(loads_s, compute_s, lookahead).total_s
         choices.append(
             DeviceChoice(

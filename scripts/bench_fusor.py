@@ -52,20 +52,20 @@ def make_segments(fusor: Fusor, chunks: int, chunk_tokens: int, question_tokens:
     return [Segment([1]), *(Segment(text, fusor.precompute(text, (1,))) for text in texts), Segment(draw(question_tokens))]
 
 
-def ideal_speedup(ratio: float, reusable: int, fresh: int, candidate_ratio: float = 1.0) -> float:
+def ideal_speedup(ratio: float, reusable: int, fresh: int, selector: str) -> float:
     """Multiply-adds of a full prefill over those that a blend cannot avoid."""
     hidden, heads, kv_heads = SHAPE["hidden_size"], SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
-    kv = 2 * hidden * hidden * kv_heads // heads
+    layers, kv = SHAPE["num_hidden_layers"], 2 * hidden * hidden * kv_heads // heads
     token = 2 * hidden * hidden + kv + 3 * hidden * SHAPE["intermediate_size"]
     tokens = reusable + fresh
     attention = 2 * hidden * (tokens / 2)  # a token sees half the prompt in the mean
     layer = tokens * (token + attention)
-    rows, some = (part * reusable * (token + attention) + fresh * (token + 2 * attention) for part in (ratio, candidate_ratio))
-    first = layer if candidate_ratio == 1 else some
-    checked = candidate_ratio * reusable + fresh
-    between = SHAPE["num_hidden_layers"] - 2
-    last = (ratio * reusable + fresh) * kv
-    return SHAPE["num_hidden_layers"] * layer / (first + checked * kv + between * rows + last)
+    question = fresh * (token + 2 * attention)
+    rows = ratio * reusable * (token + attention) + question
+    schedule, last = FusionConfig(selector=selector).schedule, (ratio * reusable + fresh) * kv
+    asked = (layers - 1) * question if schedule.asks else 0
+    first = layer + tokens * kv if schedule.first_layer is None else rows  # and every token is projected at layer 1
+    return layers * layer / (asked + first + (layers - 2) * rows + last)
 
 
 def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -88,8 +88,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3])
-    parser.add_argument("--selector", default="gradual")
-    parser.add_argument("--candidate-ratio", type=float, default=1.0, help="see FusionConfig; at least each of the ratios")
+    parser.add_argument("--selector", default=FusionConfig().selector)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -99,7 +98,7 @@ def main() -> None:
     token_ids = [token for segment in segments for token in segment.token_ids]
     calls: dict[str, Callable[[], object]] = {"full": lambda: fusor.prefill(token_ids)}
     for ratio in options.ratios:
-        config = FusionConfig(recompute_ratio=ratio, selector=options.selector, candidate_ratio=options.candidate_ratio)
+        config = FusionConfig(recompute_ratio=ratio, selector=options.selector)
         calls[f"blend {ratio}"] = lambda config=config: fusor.fuse(segments, config)
     seconds = measure(calls, options.repeats)
     full_s = statistics.median(seconds["full"])
@@ -110,7 +109,7 @@ def main() -> None:
         runs = seconds[f"blend {ratio}"]
         blend_s = statistics.median(runs)
         reusable = options.chunks * options.chunk_tokens
-        ideal = ideal_speedup(ratio, reusable, len(token_ids) - reusable, max(ratio, options.candidate_ratio))
+        ideal = ideal_speedup(ratio, reusable, len(token_ids) - reusable, options.selector)
         print(
             f"blend at {ratio:<5} {blend_s:.3f} s (min {min(runs):.3f}, max {max(runs):.3f})  "
             f"{full_s / blend_s:.2f} x sooner, ideal {ideal:.2f} x"

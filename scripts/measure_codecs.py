@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.eval.data import Request, WorldSource
 from cacheblend.eval.data.source import prompt_builder
-from cacheblend.eval.methods import EverythingCached, ResidentRequest
+from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.metrics import f1
 from cacheblend.service.default_model import default_model
 from cacheblend.store import ChunkKV
@@ -92,7 +92,7 @@ def answers(cases: int, seed: int) -> dict[str, dict[float, float]]:
 
     for place, request in enumerate(source.requests(fusor.tokenizer, None), start=1):
         cached = EverythingCached().cached(request.pieces.chunks)
-        raw = ResidentRequest(fusor, request, builder.chunk_prefix_ids, *cached).blend_segments()
+        raw = ResidentRequest(fusor, request, StoredContexts(fusor, builder.head), *cached).blend_segments()
         mark("full_recompute", 1.0, request, [Segment(request.pieces.token_ids)])
         for codec in CODECS:
             kept = [

@@ -27,13 +27,8 @@ def ingest(
     nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
     codec: options.Codec = DEFAULTS["codec"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
-    document_context: Annotated[
-        bool,
-        typer.Option(
-            help="Read each document once more as a whole: a better choice of tokens to recompute, at twice the work.",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = DEFAULTS["document_context"],
+    context_filler: options.ContextFiller = DEFAULTS["context_filler"],
+    context_document_tokens: options.ContextDocumentTokens = DEFAULTS["context_document_tokens"],
     shard: Annotated[
         str,
         typer.Option(metavar="I/N", help="Ingest the I-th of N shares; give each its own --store-dir, then `store merge`."),
@@ -69,7 +64,8 @@ def ingest(
         nvme_budget_bytes=nvme_budget_bytes,
         codec=codec,
         allow_unverified=allow_unverified,
-        document_context=document_context,
+        context_filler=context_filler,
+        context_document_tokens=context_document_tokens,
     )
     with Engine(config) as engine, IngestProgress(options.stderr, stream, size) as progress:
         report = engine.ingest_stream(stream, progress.update)

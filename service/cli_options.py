@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cacheblend.blend import SELECTORS
+
 from .config import EngineConfig
 from .ingester import Progress as OnProgress
 
@@ -113,12 +115,21 @@ DirectReads = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
-CandidateRatio = Annotated[
-    float,
+ContextFiller = Annotated[
+    str,
     typer.Option(
-        "--candidate-ratio",
-        envvar="CACHEBLEND_CANDIDATE_RATIO",
-        help="Share, 0..1, of the reused tokens that run through layer 0; below 1 they are chosen by their documents' context.",
+        "--context-filler",
+        envvar="CACHEBLEND_CONTEXT_FILLER",
+        help="Passages that every chunk's KV is computed after: auto (the model's or the package's), none, or a text file.",
+        rich_help_panel=ENGINE,
+    ),
+]
+ContextDocumentTokens = Annotated[
+    int,
+    typer.Option(
+        "--context-document-tokens",
+        envvar="CACHEBLEND_CONTEXT_DOCUMENT_TOKENS",
+        help="Window in which a document is read, so that a chunk's KV is computed after its document's earlier text; 0: none.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -127,7 +138,7 @@ Selector = Annotated[
     typer.Option(
         "--selector",
         envvar="CACHEBLEND_SELECTOR",
-        help="How tokens are chosen: gradual, fewer from layer to layer, or single_shot, the same in all.",
+        help=f"How the tokens to recompute are selected: {', '.join(SELECTORS)} (gradual: the paper's HKVD tokens).",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.blend import FusionConfig
+from cacheblend.blend import ChunkContext, FusionConfig
+from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import NamespaceShare, StoreConfig
@@ -51,17 +52,17 @@ class EngineConfig:
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
             0.15, or more where loading would take longer anyway; without a profile, 0.15.
         selector: which tokens; see `FusionConfig`.
-        candidate_ratio: of how many they are chosen; see `FusionConfig`.
         holes: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
             and their KV is computed alone and stored afterwards, in the background. "precompute": the KV of those that need no
             reading of their document (they stand first in it, or it is not known) is computed alone at once, stored, and
             blended as if it had been there: less work, and the answer that later requests get, but for a lossy codec.
         instruction: stands in front of the chunks in every prompt.
-        chunk_prefix: text that chunks are computed behind, in addition to BOS where the model has one.
+        context_filler: the passages that every chunk's KV is computed after, behind instruction and chat template: "auto",
+            "none" or a file; see `chunk_context`. Another filler's KV is not found again.
+        context_document_tokens: a document is read in windows of so many tokens, so that a chunk's KV is computed after the
+            document's earlier text; 0 for none of it. KV of another size may not be found again.
         max_tokens: most tokens to generate, unless a question says otherwise.
         allow_unverified: take a model of an unverified family if the built-in check passes.
-        document_context: `ingest` reads each document once more as a whole, so that the selection knows which tokens of a chunk
-            need the text before it. Off, ingesting takes about half the time, and the selection goes by deviation alone.
         loader: look-ahead and controller settings.
 
     Raises:
@@ -83,14 +84,13 @@ class EngineConfig:
     salt_share: float = 0.05
     codec: str = "raw"
     recompute_ratio: float | None = None
-    selector: str = "gradual"
-    candidate_ratio: float = FusionConfig().candidate_ratio
+    selector: str = str(FusionConfig().selector)
     holes: str = HOLES[0]
     instruction: str = INSTRUCTION
-    chunk_prefix: str = ""
+    context_filler: str = "auto"
+    context_document_tokens: int = DOCUMENT_TOKENS
     max_tokens: int = 32
     allow_unverified: bool = False
-    document_context: bool = True
     loader: LoaderConfig = field(default_factory=LoaderConfig)
 
     def __post_init__(self) -> None:
@@ -120,6 +120,9 @@ class EngineConfig:
         check_share("salt_share", self.salt_share)
         if self.unsalted_share + self.salt_share > 1:
             raise ConfigError("salt_share", self.salt_share, f"at most 1 with unsalted_share={self.unsalted_share:g} together")
+        if not isinstance(self.context_filler, str) or not self.context_filler.strip():
+            raise ConfigError("context_filler", self.context_filler, '"auto", "none", or a text file')
+        ChunkContext(document_tokens=self.context_document_tokens)
         self.retriever_config()
         self.store_config()
         self.fusion_config(self.recompute_ratio)
@@ -168,7 +171,7 @@ class EngineConfig:
     def fusion_config(self, recompute_ratio: float | None) -> FusionConfig:
         """The fusor's part, at a ratio; None for r*."""
         ratio = self.loader.quality_ratio if recompute_ratio is None else recompute_ratio
-        return FusionConfig(recompute_ratio=ratio, selector=self.selector, candidate_ratio=self.candidate_ratio)
+        return FusionConfig(recompute_ratio=ratio, selector=self.selector)
 
 
 def check_max_tokens(value: object) -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from cacheblend.store import KVStore
 from cacheblend.store.errors import InputError
 
 from .answer import Answer, IngestReport
+from .chunk_contexts import ChunkContexts, chunk_context
 from .config import DTYPES, EngineConfig, check_max_tokens
 from .documents import Documents
 from .first_token import FirstTokenClock
@@ -29,7 +31,7 @@ from .planning import find_controller, make_controller
 from .prefiller import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .prepared import PreparedRequest, StageTimes, assemble_answer
-from .prompt import Layout, PromptBuilder, PromptPieces
+from .prompt import Layout, PromptBuilder
 from .sampling import sampling_options
 
 
@@ -56,11 +58,13 @@ class Engine:
         if self.fusor.tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self._changing = threading.Lock()  # of the documents
-        self._prompts = PromptBuilder(self.fusor.tokenizer, config.instruction, config.chunk_prefix)
+        self._prompts = PromptBuilder(self.fusor.tokenizer, config.instruction)
+        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
-            self._holes = HoleFiller(self.fusor, self.store)
+            self._contexts = ChunkContexts(context, self.retriever)
+            self._holes = HoleFiller(self.fusor, self.store, self._prompts.head, context)
             opened.callback(self._holes.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
             self._prefiller = Prefiller(
@@ -71,16 +75,15 @@ class Engine:
                 config,
                 find_controller(config, self.fusor),
                 self._prompts.head,
-                self._prompts.chunk_prefix_ids,
-                self._chunks_before,
+                context,
             )
             self._ingester = Ingester(
                 self.fusor,
                 self.retriever,
                 self.store,
                 self._prefiller.key,
-                self._prompts.chunk_prefix_ids,
-                document_context=config.document_context,
+                self._prompts.head,
+                context,
                 changing=self._changing,
             )
             self._opened = opened.pop_all()
@@ -225,6 +228,7 @@ class Engine:
         retrieved = time.perf_counter()
         found = [scored.chunk for scored in chunks]
         pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
+        pieces = replace(pieces, earlier=self._contexts.of_prompt(found))
         check_length(pieces, max_tokens, self.fusor.max_positions)
         return PreparedRequest(
             method=method,
@@ -266,17 +270,6 @@ class Engine:
         if not self._closed:
             self._holes.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
-
-    def _chunks_before(self, pieces: PromptPieces, index: int) -> Sequence[Sequence[int]]:
-        """Chunks before one of a prompt's in its document: all where that is ingested, else those that the prompt has."""
-        if not (self.config.document_context and pieces.document_ids):
-            return ()
-        try:
-            own = [chunk.token_ids for chunk in self.retriever.chunks(pieces.document_ids[index])]
-        except InputError:
-            own = []
-        chunk = pieces.chunks[index]
-        return own[: own.index(chunk)] if chunk in own else pieces.before(index)
 
     def _retrieve(
         self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None

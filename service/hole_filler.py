@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from cacheblend.blend import Fusor
+from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.store import ChunkKey, ChunkKV, KVStore
 from cacheblend.store.errors import CacheBlendError
 from cacheblend.store.seen_before import SeenBefore
@@ -21,11 +21,13 @@ POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at le
 POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
 MOST_PENDING_BYTES = 128 * 2**20  # that wait to be written
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
-_Hole = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Sequence[Sequence[int]]]]  # tokens, prefix, what stands before
+_Hole = tuple[tuple[int, ...], Sequence[Sequence[int]]]  # tokens, and the chunks of its document that they stand after
 
 
 class HoleFiller:
-    """One thread that precomputes chunks alone and stores them: a fused KV is contaminated by its neighbours, and never stored.
+    """One thread that precomputes chunks after their context and stores them.
+
+    A fused KV is contaminated by its neighbours, and never stored.
 
     It takes one hole of each namespace in turn, so that one with many misses does not keep the others' waiting.
 
@@ -35,10 +37,12 @@ class HoleFiller:
     Args:
         fusor: the model.
         store: where the KV goes.
+        prefix_ids: what every chunk is computed after.
+        context: what stands between that and a chunk.
     """
 
-    def __init__(self, fusor: Fusor, store: KVStore) -> None:
-        self._fusor, self._store = fusor, store
+    def __init__(self, fusor: Fusor, store: KVStore, prefix_ids: Sequence[int], context: ChunkContext) -> None:
+        self._fusor, self._store, self._prefix_ids, self._context = fusor, store, tuple(prefix_ids), context
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
         self._missed = SeenBefore(REMEMBERED_MISSES)
@@ -48,23 +52,19 @@ class HoleFiller:
         self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
         self._thread.start()
 
-    def fill(
-        self, key: ChunkKey, token_ids: Sequence[int], prefix_ids: Sequence[int], before: Callable[[], Sequence[Sequence[int]]]
-    ) -> None:
-        """Have a chunk's KV computed behind a prefix and stored, some time after the running requests, if it is worth it.
+    def fill(self, key: ChunkKey, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> None:
+        """Have a chunk's KV computed and stored, some time after the running requests, if it is worth it.
 
         Args:
             key: the chunk's.
             token_ids: the chunk's.
-            prefix_ids: the prefix.
-            before: gives the chunks that stand before it in its document, as far as they are known; asked in the thread, since
-                the request waits for its first token.
+            earlier: the chunks of its document that it is computed after.
         """
         with self._changed:
             if self._closed or not self._is_worth(key, len(token_ids)):
                 return
             line = self._waiting.setdefault(key.namespace, OrderedDict())
-            line.setdefault(key, (tuple(token_ids), tuple(prefix_ids), before))
+            line.setdefault(key, (tuple(token_ids), earlier))
             if sum(map(len, self._waiting.values())) > MOST_WAITING:
                 longest, line = max(reversed(self._waiting.items()), key=lambda waiting: len(waiting[1]))
                 line.popitem()
@@ -144,23 +144,22 @@ class HoleFiller:
                 self._changed.wait_for(lambda: self._closed or not self._requests, timeout=postpone_s)
                 if self._closed:
                     return
-                key, (token_ids, prefix_ids, before) = self._take()
+                key, (token_ids, earlier) = self._take()
                 self._busy = True
             began = time.perf_counter()
             try:
                 if key not in self._store:
-                    in_own_thread(self._compute, key, [*before(), token_ids], prefix_ids)
+                    in_own_thread(self._compute, key, [*earlier, token_ids])
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)
             except Exception:  # out of memory, say: without this thread no hole would ever be filled, and drain never return
                 logger.exception("the KV of chunk %s was not computed", key)
             finally:
-                del before  # it holds the engine
                 with self._changed:
                     self._busy, self._took_s = False, time.perf_counter() - began
                     self._changed.notify_all()
 
-    def _compute(self, key: ChunkKey, document: Sequence[Sequence[int]], prefix_ids: Sequence[int]) -> None:
-        """Precompute and store the last chunk of a document."""
-        (kv,) = self._fusor.precompute_document(document, prefix_ids, which=[len(document) - 1])
+    def _compute(self, key: ChunkKey, chunks: Sequence[Sequence[int]]) -> None:
+        """Precompute and store the last of some chunks."""
+        (kv,) = self._fusor.precompute_document(chunks, self._prefix_ids, [len(chunks) - 1], self._context)
         self._store.put(key, kv, flush=False)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from cacheblend.blend import Fusor
+from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Document, Retriever
-from cacheblend.store import ChunkKey, ChunkKV, KVStore
+from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.errors import InputError
 
 from .answer import IngestReport
@@ -31,9 +31,9 @@ class Ingester:
         fusor: computes chunks' KV.
         retriever: splits and indexes.
         store: keeps the KV.
-        key: names a chunk's KV by its token ids.
-        prefix_ids: what chunks are computed behind.
-        document_context: see `EngineConfig`.
+        key: names a chunk's KV by its token ids and the chunks of its document that it is computed after.
+        prefix_ids: what all chunks are computed after.
+        context: what stands between that and a chunk.
         changing: held while documents change in index and catalogue; see `Documents`.
     """
 
@@ -42,15 +42,15 @@ class Ingester:
         fusor: Fusor,
         retriever: Retriever,
         store: KVStore,
-        key: Callable[[Sequence[int]], ChunkKey],
+        key: Callable[[Sequence[int], Sequence[Sequence[int]]], ChunkKey],
         prefix_ids: Sequence[int],
+        context: ChunkContext,
         *,
-        document_context: bool,
         changing: AbstractContextManager[object],
     ) -> None:
         self._changing = changing
         self._fusor, self._retriever, self._store, self._key = fusor, retriever, store, key
-        self._prefix_ids, self._document_context = prefix_ids, document_context
+        self._prefix_ids, self._context = prefix_ids, context
 
     def ingest(self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None) -> IngestReport:
         """See `Engine.ingest`."""
@@ -86,25 +86,32 @@ class Ingester:
         self, given: Sequence[Document], report: Progress, computed_one: Callable[[int], None] = lambda _: None
     ) -> IngestReport:
         started = time.perf_counter()
-        check_chunks(given, self._retriever.splitter, self._fusor.max_positions, len(self._prefix_ids))
-        chunks: dict[ChunkKey, Sequence[int]] = {}
+        stands_after = len(self._prefix_ids) + len(self._context.filler_ids)
+        check_chunks(given, self._retriever.splitter, self._fusor.max_positions, stands_after)
+        chunks: dict[tuple[str, str], list[Sequence[int]]] = {}
         keys: dict[tuple[str, str], list[ChunkKey]] = {}
         with self._changing:
             added = self._retriever.add(given, lambda done, total: report("index", done, total))
             for document in {document.id: document for document in given}.values():
-                own = {self._key(chunk.token_ids): chunk.token_ids for chunk in self._retriever.chunks(document.id)}
-                chunks |= own
-                keys[document.id, document.version] = list(own)
-            dropped = self._store.documents.put((*document, own) for document, own in keys.items())
-        missing = {key for key in chunks if key not in self._store}
-        wanted: list[tuple[list[ChunkKey], list[int]]] = []
-        for document_keys in keys.values():
-            which = [index for index, key in enumerate(document_keys) if key in missing]
-            missing -= {document_keys[index] for index in which}  # the next document that has them need not bring them
-            wanted.append((document_keys, which))
-        to_compute = [document_keys[index] for document_keys, which in wanted for index in which]
+                own: list[Sequence[int]] = [chunk.token_ids for chunk in self._retriever.chunks(document.id)]
+                chunks[document.id, document.version] = own
+                earlier = self._context.earlier(own)
+                keys[document.id, document.version] = list(map(self._key, own, earlier))
+            dropped = self._store.documents.put((*document, list(dict.fromkeys(own))) for document, own in keys.items())
+        every = dict.fromkeys(key for own in keys.values() for key in own)
+        missing = {key for key in every if key not in self._store}
+        wanted: list[tuple[list[Sequence[int]], list[int]]] = []
+        to_compute: list[ChunkKey] = []
+        for versioned, document_keys in keys.items():
+            which: list[int] = []
+            for index, key in enumerate(document_keys):
+                if key in missing:
+                    missing.remove(key)  # whoever has it again need not bring it
+                    which.append(index)
+                    to_compute.append(key)
+            wanted.append((chunks[versioned], which))
         computed = tokens = 0
-        for key, kv in zip(to_compute, self._compute(wanted, chunks), strict=True):
+        for key, kv in zip(to_compute, self._fusor.precompute_documents(wanted, self._prefix_ids, self._context), strict=True):
             self._store.put(key, kv, flush=False)
             computed, tokens = computed + 1, tokens + len(kv.token_ids)
             if computed % FLUSH_EVERY == 0:
@@ -117,20 +124,14 @@ class Ingester:
             added=added.added,
             replaced=added.replaced,
             unchanged=added.unchanged,
-            chunks=len(chunks),
+            chunks=len(every),
             computed=computed,
-            already_stored=len(chunks) - computed,
-            evicted=sum(key not in self._store for key in chunks),
+            already_stored=len(every) - computed,
+            evicted=sum(key not in self._store for key in every),
             dropped=dropped,
             tokens=tokens,
             seconds=time.perf_counter() - started,
         )
-
-    def _compute(
-        self, wanted: Iterable[tuple[list[ChunkKey], list[int]]], chunks: Mapping[ChunkKey, Sequence[int]]
-    ) -> Iterator[ChunkKV]:
-        documents = (([chunks[key] for key in document_keys], which) for document_keys, which in wanted)
-        return self._fusor.precompute_documents(documents, self._prefix_ids, context=self._document_context)
 
     def _warn_of_evictions(self, report: IngestReport) -> None:
         if report.evicted:

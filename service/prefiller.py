@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -12,9 +11,9 @@ from typing import Any
 
 import torch
 
-from cacheblend.blend import FusedPrompt, Fusor, LayerReport, LayerSource, ResidentLayers, Segment, SegmentKV
+from cacheblend.blend import ChunkContext, FusedPrompt, Fusor, LayerReport, LayerSource, ResidentLayers, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
-from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, context_digest
 from cacheblend.store.errors import ConfigError, DamagedEntryError
 
 from .answer import PlannedSegment
@@ -55,9 +54,8 @@ class Prefiller:
         holes: computes in the background what was missing.
         config: selector and loader settings.
         controller: picks the ratio where the caller does not; may be replaced. Without one, for want of a profile, it is r*.
-        head: token ids that every prompt begins with; their KV is computed once and held.
-        chunk_prefix_ids: what chunks are computed behind.
-        chunks_before: of a prompt's chunk, by its index, the chunks before it in its document, as far as they are known.
+        head: token ids that every prompt begins with, and that chunks are computed after; their KV is computed once and held.
+        context: what stands between head and chunk when a chunk's KV is computed.
     """
 
     def __init__(
@@ -69,13 +67,11 @@ class Prefiller:
         config: EngineConfig,
         controller: LoadingController | None,
         head: Sequence[int],
-        chunk_prefix_ids: Sequence[int],
-        chunks_before: Callable[[PromptPieces, int], Sequence[Sequence[int]]],
+        context: ChunkContext,
     ) -> None:
-        self._chunks_before = chunks_before
         self._fusor, self._store, self._prefixes, self._holes, self._config = fusor, store, prefixes, holes, config
         self.controller = controller
-        self._chunk_prefix_ids = tuple(chunk_prefix_ids)
+        self._head, self._context = tuple(head), context
         self._head_kv: ChunkKV | None = fusor.precompute(head) if head else None
         self._methods: dict[str, Callable[[PromptPieces, float | None, str], PrefillSteps]] = {
             "full_recompute": self._full_recompute,
@@ -89,10 +85,11 @@ class Prefiller:
         """Names of the methods."""
         return tuple(self._methods)
 
-    def key(self, token_ids: Sequence[int], namespace: str = "") -> ChunkKey:
-        """The store's key of a chunk."""
-        prefix_ids, model, codec = self._chunk_prefix_ids, self._fusor.fingerprint, self._config.codec
-        return ChunkKey.of(token_ids, prefix_ids=prefix_ids, model=model, codec=codec, namespace=namespace)
+    def key(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]], namespace: str = "") -> ChunkKey:
+        """The store's key of a chunk that is computed after these chunks of its document."""
+        context = context_digest(self._context.filler_ids, earlier)
+        model, codec = self._fusor.fingerprint, self._config.codec
+        return ChunkKey.of(token_ids, prefix_ids=self._head, context=context, model=model, codec=codec, namespace=namespace)
 
     def check_method(self, method: str) -> None:
         """Refuse an unknown method.
@@ -171,7 +168,7 @@ class Prefiller:
 
     def _blend_once(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> PrefillSteps:
         started = time.perf_counter()
-        keys = [self.key(chunk, namespace) for chunk in pieces.chunks]
+        keys = [self.key(chunk, pieces.earlier_of(index), namespace) for index, chunk in enumerate(pieces.chunks)]
         with (
             self._find_prefix(pieces, ratio, namespace) as prefix,
             self._store.pin(keys) as placements,
@@ -194,7 +191,10 @@ class Prefiller:
             else:
                 computed = yield from away.watch(self._precompute(first, namespace))
                 precompute_s = time.perf_counter() - looked_up - away.seconds
-                kvs = [computed.get(chunk, stored) for chunk, stored in zip(pieces.chunks, placements, strict=True)]
+                kvs = [
+                    computed.get(chunk, stored) if not pieces.earlier_of(index) else stored
+                    for index, (chunk, stored) in enumerate(zip(pieces.chunks, placements, strict=True))
+                ]
                 prefix.exact_tokens = next((pieces.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
                 prefix.keep_blended = pieces.may_be_continued
                 chunks = [Segment(chunk, kv) for chunk, kv in zip(pieces.chunks, kvs, strict=True)]
@@ -208,7 +208,7 @@ class Prefiller:
                 self._tell(controller, loading, prefilled, loader, looked_up + away.seconds, precompute_s)
         for index, (key, chunk, kv) in enumerate(zip(keys, pieces.chunks, kvs, strict=True)):
             if kv is None:
-                self._holes.fill(key, chunk, self._chunk_prefix_ids, functools.partial(self._chunks_before, pieces, index))
+                self._holes.fill(key, chunk, pieces.earlier_of(index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
 
     def _computed_first(self, pieces: PromptPieces, placements: Sequence[Placement | None]) -> list[tuple[int, ...]]:
@@ -216,16 +216,16 @@ class Prefiller:
         if self._config.holes != "precompute":
             return []
         missing = [index for index, stored in enumerate(placements) if stored is None]
-        return list(dict.fromkeys(pieces.chunks[index] for index in missing if not self._chunks_before(pieces, index)))
+        return list(dict.fromkeys(pieces.chunks[index] for index in missing if not pieces.earlier_of(index)))
 
     def _precompute(
         self, chunks: Sequence[tuple[int, ...]], namespace: str
     ) -> Generator[None, None, dict[tuple[int, ...], ChunkKV]]:
-        """The KV of chunks, each alone, a chunk a step; it is stored as well."""
+        """The KV of chunks that no text of a document stands before, a chunk a step; it is stored as well."""
         computed: dict[tuple[int, ...], ChunkKV] = {}
         for chunk in chunks:
-            computed[chunk] = self._fusor.precompute(chunk, self._chunk_prefix_ids)
-            self._holes.keep(self.key(chunk, namespace), computed[chunk])
+            (computed[chunk],) = self._fusor.precompute_document([chunk], self._head, context=self._context)
+            self._holes.keep(self.key(chunk, (), namespace), computed[chunk])
             yield
         return computed
 
@@ -258,8 +258,8 @@ class Prefiller:
         stored = [placement for placement in placements if placement is not None]
         reusable = sum(
             len(chunk)
-            for chunk, placement in zip(pieces.chunks, placements, strict=True)
-            if placement is not None or chunk in computed_first
+            for index, (chunk, placement) in enumerate(zip(pieces.chunks, placements, strict=True))
+            if placement is not None or (chunk in computed_first and not pieces.earlier_of(index))
         )
         return controller.plan(
             reads=[(placement.tier, placement.layer_bytes(layer)) for placement in stored],

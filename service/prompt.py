@@ -20,7 +20,8 @@ AFTER_QUESTION = "\nAnswer:"
 class PromptPieces:
     """A prompt's token ids: `head`, every chunk's, and `tail`, which holds the question. Their concatenation is the prompt.
 
-    `document_ids` says which document each chunk is of; empty where nobody knows. `may_be_continued` says whether a later
+    `document_ids` says which document each chunk is of, and `earlier` the chunks of that document which its KV is computed
+    after; both are empty where nobody knows. `may_be_continued` says whether a later
     prompt may begin with all of this one, chunks and answer included: then its blended KV is kept for that.
     """
 
@@ -29,6 +30,7 @@ class PromptPieces:
     tail: tuple[int, ...]
     document_ids: tuple[str, ...] = ()
     may_be_continued: bool = True
+    earlier: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -39,12 +41,9 @@ class PromptPieces:
         """Position of a chunk's first token."""
         return len(self.head) + sum(map(len, self.chunks[:index]))
 
-    def before(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """The chunks in front of one that are of its document."""
-        if not self.document_ids:
-            return ()
-        document_id = self.document_ids[index]
-        return tuple(chunk for chunk, id_ in zip(self.chunks[:index], self.document_ids, strict=False) if id_ == document_id)
+    def earlier_of(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """The chunks of its document that a chunk's KV is computed after."""
+        return self.earlier[index] if self.earlier else ()
 
 
 class Layout(Protocol):
@@ -64,7 +63,6 @@ class PromptBuilder:
     Args:
         tokenizer: the model's fast tokenizer.
         instruction: text in front of the chunks.
-        chunk_prefix: text that chunks are precomputed behind, after BOS.
         before_question: text in front of the question.
         after_question: text behind the question, where there is no chat template to end it.
         chat: use the tokenizer's chat template where it has one; False makes a plain text of every prompt.
@@ -77,7 +75,6 @@ class PromptBuilder:
         self,
         tokenizer: Any,
         instruction: str,
-        chunk_prefix: str = "",
         before_question: str = BEFORE_QUESTION,
         after_question: str = AFTER_QUESTION,
         *,
@@ -85,7 +82,6 @@ class PromptBuilder:
     ) -> None:
         self._plain = PlainTokenizer(tokenizer)
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
-        self.chunk_prefix_ids = (*bos, *self._plain.ids(chunk_prefix))
         if tokenizer.chat_template is None or not chat:
             self.head = (*bos, *self._plain.ids(instruction))
             self._before_question, self._after_question = before_question, after_question

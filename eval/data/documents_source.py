@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend.retriever import Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
+from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service.document_files import read_documents
 from cacheblend.store.errors import ConfigError, InputError
 
@@ -98,9 +98,19 @@ class DocumentsSource:
                 question = self.wording.question.format(question=example.question)
                 pieces = builder.build(found, question)
                 request = make_request(
-                    example, pieces.head, pieces.chunks, pieces.tail, limit, document_ids=pieces.document_ids
+                    example,
+                    pieces.head,
+                    pieces.chunks,
+                    pieces.tail,
+                    limit,
+                    document_ids=pieces.document_ids,
+                    documents=[_earlier(chunk, retriever.chunks(chunk.document_id)) for chunk in found],
                 )
                 yield arrange(request, self.preset.order, tokenizer.decode)
+
+
+def _earlier(chunk: Chunk, document: Sequence[Chunk]) -> list[tuple[int, ...]]:
+    return [other.token_ids for other in document if other.position < chunk.position]
 
 
 def read_questions(path: Path) -> Iterator[Example]:

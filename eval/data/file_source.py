@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend.retriever import (
+    Chunk,
     Document,
     Embedder,
     PlainTokenizer,
@@ -107,29 +108,48 @@ class FileSource:
                 request = make_request(
                     example,
                     builder.head,
-                    [token_ids for _, token_ids in chunks],
+                    [chunk.token_ids for chunk in chunks],
                     builder.build([], question).tail,
                     min(limits, default=None),
-                    document_ids=[id_ for id_, _ in chunks],
+                    document_ids=[chunk.document_id for chunk in chunks],
+                    documents=[chunk.earlier for chunk in chunks],
                     is_warm_up=index < warm_up,
                 )
                 yield arrange(request, self.preset.order, tokenizer.decode)
 
-    def _chunks(self, example: Example, retriever: Retriever, plain: PlainTokenizer) -> list[tuple[str, Sequence[int]]]:
-        """Document and token ids of a case's chunks, in the prompt's order."""
+    def _chunks(self, example: Example, retriever: Retriever, plain: PlainTokenizer) -> list[_Chunk]:
+        """A case's chunks, in the prompt's order."""
         documents, top_k = _documents(example), self.preset.top_k
         if (self.preset.chunking or ("split" if self._set.split else "passage")) == "passage":
-            return [(document.id, plain.ids(document.content + retriever.config.separator)) for document in documents[:top_k]]
+            separator = retriever.config.separator
+            return [_Chunk(document.id, plain.ids(document.content + separator)) for document in documents[:top_k]]
         if not self._set.searched:
-            split = ((document.id, chunk) for document in documents for chunk in retriever.splitter.split(document))
-            return [(id_, chunk.token_ids) for id_, chunk in itertools.islice(split, top_k)]
+            split = ((document.id, retriever.splitter.split(document)) for document in documents)
+            every = (_Chunk.of(chunk, chunks) for _, chunks in split for chunk in chunks)
+            return list(itertools.islice(every, top_k))
         if not self.preset.shared_corpus:
             retriever.add(documents)
-        found = retriever.search(example.question, min(top_k or SEARCHED_TOP_K, len(retriever.chunks())))
+        found = retriever.search(example.question, min(top_k or SEARCHED_TOP_K, retriever.chunk_count))
+        chunks = [_Chunk.of(scored.chunk, retriever.chunks(scored.chunk.document_id)) for scored in found]
         if not self.preset.shared_corpus:
             for document in retriever.documents():
                 retriever.delete(document.id)
-        return [(scored.chunk.document_id, scored.chunk.token_ids) for scored in found]
+        return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk's document and token ids, and those of the document's chunks before it."""
+
+    document_id: str
+    token_ids: Sequence[int]
+    earlier: Sequence[Sequence[int]] = ()
+
+    @classmethod
+    def of(cls, chunk: Chunk, document: Sequence[Chunk]) -> _Chunk:
+        """A chunk of a document, given all of the document's."""
+        earlier = [other.token_ids for other in document if other.position < chunk.position]
+        return cls(chunk.document_id, chunk.token_ids, earlier)
 
 
 def _documents(example: Example) -> list[Document]:

@@ -39,6 +39,7 @@ def make_request(
     limit: int | None,
     *,
     document_ids: Sequence[str] = (),
+    documents: Sequence[Sequence[Sequence[int]]] = (),
     is_warm_up: bool = False,
 ) -> Request:
     """The request of an example, cut where its prompt is longer than `limit` tokens.
@@ -46,10 +47,21 @@ def make_request(
     The rule: whole chunks are dropped from the middle of the context until the rest fits, as LongBench cuts; the last chunk
     left is cut at its end. Instruction and question are never cut.
 
+    Args:
+        example: what it is made from.
+        head: token ids before the chunks.
+        chunks: token ids of each.
+        tail: token ids behind them.
+        limit: most tokens of the prompt; None for no limit.
+        document_ids: which document each chunk is of.
+        documents: for each chunk the chunks of its document that come before it, in the document's order.
+        is_warm_up: see `Request`.
+
     Raises:
         PromptTooLongError: instruction and question alone are longer than the limit.
     """
     kept, ids = [tuple(chunk) for chunk in chunks], list(document_ids)
+    earlier = [tuple(map(tuple, before)) for before in documents]
     before = sum(map(len, kept))
     room = before if limit is None else limit - len(head) - len(tail)
     if room < 1:
@@ -58,12 +70,13 @@ def make_request(
             "beside the answer; use a model with more positions"
         )
     while len(kept) > 1 and sum(map(len, kept)) > room:
-        del ids[len(kept) // 2 : len(kept) // 2 + 1], kept[len(kept) // 2]
+        middle = len(kept) // 2
+        del ids[middle : middle + 1], earlier[middle : middle + 1], kept[middle]
     if sum(map(len, kept)) > room:
         kept = [kept[0][:room]]
     return Request(
         example,
-        PromptPieces(tuple(head), tuple(kept), tuple(tail), tuple(ids)),
+        PromptPieces(tuple(head), tuple(kept), tuple(tail), tuple(ids), earlier=tuple(earlier)),
         dropped_chunks=len(chunks) - len(kept),
         cut_tokens=before - sum(map(len, kept)),
         is_warm_up=is_warm_up,
@@ -90,7 +103,8 @@ def arrange(request: Request, order: str, text_of: Callable[[Sequence[int]], str
     pieces = request.pieces
     chunks = tuple(pieces.chunks[place] for place in places)
     ids = tuple(pieces.document_ids[place] for place in places) if pieces.document_ids else ()
-    return replace(request, pieces=replace(pieces, chunks=chunks, document_ids=ids))
+    earlier = tuple(pieces.earlier[place] for place in places) if pieces.earlier else ()
+    return replace(request, pieces=replace(pieces, chunks=chunks, document_ids=ids, earlier=earlier))
 
 
 def _tells(text: str, answers: Sequence[str]) -> bool:

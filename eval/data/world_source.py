@@ -87,7 +87,12 @@ class WorldSource:
             )
             chunks = [plain.ids(chunk.text) for chunk in case.chunks]
             tail, ids = builder.build([], case.question).tail, [chunk.document for chunk in case.chunks]
-            yield make_request(example, builder.head, chunks, tail, limit, document_ids=ids)
+            placed = list(zip(chunks, case.chunks, strict=True))
+            documents = [
+                [own for own, other in placed if other.document == chunk.document and other.index < chunk.index]
+                for chunk in case.chunks
+            ]
+            yield make_request(example, builder.head, chunks, tail, limit, document_ids=ids, documents=documents)
 
     def _config(self) -> CaseConfig:
         return CaseConfig(articles=self.articles, chunk_tokens=self.chunk_tokens)

@@ -11,7 +11,7 @@ from typing import Any
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import RequestSource
 from cacheblend.eval.data.source import prompt_builder
-from cacheblend.eval.methods import METHODS, EverythingCached, ResidentRequest
+from cacheblend.eval.methods import METHODS, EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.run import EvalConfig, evaluate, load_fusor
 from cacheblend.eval.run.environment import has_random_weights
 from cacheblend.eval.run.report import metric_of
@@ -116,8 +116,8 @@ def _residents(config: EvalConfig, fusor: Fusor, embedder: Embedder | None) -> l
     """The first requests with all their chunks cached."""
     limit = None if fusor.max_positions is None else fusor.max_positions - config.new_tokens
     requests = config.source.requests(fusor.tokenizer, limit, embedder)
-    prefix_ids = prompt_builder(fusor.tokenizer, config.source.wording).chunk_prefix_ids
+    contexts = StoredContexts(fusor, prompt_builder(fusor.tokenizer, config.source.wording).head)
     return [
-        ResidentRequest(fusor, request, prefix_ids, *EverythingCached().cached(request.pieces.chunks))
+        ResidentRequest(fusor, request, contexts, *EverythingCached().cached(request.pieces.chunks))
         for request in itertools.islice(requests, MEASURED_REQUESTS)
     ]

@@ -26,7 +26,7 @@ def measure_tiers(fusor: Fusor, resident: ResidentRequest) -> dict[tuple[str, st
 
     A store whose RAM budget is one byte keeps all on NVMe; its files are dropped from the page cache before every round.
     """
-    chunks = {kv.token_ids: kv for kv in resident.chunk_kv if kv is not None}
+    chunks = {kv.token_ids: kv for kv in resident.chunk_kv() if kv is not None}
     budgets = {"ram": 1 + 2 * sum(kv.nbytes for kv in chunks.values()), "nvme": 1}
     calls = {FULL: Call(lambda: fusor.prefill(resident.pieces.token_ids))}
     with ExitStack() as opened:

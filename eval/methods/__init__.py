@@ -3,9 +3,10 @@
 from .history import CacheHistory, EverythingCached, SeenBefore
 from .method import Method, MethodAnswer
 from .registry import DEFAULT_RATIO, METHODS, PlannedMethod, make_methods, plan_methods
-from .resident import ResidentRequest
+from .resident import CONTEXTS, ResidentRequest, StoredContexts
 
 __all__ = [
+    "CONTEXTS",
     "DEFAULT_RATIO",
     "METHODS",
     "CacheHistory",
@@ -15,6 +16,7 @@ __all__ = [
     "PlannedMethod",
     "ResidentRequest",
     "SeenBefore",
+    "StoredContexts",
     "make_methods",
     "plan_methods",
 ]

@@ -1,8 +1,13 @@
-"""CacheBlend: every chunk's own KV at its place, and the HKVD tokens recomputed (paper §4)."""
+"""Blending: every chunk's stored KV at its place, and the selected tokens recomputed (paper §4)."""
 
 from __future__ import annotations
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor
+from typing import Any
+
+import torch
+
+from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, SelectionStep
+from cacheblend.blend.selection import Oracle
 
 from .method import PrefillMethod
 from .resident import ResidentRequest
@@ -14,19 +19,20 @@ class Blend(PrefillMethod):
     Args:
         fusor: the model.
         config: ratio and selector.
+        context: what the chunks' KV was computed after; one of `CONTEXTS`.
     """
 
-    def __init__(self, fusor: Fusor, config: FusionConfig) -> None:
+    def __init__(self, fusor: Fusor, config: FusionConfig, context: str) -> None:
         super().__init__(fusor)
-        self._config = config
+        self._config, self._context = config, context
 
     def prepare(self, resident: ResidentRequest) -> None:
         """The chunks' KV and the head's."""
-        _ = resident.head_kv, resident.chunk_kv
+        _ = resident.head_kv, resident.chunk_kv(self._context)
 
     def prefill(self, resident: ResidentRequest) -> FusedPrompt:
         """Fuse."""
-        return self._fusor.fuse(resident.blend_segments(), self.config_for(resident))
+        return self._fusor.fuse(resident.blend_segments(self._context), self.config_for(resident))
 
     def config_for(self, resident: ResidentRequest) -> FusionConfig:
         """Ratio and selector for one request."""
@@ -35,31 +41,39 @@ class Blend(PrefillMethod):
     def loaded_bytes(self, resident: ResidentRequest, fused: FusedPrompt) -> int:
         """The chunks' KV from layer 1 up, layer 0 too where not all of its tokens ran, and the head's."""
         ran_layer_0 = len(fused.recomputed[0]) == len(fused.token_ids) - fused.exact_tokens
-        chunks = [kv for kv in resident.chunk_kv if kv is not None]
+        chunks = [kv for kv in resident.chunk_kv(self._context) if kv is not None]
         loaded = sum(k.nbytes + v.nbytes for kv in chunks for k, v in kv.layers[1 if ran_layer_0 else 0 :])
         return loaded + (0 if resident.head_kv is None else resident.head_kv.nbytes)
 
 
-def gradual(fusor: Fusor, ratio: float) -> Blend:
-    """Gradual filtering, by the deviation measured in the prompt and by the one known of the chunk's document."""
-    return Blend(fusor, FusionConfig(recompute_ratio=ratio))
+class OracleBlend(Blend):
+    """Blending that knows full prefill: the tokens of largest error of values, weighed by the question's attention.
+
+    A bound for selectors, not a method: its TTFT has the full prefill in it.
+    """
+
+    def config_for(self, resident: ResidentRequest) -> FusionConfig:
+        """The tokens of this request."""
+        listening = _Listening()
+        reused = self._fusor.fuse(resident.blend_segments(self._context), FusionConfig(selector=listening))
+        full = self._fusor.prefill(resident.pieces.token_ids)
+        error_N = torch.zeros(len(full.token_ids))
+        layers: Any = zip(full.cache.layers, reused.cache.layers, strict=True)
+        for own, stored in layers:
+            off = (own.values - stored.values).float().square().sum((0, 1, 3)).sqrt().cpu()
+            error_N[-len(off) :] += off / off.mean().clamp_min(torch.finfo(torch.float32).tiny)
+        error_N[listening.candidates_C] *= listening.attention_C
+        ratio = self._config.recompute_ratio
+        return FusionConfig(recompute_ratio=ratio, selector=Oracle(ratio, error_N))
 
 
-def measured_alone(fusor: Fusor, ratio: float) -> Blend:
-    """Gradual filtering by the deviation measured in the prompt alone: the paper's scheme (§4.3, figure 9)."""
-    return Blend(fusor, FusionConfig(recompute_ratio=ratio, context_weight=0.0))
+class _Listening:
+    """A selector that keeps nothing, and remembers what the question attends to."""
 
+    reads_attention = True
 
-def known_before(fusor: Fusor, ratio: float) -> Blend:
-    """The same tokens at every layer, layer 0 too, chosen before any has run: by what is known of the chunks' documents."""
-    return Blend(fusor, FusionConfig(recompute_ratio=ratio, selector="single_shot", candidate_ratio=0.0))
-
-
-def single_shot(fusor: Fusor, ratio: float) -> Blend:
-    """The paper's choice at layer 1 kept for all layers, as others ship it."""
-    return Blend(fusor, FusionConfig(recompute_ratio=ratio, selector="single_shot", context_weight=0.0))
-
-
-def full_reuse(fusor: Fusor) -> Blend:
-    """Full KV reuse: ratio 0 (paper figure 1c), keys turned to their place as PromptCache does by other means."""
-    return Blend(fusor, FusionConfig(recompute_ratio=0.0))
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Keep none."""
+        if step.layer == 0:
+            self.candidates_C, self.attention_C = step.candidates_C, step.attention_C
+        return step.none()

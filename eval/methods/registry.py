@@ -9,70 +9,89 @@ from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.eval.data import Wording
 from cacheblend.store.errors import ConfigError
 
-from .blend import full_reuse, gradual, known_before, measured_alone, single_shot
-from .epic import Epic
+from .blend import Blend, OracleBlend
 from .full_recompute import FullRecompute
 from .map_reduce import MapReduce
 from .map_rerank import MapRerank
 from .method import Method
 from .prefix_cache import PrefixCache
-from .random_tokens import RandomTokens
+from .resident import CONTEXTS
 
-# Methods that a recompute ratio applies to, and those that it does not.
-_AT_A_RATIO: dict[str, Callable[[Fusor, float], Method]] = {
-    "blend": gradual,
-    "blend_hkvd": measured_alone,
-    "blend_known": known_before,
-    "blend_single_shot": single_shot,
-    "epic": Epic,
-    "random_tokens": RandomTokens,
+
+def _selecting(selector: str) -> Callable[[Fusor, float, str], Method]:
+    return lambda fusor, ratio, context: Blend(fusor, FusionConfig(recompute_ratio=ratio, selector=selector), context)
+
+
+# Methods that a recompute ratio and a context of the chunks' KV apply to; full reuse takes a context alone.
+_AT_A_RATIO: dict[str, Callable[[Fusor, float, str], Method]] = {
+    "blend": lambda fusor, ratio, context: Blend(fusor, FusionConfig(recompute_ratio=ratio), context),
+    "blend_hkvd": _selecting("gradual"),
+    "blend_single_shot": _selecting("single_shot"),
+    "blend_product": _selecting("attention_deviation"),
+    "epic": _selecting("first_tokens"),
+    "random_tokens": _selecting("random"),
+    "oracle": lambda fusor, ratio, context: OracleBlend(fusor, FusionConfig(recompute_ratio=ratio), context),
 }
+_FULL_REUSE = "full_reuse"
 _PLAIN: dict[str, Callable[[Fusor, Wording], Method]] = {
     "full_recompute": lambda fusor, _: FullRecompute(fusor),
     "prefix_cache": lambda fusor, _: PrefixCache(fusor),
-    "full_reuse": lambda fusor, _: full_reuse(fusor),
     "map_reduce": MapReduce,
     "map_rerank": lambda fusor, _: MapRerank(fusor),
 }
-METHODS = ("full_recompute", "prefix_cache", "full_reuse", *_AT_A_RATIO, "map_reduce", "map_rerank")
+METHODS = ("full_recompute", "prefix_cache", _FULL_REUSE, *_AT_A_RATIO, "map_reduce", "map_rerank")
 DEFAULT_RATIO = FusionConfig().recompute_ratio
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMethod:
-    """A method of a run: its label in results, its name, and its ratio where one applies."""
+    """A method of a run: its label in results, its name, and its ratio and context where they apply."""
 
     label: str
     name: str
     ratio: float | None
+    context: str = CONTEXTS[0]
 
     def make(self, fusor: Fusor, wording: Wording) -> Method:
         """The method itself."""
+        if self.name == _FULL_REUSE:
+            return Blend(fusor, FusionConfig(recompute_ratio=0.0), self.context)
         if self.ratio is None:
             return _PLAIN[self.name](fusor, wording)
-        return _AT_A_RATIO[self.name](fusor, self.ratio)
+        return _AT_A_RATIO[self.name](fusor, self.ratio, self.context)
 
 
-def plan_methods(names: Sequence[str], ratios: Sequence[float]) -> tuple[PlannedMethod, ...]:
-    """Every method, and those with a ratio at every ratio. With one ratio the label is the name, else `name@ratio`.
+def plan_methods(
+    names: Sequence[str], ratios: Sequence[float], contexts: Sequence[str] = CONTEXTS[:1]
+) -> tuple[PlannedMethod, ...]:
+    """Every method, those that reuse chunks over KV of every context, and those with a ratio at every ratio.
+
+    The label is `name`, with `+context` behind it for another context than the default, and `@ratio` where there are several.
 
     Raises:
-        ConfigError: an unknown method, one given twice, none at all, or a ratio outside 0..1.
+        ConfigError: an unknown method or context, one given twice, none at all, or a ratio outside 0..1.
     """
-    for name in names:
-        if name not in METHODS:
-            raise ConfigError("methods", name, f"any of {', '.join(METHODS)}")
-    for field, values in (("methods", names), ("ratios", ratios)):
-        if not values or len(set(values)) < len(values):
-            raise ConfigError(field, ",".join(map(str, values)), "at least one, each once")
+    for field, values, allowed in (("methods", names, METHODS), ("contexts", contexts, CONTEXTS)):
+        for name in values:
+            if name not in allowed:
+                raise ConfigError(field, name, f"any of {', '.join(allowed)}")
+    for field, given in (("methods", names), ("ratios", ratios), ("contexts", contexts)):
+        if not given or len(set(given)) < len(given):
+            raise ConfigError(field, ",".join(map(str, given)), "at least one, each once")
     for ratio in ratios:
         FusionConfig(recompute_ratio=ratio)
     planned: list[PlannedMethod] = []
     for name in names:
         if name in _PLAIN:
             planned.append(PlannedMethod(name, name, None))
-        else:
-            planned += [PlannedMethod(name if len(ratios) == 1 else f"{name}@{ratio}", name, ratio) for ratio in ratios]
+            continue
+        for context in contexts:
+            label = name if context == CONTEXTS[0] else f"{name}+{context}"
+            if name == _FULL_REUSE:
+                planned.append(PlannedMethod(label, name, None, context))
+                continue
+            for ratio in ratios:
+                planned.append(PlannedMethod(label if len(ratios) == 1 else f"{label}@{ratio}", name, ratio, context))
     return tuple(planned)
 
 

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
-from cacheblend.blend import Fusor, Segment
+from cacheblend.blend import ChunkContext, Fusor, Segment
+from cacheblend.blend.fusor import NO_CONTEXT
+from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.eval.data import Request
+from cacheblend.service.chunk_contexts import chunk_context
 from cacheblend.service.prompt import PromptPieces
 from cacheblend.store import ChunkKV
+
+CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")
+
+
+class StoredContexts:
+    """What chunks' KV is computed after, by name.
+
+    "default": the prompt's head, filler passages, and the document's earlier text, as the service does it; "filler" and
+    "document": the head and one of both; "neighbour": the head and the chunk that stands before it in the prompt (the last one
+    for the first); "head": that alone; "bos": the beginning-of-sequence token alone, the paper's way.
+
+    Args:
+        fusor: the model.
+        head: token ids that the prompts begin with.
+        filler: see `chunk_context`.
+    """
+
+    def __init__(self, fusor: Fusor, head: Sequence[int], filler: str = "auto") -> None:
+        context, bos = chunk_context(fusor, filler, DOCUMENT_TOKENS), fusor.tokenizer.bos_token_id
+        self._known: dict[str, tuple[tuple[int, ...], ChunkContext]] = {
+            "default": (tuple(head), context),
+            "filler": (tuple(head), replace(context, document_tokens=0)),
+            "document": (tuple(head), replace(context, filler_ids=())),
+            "neighbour": (tuple(head), replace(context, filler_ids=())),
+            "head": (tuple(head), NO_CONTEXT),
+            "bos": (() if bos is None else (int(bos),), NO_CONTEXT),
+        }
+
+    def __getitem__(self, name: str) -> tuple[tuple[int, ...], ChunkContext]:
+        return self._known[name]
 
 
 class ResidentRequest:
@@ -17,7 +51,7 @@ class ResidentRequest:
     Args:
         fusor: the model.
         request: the request.
-        chunk_prefix_ids: what every chunk is computed behind.
+        contexts: what chunks' KV is computed after.
         cached_chunks: per chunk whether its KV was there before the request came.
         cached_prefix_chunks: how many leading chunks a prefix cache has, as some other request left them.
     """
@@ -26,31 +60,47 @@ class ResidentRequest:
         self,
         fusor: Fusor,
         request: Request,
-        chunk_prefix_ids: Sequence[int],
+        contexts: StoredContexts,
         cached_chunks: Sequence[bool],
         cached_prefix_chunks: int,
     ) -> None:
         self.request = request
-        self._fusor, self._chunk_prefix_ids = fusor, tuple(chunk_prefix_ids)
+        self._fusor, self._contexts = fusor, contexts
         self._cached_chunks, self._cached_prefix_chunks = tuple(cached_chunks), cached_prefix_chunks
+        self._chunk_kv: dict[str, tuple[ChunkKV | None, ...]] = {}
 
     @property
     def pieces(self) -> PromptPieces:
         """The prompt's token ids."""
         return self.request.pieces
 
-    @cached_property
-    def chunk_kv(self) -> tuple[ChunkKV | None, ...]:
-        """Each chunk's KV, computed alone, with what its document's chunks before it do to it; None where not cached."""
-        found: list[ChunkKV | None] = [None] * len(self.pieces.chunks)
-        documents: dict[str, list[int]] = {}
-        for index in range(len(found)):
-            documents.setdefault(self.pieces.document_ids[index] if self.pieces.document_ids else str(index), []).append(index)
-        for own in documents.values():
-            which = [place for place, index in enumerate(own) if self._cached_chunks[index]]
-            chunks = [self.pieces.chunks[index] for index in own]
-            for place, kv in zip(which, self._fusor.precompute_document(chunks, self._chunk_prefix_ids, which), strict=True):
-                found[own[place]] = kv
+    def chunk_kv(self, context: str = CONTEXTS[0]) -> tuple[ChunkKV | None, ...]:
+        """Each chunk's KV, computed after a context; None where not cached."""
+        if context not in self._chunk_kv:
+            self._chunk_kv[context] = self._compute(context)
+        return self._chunk_kv[context]
+
+    def _compute(self, name: str) -> tuple[ChunkKV | None, ...]:
+        prefix_ids, context = self._contexts[name]
+        pieces, found = self.pieces, list[ChunkKV | None]([None] * len(self.pieces.chunks))
+        documents: dict[str, dict[int, int]] = {}  # place in its document of each cached chunk, by document
+        texts: dict[str, list[tuple[int, ...]]] = {}
+        for index, chunk in enumerate(pieces.chunks):
+            if not self._cached_chunks[index]:
+                continue
+            document, earlier = str(index), list(pieces.earlier_of(index))
+            if name == "neighbour":
+                earlier = [pieces.chunks[index - 1]]
+            elif pieces.document_ids and pieces.earlier:
+                document = pieces.document_ids[index]
+            documents.setdefault(document, {})[index] = len(earlier)
+            if len(texts.get(document, ())) <= len(earlier):
+                texts[document] = [*earlier, chunk]
+        for document, places in documents.items():
+            which = sorted(set(places.values()))
+            kvs = dict(zip(which, self._fusor.precompute_document(texts[document], prefix_ids, which, context), strict=True))
+            for index, place in places.items():
+                found[index] = kvs[place]
         return tuple(found)
 
     @cached_property
@@ -72,10 +122,10 @@ class ResidentRequest:
             for chunk, cached in zip(self.pieces.chunks, self._cached_chunks, strict=True)
         )
 
-    def blend_segments(self) -> list[Segment]:
+    def blend_segments(self, context: str = CONTEXTS[0]) -> list[Segment]:
         """Head exact, every cached chunk with its own KV, the rest fresh."""
         head = [] if self.head_kv is None else [Segment(self.pieces.head, self.head_kv, exact=True)]
-        chunks = [Segment(chunk, kv) for chunk, kv in zip(self.pieces.chunks, self.chunk_kv, strict=True)]
+        chunks = [Segment(chunk, kv) for chunk, kv in zip(self.pieces.chunks, self.chunk_kv(context), strict=True)]
         return [*head, *chunks, Segment(self.pieces.tail)]
 
     def prefix_segments(self) -> list[Segment]:

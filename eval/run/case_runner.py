@@ -11,7 +11,15 @@ import torch
 from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.eval.data import Example, Request
 from cacheblend.eval.data.source import prompt_builder
-from cacheblend.eval.methods import CacheHistory, EverythingCached, MethodAnswer, ResidentRequest, SeenBefore, make_methods
+from cacheblend.eval.methods import (
+    CacheHistory,
+    EverythingCached,
+    MethodAnswer,
+    ResidentRequest,
+    SeenBefore,
+    StoredContexts,
+    make_methods,
+)
 from cacheblend.eval.methods.method import generate
 from cacheblend.eval.metrics import (
     COMPARED_TOKENS,
@@ -71,6 +79,7 @@ class CaseRunner:
         self._history: CacheHistory = EverythingCached() if config.source.caches_all else SeenBefore()
         self._is_random = has_random_weights(fusor)
         self._prompts = prompt_builder(fusor.tokenizer, self._wording)
+        self._contexts = StoredContexts(fusor, self._prompts.head)
         self._compute = ModelCompute.of(fusor.decoder)
 
     def warm_up(self, request: Request) -> None:
@@ -112,7 +121,7 @@ class CaseRunner:
 
     def _resident(self, request: Request) -> ResidentRequest:
         cached, prefix = self._history.cached(request.pieces.chunks)
-        return ResidentRequest(self._fusor, request, self._prompts.chunk_prefix_ids, cached, prefix)
+        return ResidentRequest(self._fusor, request, self._contexts, cached, prefix)
 
     def _reference(self, request: Request) -> _Reference:
         full = self._fusor.prefill(request.pieces.token_ids)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cacheblend.eval.data import RequestSource
-from cacheblend.eval.methods import DEFAULT_RATIO, METHODS, PlannedMethod, plan_methods
+from cacheblend.eval.methods import CONTEXTS, DEFAULT_RATIO, METHODS, PlannedMethod, plan_methods
 from cacheblend.service.config import DTYPES, check_max_tokens
 from cacheblend.store.errors import ConfigError
 
@@ -20,6 +20,7 @@ class EvalConfig:
         model: directory or hub id.
         methods: names, see `METHODS`; differences are taken against full_recompute where it is among them.
         ratios: recompute ratios, 0..1, of the methods that take one.
+        contexts: what the stored KV was computed after, of `CONTEXTS`, for the methods that reuse it.
         max_new_tokens: most tokens of an answer; None takes the data set's.
         device: a torch device.
         dtype: float32, bfloat16 or float16.
@@ -33,6 +34,7 @@ class EvalConfig:
     model: str
     methods: tuple[str, ...] = METHODS
     ratios: tuple[float, ...] = (DEFAULT_RATIO,)
+    contexts: tuple[str, ...] = CONTEXTS[:1]
     max_new_tokens: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
@@ -47,7 +49,7 @@ class EvalConfig:
 
     def planned(self) -> tuple[PlannedMethod, ...]:
         """Methods and ratios as they run."""
-        return plan_methods(self.methods, self.ratios)
+        return plan_methods(self.methods, self.ratios, self.contexts)
 
     @property
     def new_tokens(self) -> int:
@@ -61,5 +63,6 @@ class EvalConfig:
             "source": {"data_set": self.source.name, **asdict(self.source)},  # type: ignore[call-overload]  # all are dataclasses
             "methods": list(self.methods),
             "ratios": list(self.ratios),
+            "contexts": list(self.contexts),
             "max_new_tokens": self.new_tokens,
         }
