@@ -27,7 +27,7 @@ from .data import (
     RequestSource,
     WorldSource,
 )
-from .methods import DEFAULT_RATIO, METHODS
+from .methods import CONTEXTS, DEFAULT_RATIO, METHODS
 
 if TYPE_CHECKING:
     from .run import EvalConfig
@@ -67,6 +67,10 @@ Data = Annotated[
 ]
 Methods = Annotated[str, typer.Option("--methods", help=f"Comma-separated, of {', '.join(METHODS)}.")]
 Ratios = Annotated[str, typer.Option("--ratios", help="Comma-separated recompute ratios, 0..1, of the methods that take one.")]
+Contexts = Annotated[
+    str,
+    typer.Option("--contexts", help=f"Comma-separated: what stored KV was computed after, of {', '.join(CONTEXTS)}."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time.")
@@ -99,6 +103,7 @@ def world(
     model: Model = None,
     methods: Methods = DEFAULT_METHODS,
     ratios: Ratios = str(DEFAULT_RATIO),
+    contexts: Contexts = CONTEXTS[0],
     seed: Seed = _WORLD.seed,
     cases: Annotated[int, typer.Option(help="Cases, of the four classes in turn.")] = _WORLD.cases,
     articles: Annotated[int, typer.Option(help="Articles of a context, of two chunks each.")] = _WORLD.articles,
@@ -119,7 +124,7 @@ def world(
         cacheblend eval world --model ./model --methods full_recompute,blend --ratios 0.05,0.15,0.3
     """
     source = WorldSource(seed=seed, cases=cases, articles=articles, chunk_tokens=chunk_tokens)
-    config = _config(source, model, methods, ratios, max_tokens, device, dtype, allow_unverified)
+    config = _config(source, model, methods, ratios, contexts, max_tokens, device, dtype, allow_unverified)
     _run(config, out, resume, as_json)
 
 
@@ -130,6 +135,7 @@ def data_set(
     preset: Annotated[str, typer.Option(help=f"Set-up: {' or '.join(PRESETS)}.")] = "paper",
     methods: Methods = DEFAULT_METHODS,
     ratios: Ratios = str(DEFAULT_RATIO),
+    contexts: Contexts = CONTEXTS[0],
     seed: Seed = 0,
     cases: Annotated[int | None, typer.Option(help="Cases from the file's start; left out, as many as the paper's.")] = None,
     chunking: Annotated[
@@ -164,7 +170,7 @@ def data_set(
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
     setting = _changed(PRESETS[preset], chunk_tokens=chunk_tokens, top_k=top_k, chunking=chunking, order=order, prompt=prompt)
     source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=setting)
-    config = _config(source, model, methods, ratios, max_tokens, device, dtype, allow_unverified)
+    config = _config(source, model, methods, ratios, contexts, max_tokens, device, dtype, allow_unverified)
     _run(config, out, resume, as_json)
 
 
@@ -186,6 +192,7 @@ def documents(
     model: Model = None,
     methods: Methods = DEFAULT_METHODS,
     ratios: Ratios = str(DEFAULT_RATIO),
+    contexts: Contexts = CONTEXTS[0],
     cases: Annotated[int | None, typer.Option(help="Questions from the file's start; left out, all.")] = None,
     chunk_tokens: ChunkTokens = None,
     top_k: TopK = None,
@@ -208,7 +215,7 @@ def documents(
     """
     setting = _changed(Preset(), chunk_tokens=chunk_tokens, top_k=top_k, order=order, prompt=prompt)
     source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=setting)
-    config = _config(source, model, methods, ratios, max_tokens, device, dtype, allow_unverified)
+    config = _config(source, model, methods, ratios, contexts, max_tokens, device, dtype, allow_unverified)
     _run(config, out, resume, as_json)
 
 
@@ -275,6 +282,7 @@ def _config(
     model: str | None,
     methods: str,
     ratios: str,
+    contexts: str,
     max_tokens: int | None,
     device: str,
     dtype: str,
@@ -293,6 +301,7 @@ def _config(
         model=model,
         methods=tuple(_listed(methods)),
         ratios=tuple(_numbers(ratios)),
+        contexts=tuple(_listed(contexts)),
         max_new_tokens=max_tokens,
         device=str(EngineConfig(model=model, store_dir=".", device=device, dtype=dtype).resolve_device()),
         dtype=dtype,
