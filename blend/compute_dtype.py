@@ -18,7 +18,7 @@ _FAST = 0.8
 
 
 def choose_dtype(checkpoint: torch.dtype | None, device: str | torch.device) -> torch.dtype:
-    """The dtype that "auto" stands for: the checkpoint's own, if it is a 16-bit one that the device computes fast, else float32.
+    """The dtype that "auto" stands for: the checkpoint's own, if it has 16 bits and the device computes it fast, else float32.
 
     So a float32 checkpoint stays float32 everywhere, and one 16-bit dtype never becomes the other, which would lose precision
     or range. What a GPU computes fast is known; what a CPU does is measured, once a process, for the dtype that is asked about.

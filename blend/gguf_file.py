@@ -159,8 +159,8 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path.parent), **source, dtype=torch.float32, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise InputError(f"{path} cannot be read: {error}; {_FOLDER_ALONE}") from error
+    except Exception as error:  # whatever shapes and values that do not fit run into
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); {_FOLDER_ALONE}") from error
     model, report = loaded
     if report["missing_keys"]:
         raise InputError(f"{path} lacks weights ({', '.join(sorted(report['missing_keys'])[:3])}, ...); {_FOLDER_ALONE}")
@@ -196,9 +196,9 @@ def load_gguf_tokenizer(path: Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(f"the tokenizer beside {path} cannot be read: {error}; mend or remove its files") from error
-    if len(tokenizer) > config["vocab_size"]:
+    if tokenizer.vocab_size > config["vocab_size"]:  # without added tokens, of which a text model may lack some
         raise InputError(
-            f"the tokenizer beside {path} has {len(tokenizer):,} tokens and the model {config['vocab_size']:,}: it is of "
+            f"the tokenizer beside {path} has {tokenizer.vocab_size:,} tokens and the model {config['vocab_size']:,}: it is of "
             "another model; remove its files, or put this model's there"
         )
     return tokenizer
