@@ -67,7 +67,7 @@ def ls(as_json: options.Json = False) -> None:
         return
     table = Table("model", "family", "parameters", "licence", "download", "on disk")
     for row in rows:
-        on_disk = f"{row['bytes'] / 1e6:,.0f} MB" if row["fetched"] else "not fetched"
+        on_disk = f"{row['bytes'] / 1e6:,.0f} MB" if row["fetched"] else "-"
         download = f"{row['download_bytes'] / 1e6:,.0f} MB"
         table.add_row(row["name"], row["family"], f"{row['parameters'] / 1e6:,.0f} M", row["licence"], download, on_disk)
     options.stdout.print(table)

@@ -59,7 +59,7 @@ def tiny_checkpoint(architecture: str, seed: int = 0) -> PreTrainedModel:
 def write_gguf(
     path: Path, model: PreTrainedModel, architecture: str, *, tokenizer: bool = True, name: str | None = None, **extra: Any
 ) -> Path:
-    """Write a model's weights in float32; `extra` are further keys below the architecture's, `name` replaces the architecture."""
+    """Write a model's weights in float32, with `extra` keys of its architecture, or as one of another `name`."""
     config: Any = model.config
     writer = gguf.GGUFWriter(path, name or architecture)
     writer.add_name("tiny")

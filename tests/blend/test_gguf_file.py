@@ -81,7 +81,7 @@ def test_the_tokenizer_beside_the_file_wins(llama_file: Path) -> None:
 
 
 def test_a_file_without_tokenizer(llama_file: Path, tmp_path: Path) -> None:
-    """Without a tokenizer in it or beside it the file is refused; with one beside it, it is used; and refused when that goes."""
+    """Without a tokenizer in it or beside it the file is refused; with one beside it, it is used until that goes."""
     (tmp_path / "bare").mkdir()
     bare = write_gguf(tmp_path / "bare" / "bare.gguf", tiny_checkpoint("llama"), "llama", tokenizer=False)
     with pytest.raises(InputError, match=r"holds no tokenizer; put the model's tokenizer\.json"):
@@ -105,7 +105,7 @@ def test_the_tokenizer_of_another_model(llama_file: Path) -> None:
 def test_another_architecture(tmp_path: Path) -> None:
     """An architecture that was not verified is refused by name, before anything is loaded."""
     path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), "llama", name="mamba")
-    with pytest.raises(UnsupportedModelError, match="architecture 'mamba'.*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'mamba'.*llama"):
         Fusor.from_pretrained(str(path))
 
 
@@ -162,7 +162,7 @@ def test_a_folder_that_holds_a_gguf_file(llama_file: Path) -> None:
 
 def test_missing_packages(llama_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the packages that read GGUF the error names what to install."""
-    monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"pip install 'cacheblend\[gguf\]'"):
         Fusor.from_pretrained(str(llama_file))
 
