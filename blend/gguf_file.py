@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cacheblend.store.disk import sync_folder
 from cacheblend.store.errors import InputError, StoreError, UnsupportedModelError
@@ -52,12 +53,14 @@ class GGUFHeader:
         dtype: the dtype to run in: the file's own where it holds plain floats, bfloat16 where it is quantised.
         has_tokenizer: a vocabulary is in the file.
         pre_tokenizer: llama.cpp's name for how text is split before merging; "" where there is none.
+        rope_factors: what each frequency of its rope is divided by; empty where it is not scaled.
     """
 
     architecture: str
     dtype: str
     has_tokenizer: bool
     pre_tokenizer: str
+    rope_factors: tuple[float, ...]
 
 
 def is_gguf(name: str) -> bool:
@@ -100,7 +103,8 @@ def convert_gguf(path: Path) -> Path:
     if not path.is_file():
         raise InputError(f"there is no file {str(path)!r}; give a GGUF file, a model directory, a hub id or a known name")
     digest = file_digest(path)
-    folder = converted_folder(path.stem, digest)
+    same = models_folder().glob(converted_folder("*", digest).name)  # the file may have been converted under another name
+    folder = next(filter(is_converted, same), converted_folder(path.stem, digest))
     if not is_converted(folder):
         logger.warning("converting %s once, which takes a minute or so; it is kept in %s", path, folder)
         with new_folder(folder) as partial:
@@ -168,6 +172,8 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
+    if header.rope_factors:
+        _scale_rope(path, model.config, header.rope_factors)
     model.save_pretrained(str(folder))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "dtype": header.dtype}, indent=2), encoding="utf-8")
@@ -231,7 +237,8 @@ def read_header(path: Path) -> GGUFHeader:
         )
     if int(fields.get("split.count", 1)) > 1:
         raise InputError(f"{path} is one part of {fields['split.count']}; join them with llama-gguf-split --merge")
-    for reason in _unread(architecture, fields, {tensor.name: tensor for tensor in reader.tensors}):
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for reason in _unread(architecture, fields, set(tensors)):
         raise UnsupportedModelError(f"{path}: {reason}, which transformers does not read from GGUF; {_FOLDER_ALONE}")
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return GGUFHeader(
@@ -239,25 +246,42 @@ def read_header(path: Path) -> GGUFHeader:
         dtype="float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
         has_tokenizer="tokenizer.ggml.tokens" in reader.fields,
         pre_tokenizer=str(fields.get("tokenizer.ggml.pre", "")),
+        rope_factors=tuple(map(float, tensors["rope_freqs.weight"].data)) if "rope_freqs.weight" in tensors else (),
     )
 
 
-def _unread(architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[str]:
+def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> Iterator[str]:
     """What of a model transformers would leave out without a word."""
     if int(fields.get(f"{architecture}.expert_count", 0)) > 0:
         yield "it is a mixture of experts"
     scaling = str(fields.get(f"{architecture}.rope.scaling.type", "none"))
     if scaling != "none":
         yield f"its rope is scaled ({scaling})"
-    factors = [name for name, tensor in tensors.items() if name.startswith("rope_f") and not (tensor.data == 1).all()]
-    if factors:
-        yield f"its rope is scaled ({', '.join(factors)})"
+    if any(name.startswith("rope_factors") for name in tensors):
+        yield "its rope is scaled (longrope)"
     if architecture != "qwen2" and "blk.0.attn_q.bias" in tensors:
         yield "its attention has biases"
     if architecture in ("gemma2", "gemma3") and int(fields.get(f"{architecture}.attention.key_length", 256)) != 256:
         yield "its attention is scaled by other than its head size"
     if architecture == "phi3" and int(fields.get("phi3.attention.sliding_window", 0)) > 0:
         yield "its attention has a window"
+
+
+def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
+    """Put the rope scaling of Llama 3 into a config: a GGUF file has its effect on each frequency, not its parameters."""
+    rope = {
+        **config.rope_parameters,
+        "rope_type": "llama3",
+        "factor": round(max(factors), 3),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, 2 * len(factors), 2) / (2 * len(factors)))
+    config.rope_parameters = rope
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
+    if scaled.shape != plain.shape or not torch.allclose(plain / torch.tensor(factors), scaled, rtol=1e-4):
+        raise UnsupportedModelError(f"{path}: its rope is scaled, and not as Llama 3's is; {_FOLDER_ALONE}")
 
 
 def _is_long(field: Any) -> bool:

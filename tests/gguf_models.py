@@ -18,6 +18,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -33,11 +34,20 @@ _SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _WINDOW = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 8}
-# By llama.cpp's name of the architecture; gemma's soft caps and layer types are those that its configs assume.
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# By llama.cpp's name of the architecture, up to a hyphen; gemma's soft caps and layer types are those that its configs assume.
 CONFIGS: dict[str, Any] = {
     "gemma2": lambda: Gemma2Config(**_SHAPE, **_WINDOW),
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_WINDOW),
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "llama-3": lambda: LlamaConfig(**_SHAPE, head_dim=16, rope_parameters=_LLAMA_3),
     "phi3": lambda: Phi3Config(**_SHAPE),
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=128),
@@ -105,6 +115,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 def _add_weights(writer: gguf.GGUFWriter, model: PreTrainedModel, architecture: str, head_dim: int) -> None:
     config: Any = model.config
+    if config.rope_parameters.get("rope_type") == "llama3":
+        plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]).numpy())
     kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     tied = config.tie_word_embeddings
