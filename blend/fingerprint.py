@@ -21,21 +21,27 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 def fingerprint_directory(directory: Path, model: nn.Module, dtype: torch.dtype) -> str:
     """Fingerprint of a model loaded from a directory: its config as it was loaded, its weight shards, and `dtype`.
 
-    A shard's digest is remembered by real path, size and modification time in the user's cache folder, so that a large model
-    is hashed once.
+    See `file_digest` for how a shard is hashed.
     """
     digest = _config_digest(model, dtype)
-    shards = sorted(path for pattern in _WEIGHTS for path in directory.glob(pattern))
-    known = _read_known()
-    for shard in shards:
-        stat = shard.stat()
-        identity = f"{shard.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-        if identity not in known:
-            with shard.open("rb") as file:
-                known[identity] = hashlib.file_digest(file, "sha256").hexdigest()
-            _write_known(known)
-        digest.update(f"{shard.name}:{known[identity]}\n".encode())
+    for shard in sorted(path for pattern in _WEIGHTS for path in directory.glob(pattern)):
+        digest.update(f"{shard.name}:{file_digest(shard)}\n".encode())
     return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hex.
+
+    It is remembered by real path, size and modification time in the user's cache folder, so that a large file is hashed once.
+    """
+    stat = path.stat()
+    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    known = _read_known()
+    if identity not in known:
+        with path.open("rb") as file:
+            known[identity] = hashlib.file_digest(file, "sha256").hexdigest()
+        _write_known(known)
+    return known[identity]
 
 
 def fingerprint_module(model: nn.Module, dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from cacheblend.store import ChunkKV, context_digest
 from cacheblend.store.errors import InputError, PromptTooLongError, UnsupportedModelError
 
+from .compute_dtype import DTypeOption
 from .config import FusionConfig
 from .continuation import OnToken, continue_from
 from .decoder import Decoder
@@ -69,15 +70,22 @@ class Fusor:
         cls,
         path_or_hub_id: str,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: DTypeOption = torch.float32,
         *,
         allow_unverified: bool = False,
         **kwargs: Any,
     ) -> Fusor:
-        """Load a model from a directory or the hub; `kwargs` (quantisation, attention) go to transformers.
+        """Load a model from a directory, a GGUF file or the hub, or a known one by its name.
+
+        Args:
+            path_or_hub_id: see `locate_model`.
+            device: where it shall run.
+            dtype: what it shall compute in; for "auto" see `choose_dtype`.
+            allow_unverified: see the class.
+            kwargs: quantisation, attention and the like, for transformers.
 
         Raises:
-            InputError: no model there.
+            InputError: no model there, or a GGUF file that cannot be used.
             UnsupportedModelError: see the class.
 
         """

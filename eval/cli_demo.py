@@ -32,7 +32,7 @@ READER_NOTE = (
 def demo(
     model: Annotated[
         str | None,
-        typer.Argument(envvar="CACHEBLEND_MODEL", help="Model directory or hub id; left out, the packaged reader."),
+        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the packaged reader."),
     ] = None,
     passages: Annotated[
         str | None, typer.Option(help="File or folder of documents, as for ingest; left out, topics of Python's own manual.")

@@ -57,7 +57,7 @@ app = typer.Typer(
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help="Model directory or hub id; left out, the packaged reader."),
+    typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the packaged reader."),
 ]
 Data = Annotated[
     str | None,

@@ -155,13 +155,15 @@ def _tokenizer(model: str) -> tuple[Any, int | None]:
     """The tokenizer, and how many positions the model has; without its weights."""
     from transformers import AutoConfig
 
-    from cacheblend.blend.model_files import load_tokenizer
+    from cacheblend.blend.model_files import load_tokenizer, locate_model
 
     tokenizer = load_tokenizer(model)
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(locate_model(model))
     except (OSError, ValueError) as error:
-        raise InputError(f"no model at {model!r} ({error}); give --model a directory or a hub id") from error
+        raise InputError(
+            f"no model at {model!r} ({error}); give --model a directory, a GGUF file, a hub id or a known name"
+        ) from error
     if tokenizer is None:
         raise InputError(f"the model at {model!r} has no tokenizer; save one beside it")
     return tokenizer, getattr(config, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""The command line: `cacheblend ingest | ask | serve | api-key | demo | profile | plan | documents | store`."""
+"""The command line: `cacheblend ingest | ask | serve | api-key | demo | profile | plan | model | documents | store`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from cacheblend.store.errors import CacheBlendError, ConfigError, InputError
 
-from . import cli_ask, cli_documents, cli_ingest, cli_plan, cli_profile, cli_serve, cli_store
+from . import cli_ask, cli_documents, cli_ingest, cli_model, cli_plan, cli_profile, cli_serve, cli_store
 from .cli_options import stderr
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command("serve")(cli_serve.serve)
 app.command("api-key")(cli_serve.api_key)
 app.command("profile")(cli_profile.profile)
 app.command("plan")(cli_plan.plan)
+app.add_typer(cli_model.app, name="model")
 app.add_typer(cli_documents.app, name="documents")
 app.add_typer(cli_store.app, name="store")
 

@@ -22,15 +22,16 @@ from .ingester import Progress as OnProgress
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 ENGINE = "Engine"
+MODEL_HELP = "Model directory, GGUF file, hub id, or known name (cacheblend model ls)."
 
-Model = Annotated[str, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help="Model directory or hub id.")]
+Model = Annotated[str, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=MODEL_HELP)]
 OptionalModel = Annotated[
     str | None,
     typer.Option(
         "--model",
         "-m",
         envvar="CACHEBLEND_MODEL",
-        help="Model directory or hub id; left out, the packaged reader, and its corpus where there is no store yet.",
+        help=f"{MODEL_HELP[:-1]}; left out, the packaged reader, and its corpus where there is no store yet.",
     ),
 ]
 StoreDir = Annotated[
@@ -41,7 +42,13 @@ Device = Annotated[
     str, typer.Option("--device", envvar="CACHEBLEND_DEVICE", help="auto, cpu, cuda, cuda:N.", rich_help_panel=ENGINE)
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", envvar="CACHEBLEND_DTYPE", help="float32, bfloat16 or float16.", rich_help_panel=ENGINE)
+    str,
+    typer.Option(
+        "--dtype",
+        envvar="CACHEBLEND_DTYPE",
+        help="auto (the checkpoint's, if 16-bit and fast on the device, else float32), float32, bfloat16 or float16.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 ChunkTokens = Annotated[
     int,

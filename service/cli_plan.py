@@ -19,7 +19,7 @@ from .cli_options import DEFAULTS
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(envvar="CACHEBLEND_MODEL", help="Model directory or hub id; its profile is beside the store."),
+        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; its profile is beside the store."),
     ] = None,
     profile_file: Annotated[
         Path | None,

@@ -14,7 +14,7 @@ from .cli_options import DEFAULTS
 
 
 def profile(
-    model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help="Model directory or hub id.")],
+    model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     lengths: Annotated[
         list[int] | None,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from cacheblend.blend import ChunkContext, FusionConfig
+from cacheblend.blend.compute_dtype import DTypeOption
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
@@ -21,7 +22,12 @@ from cacheblend.store.recent_namespaces import RecentNamespaces
 
 from .namespace import UNSALTED
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, DTypeOption] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
 HOLES = ("recompute", "precompute")
@@ -33,11 +39,11 @@ class EngineConfig:
     """Model, directory and settings of an `Engine`.
 
     Args:
-        model: directory or hub id of the model.
+        model: directory, GGUF file, hub id or known name of the model.
         store_dir: folder of the chunk KV (`kv/`), the retrieval index (`index/`) and the profiles (`profiles/`); made when
             missing.
         device: "auto" takes CUDA where it is, else the CPU; or a torch device name.
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "auto", "float32", "bfloat16" or "float16"; for "auto" see `choose_dtype`.
         chunk_tokens: size of a chunk; see `RetrieverConfig`.
         chunk_overlap_tokens: see `RetrieverConfig`.
         embedder: see `RetrieverConfig`.
@@ -72,7 +78,7 @@ class EngineConfig:
     model: str
     store_dir: str | os.PathLike[str]
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: str = "auto"
     chunk_tokens: int = RetrieverConfig().chunk_tokens
     chunk_overlap_tokens: int = RetrieverConfig().chunk_overlap_tokens
     embedder: str = RetrieverConfig().embedder
@@ -95,7 +101,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not str(self.model).strip():
-            raise ConfigError("model", self.model, "a model directory or hub id")
+            raise ConfigError("model", self.model, "a model directory, GGUF file, hub id or known name")
         if not isinstance(self.store_dir, str | os.PathLike) or not os.fspath(self.store_dir):
             raise ConfigError("store_dir", self.store_dir, "name the folder that holds store and index")
         if self.dtype not in DTYPES:

@@ -23,9 +23,7 @@ def default_model() -> str:
         InputError: this installation has none.
     """
     if not (READER / "config.json").is_file():
-        raise InputError(
-            "this installation has no trained reader; give a model directory or hub id with --model (or CACHEBLEND_MODEL)"
-        )
+        raise InputError("this installation has no trained reader; give a model with --model (or CACHEBLEND_MODEL)")
     return str(READER)
 
 
@@ -34,7 +32,7 @@ class ModelChoice:
     """What a command runs on.
 
     Attributes:
-        model: a directory or hub id.
+        model: a directory, GGUF file, hub id or known name.
         chunk_tokens: chunk size of its store.
         wants_corpus: the store is yet to be made, of the bundled corpus.
     """

@@ -6,6 +6,7 @@
     │   ├── PromptTooLongError    more tokens than the model's positions
     │   └── IncompatibleKVError   a chunk's KV is of another model, prefix, dtype or text
     ├── UnsupportedModelError     the model's architecture is not one that blending is right on
+    ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
     ├── ProfileError              a device profile is damaged, or of another model, device or version
     ├── StoreError                the store cannot be used
@@ -49,6 +50,10 @@ class IncompatibleKVError(InputError):
 
 class UnsupportedModelError(CacheBlendError):
     """The model's architecture is not one that blending is verified on."""
+
+
+class ModelFetchError(CacheBlendError):
+    """A known model's package cannot be fetched, or is not the one that was published."""
 
 
 class RetrieverError(CacheBlendError):

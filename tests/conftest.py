@@ -1,12 +1,16 @@
 """What every test needs: no network, and no trace in the user's cache folder."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from cacheblend.store.user_cache import user_cache_folder
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+USERS_CACHE = user_cache_folder()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,3 +18,17 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # where digests of weights are remembered
         yield
+
+
+@pytest.fixture
+def real_model() -> Callable[[str], Path]:
+    """Gives the folder of a known model that the user has fetched, or skips."""
+    from cacheblend.blend.known_models import find_model
+
+    def folder(name: str) -> Path:
+        found = USERS_CACHE / find_model(name).folder.relative_to(user_cache_folder())
+        if not (found / "config.json").is_file():
+            pytest.skip(f"{name} is not in {USERS_CACHE}; fetch it with `cacheblend model get {name}`")
+        return found
+
+    return folder

@@ -17,13 +17,13 @@ class EvalConfig:
 
     Args:
         source: the data set in its set-up.
-        model: directory or hub id.
+        model: directory, GGUF file, hub id or known name.
         methods: names, see `METHODS`; differences are taken against full_recompute where it is among them.
         ratios: recompute ratios, 0..1, of the methods that take one.
         contexts: what the stored KV was computed after, of `CONTEXTS`, for the methods that reuse it.
         max_new_tokens: most tokens of an answer; None takes the data set's.
         device: a torch device.
-        dtype: float32, bfloat16 or float16.
+        dtype: auto, float32, bfloat16 or float16.
         allow_unverified: take a model of an unverified family if the built-in check passes.
 
     Raises:
@@ -37,7 +37,7 @@ class EvalConfig:
     contexts: tuple[str, ...] = CONTEXTS[:1]
     max_new_tokens: int | None = None
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = "auto"
     allow_unverified: bool = False
 
     def __post_init__(self) -> None:

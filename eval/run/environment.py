@@ -27,6 +27,7 @@ def environment(fusor: Fusor) -> dict[str, Any]:
     return {
         "fingerprint": fusor.fingerprint,
         "weights": "random" if has_random_weights(fusor) else "trained",
+        "dtype": str(fusor.decoder.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(),
         "processors": os.cpu_count(),

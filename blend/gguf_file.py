@@ -1,0 +1,312 @@
+"""GGUF files: which of them can be blended, and their conversion into a model folder that loads fast.
+
+A GGUF file holds quantised weights, their architecture, and mostly a tokenizer. Transformers reads it, and takes its time:
+half a minute for 135 M parameters. So a file is converted once, into a folder of the user's cache that is named by its SHA-256;
+later loads take the folder. Its weights are float32, which holds every dequantised value exactly; its config names bfloat16 for
+a quantised file, the dtype that such a model may run in (see `compute_dtype`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from cacheblend.store.disk import sync_folder
+from cacheblend.store.errors import InputError, StoreError, UnsupportedModelError
+from cacheblend.store.user_cache import user_cache_folder
+from cacheblend.store.write_lock import WriteLock
+
+from .fingerprint import file_digest
+
+logger = logging.getLogger(__name__)
+
+# llama.cpp's names of the verified families that transformers reads from GGUF; each goes there and back in the tests.
+ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3")
+# A folder of another format is converted anew.
+FORMAT = 1
+ORIGIN = "origin.json"
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+# Vocabularies whose text is split into single digits first, which transformers leaves out.
+_DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+_FOLDER_ALONE = "use the model's own folder (config.json and safetensors) instead of the GGUF file"
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        architecture: llama.cpp's name of the family.
+        dtype: the dtype to run in: the file's own where it holds plain floats, bfloat16 where it is quantised.
+        has_tokenizer: a vocabulary is in the file.
+        pre_tokenizer: llama.cpp's name for how text is split before merging; "" where there is none.
+        rope_factors: what each frequency of its rope is divided by; empty where it is not scaled.
+    """
+
+    architecture: str
+    dtype: str
+    has_tokenizer: bool
+    pre_tokenizer: str
+    rope_factors: tuple[float, ...]
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model is named by a GGUF file."""
+    return name.lower().endswith(".gguf") and not Path(name).is_dir()
+
+
+def has_tokenizer_files(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any(file.is_file() for pattern in _TOKENIZER for file in folder.glob(pattern))
+
+
+def models_folder() -> Path:
+    """Where converted models are kept."""
+    return user_cache_folder() / "models"
+
+
+def converted_folder(name: str, gguf_sha256: str) -> Path:
+    """Where the conversion of a GGUF file belongs; it may not exist yet."""
+    return models_folder() / f"{name[:80]}-{gguf_sha256[:16]}"
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a folder holds a whole conversion of today's format."""
+    try:
+        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(origin, dict) and origin.get("format") == FORMAT
+
+
+def convert_gguf(path: Path) -> Path:
+    """The model folder of a GGUF file, converted now unless that was done before.
+
+    Raises:
+        InputError: no such file, not a GGUF file, damaged, or without a tokenizer; the cache folder cannot be written; a
+            package is missing.
+        UnsupportedModelError: see `read_header`.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no file {str(path)!r}; give a GGUF file, a model directory, a hub id or a known name")
+    digest = file_digest(path)
+    same = models_folder().glob(converted_folder("*", digest).name)  # the file may have been converted under another name
+    folder = next(filter(is_converted, same), converted_folder(path.stem, digest))
+    if not is_converted(folder):
+        logger.warning("converting %s once, which takes a minute or so; it is kept in %s", path, folder)
+        with new_folder(folder) as partial:
+            if partial is not None:
+                convert_into(partial, path, {"file": path.name, "gguf_sha256": digest})
+    return folder
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path | None]:
+    """An empty folder that becomes `target` if the block ends well; None where another process made `target` meanwhile.
+
+    One process at a time fills it. What a killed one left is removed. The new folder appears whole or not at all.
+
+    Raises:
+        InputError: the folder above cannot be written, or the disk is full.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = WriteLock(target.with_name(f".{target.name}.lock"))
+        with closing(lock), lock:
+            if is_converted(target):
+                yield None
+                return
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                partial.mkdir()
+                yield partial
+                for file in partial.iterdir():
+                    _sync(file)
+                sync_folder(partial)
+                shutil.rmtree(target, ignore_errors=True)  # of an older format
+                partial.rename(target)
+                sync_folder(target.parent)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except (OSError, StoreError) as error:
+        raise InputError(
+            f"the model cannot be kept in {target.parent}: {error}; free space there, make it writable, or set XDG_CACHE_HOME"
+        ) from error
+
+
+def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None:
+    """Write a GGUF file's model and tokenizer into a folder that transformers loads, with `origin` beside them.
+
+    Raises:
+        InputError, UnsupportedModelError: see `read_header`; or the file lacks weights.
+    """
+    header = read_header(path)
+    beside = has_tokenizer_files(path.parent)
+    if not header.has_tokenizer and not beside:
+        raise InputError(_no_tokenizer(path))
+    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), **source, dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:  # whatever shapes and values that do not fit run into
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); {_FOLDER_ALONE}") from error
+    model, report = loaded
+    if report["missing_keys"]:
+        raise InputError(f"{path} lacks weights ({', '.join(sorted(report['missing_keys'])[:3])}, ...); {_FOLDER_ALONE}")
+    # What is left is an ordinary model of plain weights; transformers would save it as a quantised one.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    if header.rope_factors:
+        _scale_rope(path, model.config, header.rope_factors)
+    model.save_pretrained(str(folder))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": header.dtype}, indent=2), encoding="utf-8")
+    if header.has_tokenizer:
+        try:
+            _tokenizer(path, header, source).save_pretrained(str(folder))
+        except InputError:
+            if not beside:
+                raise
+    (folder / ORIGIN).write_text(json.dumps({"format": FORMAT, **origin}, indent=2), encoding="utf-8")
+
+
+def load_gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer whose files lie beside a GGUF file, else the one that was in it.
+
+    Raises:
+        InputError: neither is there, or the one beside it is of another model.
+    """
+    folder = convert_gguf(path)
+    if not has_tokenizer_files(path.parent):
+        if not has_tokenizer_files(folder):  # it was converted beside tokenizer files that are gone
+            raise InputError(_no_tokenizer(path))
+        return AutoTokenizer.from_pretrained(str(folder))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"the tokenizer beside {path} cannot be read: {error}; mend or remove its files") from error
+    if tokenizer.vocab_size > config["vocab_size"]:  # without added tokens, of which a text model may lack some
+        raise InputError(
+            f"the tokenizer beside {path} has {tokenizer.vocab_size:,} tokens and the model {config['vocab_size']:,}: it is of "
+            "another model; remove its files, or put this model's there"
+        )
+    return tokenizer
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """What a GGUF file says of itself, if the model in it can be blended.
+
+    Raises:
+        InputError: not a GGUF file, a damaged one, or a part of one; a package is missing.
+        UnsupportedModelError: an architecture outside `ARCHITECTURES`, or a detail that transformers does not read from GGUF.
+    """
+    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise InputError(f"a GGUF file needs the package {' and '.join(missing)}: pip install 'cacheblend[gguf]'")
+    from gguf import GGUFReader
+
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise InputError(f"{path} is not a GGUF file: it does not begin with GGUF; give a GGUF file or a model directory")
+    try:
+        reader = GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items() if not _is_long(field)}
+    except Exception as error:  # numpy, struct and unicode errors of all kinds, by where it was cut
+        raise InputError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); fetch it again") from error
+    architecture = str(fields.get("general.architecture", ""))
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{path} holds a model of architecture {architecture!r}; from GGUF these can be blended: {', '.join(ARCHITECTURES)}"
+        )
+    if int(fields.get("split.count", 1)) > 1:
+        raise InputError(f"{path} is one part of {fields['split.count']}; join them with llama-gguf-split --merge")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for reason in _unread(architecture, fields, set(tensors)):
+        raise UnsupportedModelError(f"{path}: {reason}, which transformers does not read from GGUF; {_FOLDER_ALONE}")
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    return GGUFHeader(
+        architecture=architecture,
+        dtype="float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
+        has_tokenizer="tokenizer.ggml.tokens" in reader.fields,
+        pre_tokenizer=str(fields.get("tokenizer.ggml.pre", "")),
+        rope_factors=tuple(map(float, tensors["rope_freqs.weight"].data)) if "rope_freqs.weight" in tensors else (),
+    )
+
+
+def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> Iterator[str]:
+    """What of a model transformers would leave out without a word."""
+    if int(fields.get(f"{architecture}.expert_count", 0)) > 0:
+        yield "it is a mixture of experts"
+    scaling = str(fields.get(f"{architecture}.rope.scaling.type", "none"))
+    if scaling != "none":
+        yield f"its rope is scaled ({scaling})"
+    if any(name.startswith("rope_factors") for name in tensors):
+        yield "its rope is scaled (longrope)"
+    if architecture != "qwen2" and "blk.0.attn_q.bias" in tensors:
+        yield "its attention has biases"
+    if architecture in ("gemma2", "gemma3") and int(fields.get(f"{architecture}.attention.key_length", 256)) != 256:
+        yield "its attention is scaled by other than its head size"
+    if architecture == "phi3" and int(fields.get("phi3.attention.sliding_window", 0)) > 0:
+        yield "its attention has a window"
+
+
+def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
+    """Put the rope scaling of Llama 3 into a config: a GGUF file has its effect on each frequency, not its parameters."""
+    rope = {
+        **config.rope_parameters,
+        "rope_type": "llama3",
+        "factor": round(max(factors), 3),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, 2 * len(factors), 2) / (2 * len(factors)))
+    config.rope_parameters = rope
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
+    if scaled.shape != plain.shape or not torch.allclose(plain / torch.tensor(factors), scaled, rtol=1e-4):
+        raise UnsupportedModelError(f"{path}: its rope is scaled, and not as Llama 3's is; {_FOLDER_ALONE}")
+
+
+def _is_long(field: Any) -> bool:
+    return len(field.data) > 16  # vocabularies, which take seconds and are not needed
+
+
+def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any]) -> Any:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), **source)
+    except Exception as error:  # whatever a vocabulary of another kind runs into
+        raise InputError(
+            f"the tokenizer in {path} cannot be read ({error}); put the model's tokenizer.json and "
+            "tokenizer_config.json beside it"
+        ) from error
+    if header.pre_tokenizer in _DIGITS_APART:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
+
+
+def _no_tokenizer(path: Path) -> str:
+    return f"{path} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json beside it"
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())

