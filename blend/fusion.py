@@ -221,8 +221,8 @@ class Fusion:
 
 
 def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:
-    """The attention relative to its mean over the reusable tokens, so that a layer which looks elsewhere counts as much."""
-    return attention_N / attention_N[reusable_N].mean().clamp_min(torch.finfo(torch.float32).tiny)
+    """The attention relative to its sum over the reusable tokens, so that a layer which looks elsewhere counts as much."""
+    return attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _nothing_ran() -> torch.Tensor:
