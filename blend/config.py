@@ -17,7 +17,8 @@ class FusionConfig:
 
     Args:
         recompute_ratio: share, 0..1, of the reusable tokens that go through attention and MLP, as the mean over layers 1
-            and up (paper §4.3). 0 is full KV reuse, 1 is full prefill. 0.15 is the paper's r* (§7, figure 16).
+            and up (paper §4.3). 0 is full KV reuse, 1 is full prefill. The paper's r* is 0.15 (§7, figure 16);
+            at 0.14 all that a short prompt's blend computes, the question's pass included, is a fifth of full prefill.
         selector: one of `SELECTORS`, or any `Selector`. "question_attention": what the question attends to over the stored KV;
             it won on pretrained models (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9);
             "single_shot": the same chosen at layer 1 for all layers; "attention_deviation": a product of both;
@@ -29,7 +30,7 @@ class FusionConfig:
 
     """
 
-    recompute_ratio: float = 0.15
+    recompute_ratio: float = 0.14
     selector: str | Selector = "question_attention"
     gradual_spread: float = 0.3
 

@@ -16,7 +16,7 @@ class LoaderConfig:
     Args:
         lookahead_bytes: how many bytes of whole layers the loader may hold ready ahead of the fusor; one layer always.
         reads_in_flight: how many reads the loader has under way at once, each in a thread; on a CPU of files alone.
-        quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1; figure 16 gives 0.15).
+        quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1); `FusionConfig`'s default.
         max_ratio: the controller never asks for more, however long the loading takes.
 
     Raises:
@@ -25,7 +25,7 @@ class LoaderConfig:
 
     lookahead_bytes: int = 256 * MIB
     reads_in_flight: int = 4
-    quality_ratio: float = 0.15
+    quality_ratio: float = 0.14
     max_ratio: float = 1.0
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ class EngineConfig:
             not used of a reserve is lent to others.
         codec: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8" or "int4". Another codec's KV is not found again.
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
-            0.15, or more where loading would take longer anyway; without a profile, 0.15.
+            r* (`LoaderConfig.quality_ratio`), or more where loading would take longer anyway; without a profile, r*.
         selector: which tokens; see `FusionConfig`.
         holes: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
             and their KV is computed alone and stored afterwards, in the background. "precompute": the KV of those that need no
