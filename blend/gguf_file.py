@@ -210,17 +210,6 @@ def load_gguf_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def check_packages() -> None:
-    """Refuse to go on without the packages that read GGUF files.
-
-    Raises:
-        InputError: one is missing.
-    """
-    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise InputError(f"a GGUF file needs the package {' and '.join(missing)}: pip install 'cacheblend[gguf]'")
-
-
 def read_header(path: Path) -> GGUFHeader:
     """What a GGUF file says of itself, if the model in it can be blended.
 
@@ -228,7 +217,9 @@ def read_header(path: Path) -> GGUFHeader:
         InputError: not a GGUF file, a damaged one, or a part of one; a package is missing.
         UnsupportedModelError: an architecture outside `ARCHITECTURES`, or a detail that transformers does not read from GGUF.
     """
-    check_packages()
+    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise InputError(f"a GGUF file needs the package {' and '.join(missing)}: pip install 'cacheblend[gguf]'")
     from gguf import GGUFReader
 
     with path.open("rb") as file:
