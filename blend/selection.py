@@ -29,8 +29,8 @@ class SelectionStep:
             layer before.
         deviation_C: call it to have fresh K and V of all candidates projected, kept, and compared with the stored ones;
             gives float32 (C,). Not available at layer 0, where nothing has run yet.
-        attention_C: float32, what the question attends to over the stored KV, see `question_pass`; 0 where the selector does
-            not read it.
+        attention_C: float32, what the question attends to over the stored KV, see `question_pass`, summed over this layer and
+            those after it; 0 where the selector does not read it.
         offset_C: LongTensor, each candidate's index in its chunk.
 
     """
@@ -89,6 +89,34 @@ class TopDeviation:
         return step.top(step.deviation_C(), keep) if keep else step.none()
 
 
+@dataclass(frozen=True, slots=True)
+class QuestionAttention:
+    """The tokens that the question attends to most over the stored KV (ProphetKV; QCFuse), fewer from layer to layer.
+
+    What a layer's run of a token is worth shows in the layers that read its KV from there on, so each layer goes by the
+    attention of itself and those after it.
+
+    Args:
+        ratio: share of the reusable tokens, in the mean over layers 1 and up.
+    """
+
+    schedule: ClassVar[Schedule] = Schedule(0.9, first_layer=1, asks=True)
+    ratio: float
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether there is something to choose."""
+        return 0 < self.ratio < 1
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Keep the candidates of highest attention."""
+        keep = self.schedule.counts(step.reusable, step.layers, self.ratio)[step.layer]
+        is_first = step.layer == 1 and len(step.candidates_C) < step.reusable
+        if step.layer > 0 and (is_first or keep < len(step.candidates_C)):
+            step.deviation_C()  # those that are left out have fresh K and V here once more
+        return step.all() if keep >= len(step.candidates_C) else step.top(step.attention_C, keep)
+
+
 class _ChosenOnce(ABC):
     """A choice at layer 0 that all layers keep; layer 1 measures its KV deviation, for those who watch."""
 
@@ -107,22 +135,6 @@ class _ChosenOnce(ABC):
     @abstractmethod
     def score(self, step: SelectionStep) -> torch.Tensor:
         """Float32 (C,); the highest are kept."""
-
-
-class QuestionAttention(_ChosenOnce):
-    """The tokens that the question attends to most over the stored KV (ProphetKV; QCFuse): see `question_pass`.
-
-    Args:
-        ratio: share of the reusable tokens.
-    """
-
-    def __init__(self, ratio: float) -> None:
-        super().__init__(ratio)
-        self.reads_attention = 0 < ratio < 1
-
-    def score(self, step: SelectionStep) -> torch.Tensor:
-        """The attention."""
-        return step.attention_C
 
 
 class FirstTokens(_ChosenOnce):
@@ -206,6 +218,9 @@ class Oracle(_ChosenOnce):
         return self._error_N[step.candidates_C]
 
 
+ONCE = Schedule(0.0, first_layer=1)
+
+
 # By the name that configurations use: makes the selector of a ratio and a spread of gradual filtering, and says on which
 # schedule the loading controller counts.
 @dataclass(frozen=True, slots=True)
@@ -225,14 +240,13 @@ def _by_deviation(schedule: Callable[[float], Schedule]) -> NamedSelector:
     return NamedSelector(lambda ratio, spread: TopDeviation(ratio, schedule(spread)), schedule)
 
 
-def _chosen_once(make: Callable[[float], Selector], *, asks: bool = False, widening: int = 1) -> NamedSelector:
-    schedule = Schedule(0.0, first_layer=widening, asks=asks)
+def _chosen_once(make: Callable[[float], Selector], schedule: Schedule = ONCE) -> NamedSelector:
     return NamedSelector(lambda ratio, _: make(ratio), lambda _: schedule)
 
 
 SELECTORS: Mapping[str, NamedSelector] = {
-    "question_attention": _chosen_once(QuestionAttention, asks=True),
-    "attention_deviation": _chosen_once(AttentionDeviation, asks=True, widening=AttentionDeviation.widening),
+    "question_attention": NamedSelector(lambda ratio, _: QuestionAttention(ratio), lambda _: QuestionAttention.schedule),
+    "attention_deviation": _chosen_once(AttentionDeviation, Schedule(0.0, first_layer=AttentionDeviation.widening, asks=True)),
     "gradual": _by_deviation(Schedule),
     "single_shot": _by_deviation(lambda _: Schedule(0.0)),
     "first_tokens": _chosen_once(FirstTokens),

@@ -112,11 +112,13 @@ def test_the_tokens_that_deviate_most_are_recomputed() -> None:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_the_question_chooses_in_every_family(name: str) -> None:
-    """By default the same 15 % run through every layer, layer 0 included, and the question ran over the stored KV before."""
+    """By default 15 % run in the mean, fewer from layer to layer, and the question ran over the stored KV before."""
     fusor = Fusor(tiny_model(name))
     fused = fusor.fuse(rag_prompt(fusor))
     assert abs(fused.recomputed_ratio - 0.15) <= 0.02
-    assert all(torch.equal(positions, fused.recomputed[0]) for positions in fused.recomputed)
+    assert torch.equal(fused.recomputed[0], fused.recomputed[1])
+    for earlier, later in zip(fused.recomputed, fused.recomputed[1:], strict=False):
+        assert torch.isin(later, earlier).all()
     layers = fusor.decoder.geometry.layers
     assert len(fused.selection) == layers - 1
     assert set(fused.selection_rows) == {fused.selection_rows[0]}

