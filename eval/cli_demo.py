@@ -208,12 +208,13 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
         _print_question(each)
     out.print(_handbook_table(methods))
     out.print(note, highlight=False)
-    out.print(f"set-up (fetching, opening the model) {setup_s:.0f} s; the demo itself {total_s - setup_s:.0f} s", highlight=False)
+    out.print(f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s", highlight=False)
 
 
 def _print_question(asked: AskedQuestion) -> None:
     item, out = asked.question, options.stdout
-    out.print(f"\n[{item.question_class}] {item.question}   (right: {item.answers[0]})", highlight=False, markup=False, soft_wrap=True)
+    asks = f"\n[{item.question_class}] {item.question}   (right: {item.answers[0]})"
+    out.print(asks, highlight=False, markup=False, soft_wrap=True)
     for method, reply in asked.replies.items():
         mark = "+" if reply.has_answer else "-"
         line = f"  {mark} {method:<15}{reply.ttft_s * 1000:>6,.0f} ms   {reply.text}"
