@@ -1,4 +1,5 @@
-# make demo    set up .venv and run the main job: the packaged reader asked by four methods; MODEL=dir for a model of yours
+# make demo    set up .venv and run the main job: SmolLM2-135M, fetched once, asked about a handbook by three methods; DEMO_ARGS=--reader
+#              for the packaged reader, which needs no network; MODEL=dir [PASSAGES=file] for a model of yours
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
 PYTHON ?= python3
@@ -9,6 +10,7 @@ MODEL ?=
 .PHONY: demo check lint types imports test format bench figures clean
 
 demo: $(BIN)/.linked
+	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
 	$(BIN)/cacheblend demo $(MODEL) $(if $(PASSAGES),--passages $(PASSAGES)) $(DEMO_ARGS)
 
 check: lint types imports test
@@ -44,7 +46,7 @@ $(BIN)/python:
 
 $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
 	scripts/install_torch.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev,eval,offline]" --config-settings editable_mode=strict
+	$(BIN)/python -m pip install --quiet --editable ".[dev,eval,gguf,offline]" --config-settings editable_mode=strict
 	touch $@
 
 # The strict editable install links file by file, so that nothing called `store` or `eval` lands in site-packages; a folder's

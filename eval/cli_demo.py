@@ -1,21 +1,32 @@
-"""`cacheblend demo`: the four methods side by side, on any machine: the packaged reader's answers, or any model's times."""
+"""`cacheblend demo`: the methods side by side, with a pretrained model, with the packaged reader, or on your passages."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from cacheblend.service import cli_options as options
+from cacheblend.service.cli_model import fetch
 from cacheblend.service.cli_options import DEFAULTS
 from cacheblend.service.document_files import read_documents
-from cacheblend.store.errors import InputError
+from cacheblend.store.errors import InputError, ModelFetchError
+
+if TYPE_CHECKING:
+    from .handbook_demo import AskedQuestion, MethodSummary
+
+# The handbook's demo.
+MODEL = "smollm2-135m"
+CHUNK_TOKENS = 256
+MAX_TOKENS = 24
 
 NOTE = (
     "If the model has random weights (scripts/make_random_model.py), its words mean nothing: compare times, recomputed tokens "
@@ -24,72 +35,229 @@ NOTE = (
 
 READER_NOTE = (
     "The reader is small and its prompts are short, so there is little to save: `scripts/bench_fusor.py` shows times at 3,105 "
-    "tokens. It reads single facts, has not learnt two_hop and compare, and blending does not yet keep what full recompute "
-    "reads across chunks (docs/experiments.md)."
+    "tokens. It reads single facts, and has not learnt two_hop and compare (docs/experiments.md)."
 )
+_OF_PASSAGES = ("question", "documents", "repeats")
+_OF_MODELS = ("model", "passages", "store_dir", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")
 
 
 def demo(
+    context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the packaged reader."),
+        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, {MODEL}, fetched once."),
     ] = None,
+    reader: Annotated[bool, typer.Option("--reader", help="The packaged reader and its own corpus; fetch nothing.")] = False,
     passages: Annotated[
-        str | None, typer.Option(help="File or folder of documents, as for ingest; left out, topics of Python's own manual.")
+        str | None,
+        typer.Option(help="File or folder of documents, as for ingest, for a model of yours; left out, the packaged handbook."),
     ] = None,
     question: Annotated[
-        list[str] | None, typer.Option("--question", help="A question to ask; may be given several times.")
+        list[str] | None, typer.Option("--question", help="A question about the passages; may be given several times.")
     ] = None,
     store_dir: Annotated[
         Path | None, typer.Option("--store-dir", "-s", help="Keep the store here; left out, a folder that is removed.")
     ] = None,
-    documents: Annotated[int, typer.Option(help="Most documents to ingest.")] = 60,
+    documents: Annotated[int, typer.Option(help="Most passages to ingest.")] = 60,
     top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
     recompute_ratio: Annotated[
         float | None, typer.Option(help="Share of the reused tokens to recompute; left out, the controller picks it.")
     ] = DEFAULTS["recompute_ratio"],
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Measured rounds.", min=1)] = 3,
+    max_tokens: Annotated[int, typer.Option(help=f"Most tokens to generate; over the handbook {MAX_TOKENS}.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Measured rounds over the passages.", min=1)] = 3,
     device: options.Device = DEFAULTS["device"],
     dtype: options.Dtype = DEFAULTS["dtype"],
-    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
+    chunk_tokens: Annotated[
+        int,
+        typer.Option(
+            envvar="CACHEBLEND_CHUNK_TOKENS",
+            help=f"Tokens of the model in a chunk; over the handbook {CHUNK_TOKENS}.",
+            rich_help_panel=options.ENGINE,
+        ),
+    ] = DEFAULTS["chunk_tokens"],
     embedder: options.EmbedderName = DEFAULTS["embedder"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
     as_json: options.Json = False,
 ) -> None:
-    """Ingest passages, ask, and print the methods side by side: with the packaged reader F1 and TTFT of every class of
-    question, with a model of yours TTFT, tokens recomputed and distance from full prefill.
+    """Ingest documents, ask, and print the methods side by side.
+
+    Without a model: SmolLM2-135M answers 40 questions about a handbook that comes with the package; where it cannot be
+    fetched, and with --reader, the packaged reader is asked about its own corpus. With a model of yours: the handbook, or your
+    passages with TTFT, tokens recomputed and distance from full prefill.
 
     Examples:
         cacheblend demo
 
+        cacheblend demo --reader --json
+
         cacheblend demo ./model --passages passages.jsonl --question "Who wrote it?" --json
     """
     options.hush_libraries()
-    if model is None:
-        if passages is not None or question:
-            raise InputError("--passages and --question go with a model; give one, or use `cacheblend ingest` and `ask`")
+    if reader:
+        _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_PASSAGES))
         _reader_demo(embedder, top_k, recompute_ratio, as_json)
         return
-    from cacheblend.service import Engine, EngineConfig
-    from cacheblend.service.demo import QUESTIONS, compare_methods, default_documents
+    if passages is None:
+        _refuse(context, "the handbook's demo; it goes with --passages", _OF_PASSAGES)
+    elif model is None:
+        raise InputError("--passages goes with a model; give one, or use `cacheblend ingest` and `ask`")
+    started = time.perf_counter()
+    if model is None:
+        model = _fetched_model()
+    if model is None:
+        _refuse(context, "the packaged reader's demo", _OF_MODELS)
+        _reader_demo(embedder, top_k, recompute_ratio, as_json)
+        return
+    settings = {
+        "model": model,
+        "device": device,
+        "dtype": dtype,
+        "embedder": embedder,
+        "recompute_ratio": recompute_ratio,
+        "allow_unverified": allow_unverified,
+    }
+    if passages is None:
+        settings["max_tokens"] = max_tokens if _is_set(context, "max_tokens") else MAX_TOKENS
+        settings["chunk_tokens"] = chunk_tokens if _is_set(context, "chunk_tokens") else CHUNK_TOKENS
+        _handbook_demo(settings, store_dir, top_k, as_json, started)
+        return
+    settings |= {"max_tokens": max_tokens, "chunk_tokens": chunk_tokens}
+    _passages_demo(settings, store_dir, list(read_documents(passages))[:documents], question or [], top_k, repeats, as_json)
 
-    corpus = (default_documents() if passages is None else list(read_documents(passages)))[:documents]
-    questions = question or list(QUESTIONS)
+
+def _refuse(context: typer.Context, mode: str, names: Sequence[str]) -> None:
+    """Refuse options that stand on the command line and have no effect on a mode."""
+    given = [name for name in names if _source(context, name) == "COMMANDLINE"]
+    if given:
+        named = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"{named}: no effect on {mode}; leave it out, or see `cacheblend demo --help`")
+
+
+def _is_set(context: typer.Context, name: str) -> bool:
+    return _source(context, name) in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def _source(context: typer.Context, name: str) -> str:
+    """Where an option's value is from; typer may bring its own copy of click, so that the enum is compared by name."""
+    source = context.get_parameter_source(name)
+    return "" if source is None else source.name
+
+
+def _fetched_model() -> str | None:
+    """The known model, fetched unless it is there; None, and a line that says why, where it cannot be had."""
+    from cacheblend.blend.known_models import find_model
+
+    try:
+        fetch(find_model(MODEL))
+    except (ModelFetchError, InputError) as error:
+        why = f"{MODEL} cannot be fetched, so the packaged reader is asked instead: {error}"
+        options.stderr.print(why, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        return None
+    return MODEL
+
+
+@contextmanager
+def _store_folder(store_dir: Path | None) -> Iterator[Path]:
     with ExitStack() as stack:
-        folder = store_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
-        config = EngineConfig(
-            model=model,
-            store_dir=folder,
-            device=device,
-            dtype=dtype,
-            chunk_tokens=chunk_tokens,
-            embedder=embedder,
-            recompute_ratio=recompute_ratio,
-            max_tokens=max_tokens,
-            allow_unverified=allow_unverified,
+        yield store_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
+
+
+def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int, as_json: bool, started: float) -> None:
+    from cacheblend.service import Engine, EngineConfig
+
+    from .handbook import handbook_documents, handbook_questions
+    from .handbook_demo import INSTRUCTION, ask_handbook, closing_note, shown_questions, summarize
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(_store_folder(store_dir))
+        engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, instruction=INSTRUCTION, **settings)))
+        setup_s = time.perf_counter() - started
+        progress = stack.enter_context(options.progress_bars())
+        report = engine.ingest(handbook_documents(), progress)
+        kv_bytes = engine.store.stats().nvme.bytes
+        asked = ask_handbook(engine, handbook_questions(), top_k=top_k, on_progress=progress)
+        methods = summarize(asked)
+        note = closing_note(engine, asked, methods)
+        dtype = str(engine.fusor.decoder.dtype).removeprefix("torch.")
+    total_s = time.perf_counter() - started
+    tokens_per_s = report.tokens / report.seconds if report.computed else None
+    if as_json:
+        options.print_json(
+            {
+                "model": settings["model"],
+                "dtype": dtype,
+                "ingest": {**report.as_dict(), "kv_bytes": kv_bytes, "tokens_per_s": tokens_per_s},
+                "questions": [each.as_dict() for each in asked],
+                "methods": {method: dataclasses.asdict(row) for method, row in methods.items()},
+                "seconds": {"setup": setup_s, "demo": total_s - setup_s},
+                "note": note,
+            }
         )
-        engine = stack.enter_context(Engine(config))
+        return
+    out = options.stdout
+    speed = "no KV to compute" if tokens_per_s is None else f"{report.tokens:,} tokens at {tokens_per_s:,.0f} tokens/s"
+    out.print(
+        f"{settings['model']} ({dtype}): {report.documents} documents, {report.chunks} chunks, {speed}, "
+        f"{kv_bytes / 1e6:,.0f} MB of KV; "
+        f"{len(asked)} questions over {top_k} chunks each, about {asked[0].prompt_tokens:,} prompt tokens",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    for each in shown_questions(asked):
+        _print_question(each)
+    out.print(_handbook_table(methods))
+    out.print(note, highlight=False)
+    out.print(f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s", highlight=False)
+
+
+def _print_question(asked: AskedQuestion) -> None:
+    item, out = asked.question, options.stdout
+    asks = f"\n[{item.question_class}] {item.question}   (right: {item.answers[0]})"
+    out.print(asks, highlight=False, markup=False, soft_wrap=True)
+    for method, reply in asked.replies.items():
+        mark = "+" if reply.has_answer else "-"
+        line = f"  {mark} {method:<15}{reply.ttft_s * 1000:>6,.0f} ms   {reply.text}"
+        out.print(line, highlight=False, markup=False, no_wrap=True, overflow="ellipsis")
+
+
+def _handbook_table(methods: Mapping[str, MethodSummary]) -> Table:
+    classes = list(methods["full_recompute"].answer_share_by_class)
+    table = Table("method", "right", *classes, "F1", "TTFT", "speed-up", padding=(0, 0, 0, 1))
+    for title in ("KL, first token", "gold NLL over full", "equal tokens", "recom-puted"):
+        table.add_column(title)
+    for method, row in methods.items():
+        shares = (f"{share:.0%}" for share in (row.answer_share, *row.answer_share_by_class.values()))
+        table.add_row(
+            method,
+            *shares,
+            f"{row.f1:.2f}",
+            f"{row.ttft_s_median * 1000:,.0f} ms",
+            f"{row.speedup:.1f} x",
+            f"{row.first_token_kl_nats:.3f}",
+            f"{row.gold_nll_over_full_nats:+.2f}",
+            f"{row.equal_greedy_tokens:.0%}",
+            f"{row.recomputed_share:.0%}",
+        )
+    return table
+
+
+def _passages_demo(
+    settings: dict[str, Any],
+    store_dir: Path | None,
+    corpus: list[dict[str, Any]],
+    asked: list[str],
+    top_k: int,
+    repeats: int,
+    as_json: bool,
+) -> None:
+    from cacheblend.service import Engine, EngineConfig
+    from cacheblend.service.demo import QUESTIONS, compare_methods
+
+    questions = asked or list(QUESTIONS)
+    with ExitStack() as stack:
+        folder = stack.enter_context(_store_folder(store_dir))
+        engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, **settings)))
         progress = stack.enter_context(options.progress_bars())
         report = engine.ingest(corpus, progress)
         rows = compare_methods(engine, questions, top_k=top_k, repeats=repeats, on_progress=progress)

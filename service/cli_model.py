@@ -35,22 +35,32 @@ def get(
         cacheblend model get gemma3-270m --accept-licence --json
     """
     options.hush_libraries()
-    from cacheblend.blend.known_models import fetch_model, find_model
+    from cacheblend.blend.known_models import find_model
 
     model = find_model(name)
-    if not model.is_fetched:
-        size = f"{model.download_bytes / 1e6:,.0f} MB"
-        options.stderr.print(
-            f"{name}: {size} to download; {model.licence} ({model.licence_url})", highlight=False, soft_wrap=True
-        )
-    with options.progress_bars() as progress:
-        fetched = fetch_model(model, accept_licence=accept_licence or accept_license, on_progress=progress)
+    fetched = fetch(model, accept_licence=accept_licence or accept_license)
     if as_json:
         options.print_json({**_row(model), "already_there": not fetched})
         return
     state = "fetched" if fetched else "is there already"
     options.stdout.print(f"{name} {state}: {model.folder}", highlight=False, soft_wrap=True)
     options.stdout.print(f"licence: {model.licence} ({model.licence_url})", highlight=False, soft_wrap=True)
+
+
+def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
+    """Fetch a known model unless it is there, licence and progress on stderr; False where it was there already.
+
+    Raises:
+        InputError, ModelFetchError: see `fetch_model`.
+    """
+    from cacheblend.blend.known_models import fetch_model
+
+    if not model.is_fetched:
+        size = f"{model.download_bytes / 1e6:,.0f} MB"
+        terms = f"{model.licence} ({model.licence_url})"
+        options.stderr.print(f"{model.name}: {size} to download; {terms}", highlight=False, soft_wrap=True)
+    with options.progress_bars() as progress:
+        return fetch_model(model, accept_licence=accept_licence, on_progress=progress)
 
 
 @app.command("ls")

@@ -7,16 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.store.errors import InputError
-
 from .answer import Answer
 from .engine import Engine
 
-TOPICS = (
-    *("imports", "with", "class", "exceptions", "try", "function", "yield", "lambda", "formatstrings", "typesseq"),
-    *("typesmapping", "operator-summary", "assignment", "comparisons", "debugger", "attribute-access"),
-)
-TOPIC_CHARACTERS = 6000
 QUESTIONS = (
     "How does the import system find a module?",
     "What does a context manager do when an exception is raised?",
@@ -47,19 +40,6 @@ class MethodRow:
     logit_difference: float
     same_first_token: int
     text: str
-
-
-def default_documents() -> list[dict[str, str]]:
-    """Passages that every Python brings along: topics of its own language reference.
-
-    Raises:
-        InputError: this Python was installed without them.
-    """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise InputError("this Python was installed without pydoc_data; give --passages FILE") from error
-    return [{"id": name, "title": name, "text": topics[name][:TOPIC_CHARACTERS]} for name in TOPICS if name in topics]
 
 
 def compare_methods(

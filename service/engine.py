@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from cacheblend.blend import Fusor
+from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.loader import LoadingController, Profile
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, in_reading_order
 from cacheblend.store import KVStore
@@ -186,7 +186,12 @@ class Engine:
                 top_p=top_p,
                 layout=layout,
             )
-            prefilled = self._prefiller.run(prepared.pieces, method, prepared.recompute_ratio)
+            return self.complete(prepared)[0]
+
+    def complete(self, prepared: PreparedRequest) -> tuple[Answer, FusedPrompt]:
+        """Answer a prepared request, and give the prompt's cache and first logits beside it, for what compares methods."""
+        with self._holes:
+            prefilled = self._prefiller.run(prepared.pieces, prepared.method, prepared.recompute_ratio)
             prefill_done = time.perf_counter()
             clock = FirstTokenClock()
             prefix = prefilled.prefix
@@ -198,7 +203,7 @@ class Engine:
                 prefix.keep_prompt()  # an answer of one token has appended none
         times = StageTimes(prefill_done=prefill_done, first_token=clock.first_token, ended=time.perf_counter())
         text = self.fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return assemble_answer(prepared, prefilled, token_ids, text, times)
+        return assemble_answer(prepared, prefilled, token_ids, text, times), prefilled.fused
 
     def prepare(
         self,

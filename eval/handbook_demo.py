@@ -1,0 +1,205 @@
+"""A pretrained model asked about the handbook: answers, TTFT and nearness to full recompute, method by method."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from cacheblend.blend import FusedPrompt
+from cacheblend.service import Answer, Engine
+from cacheblend.service.prompt import PromptBuilder
+
+from .data.wording import OWN_QUESTION
+from .handbook import HandbookQuestion, QuestionClass
+from .methods.method import rows_run
+from .metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, first_token_kl_nats, normalize
+from .run.environment import has_random_weights
+
+METHODS = ("full_recompute", "full_reuse", "blend")
+CLASSES: tuple[QuestionClass, ...] = get_args(QuestionClass)
+# Worked examples in front of the passages: with them small models give short answers (docs/evaluation.md).
+INSTRUCTION = OWN_QUESTION.text_instruction
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One method's answer to one question.
+
+    Args:
+        text: the first line that was generated.
+        f1: word F1 against the best of the right answers.
+        has_answer: a right answer stands in the text, as whole words.
+        ttft_s: see `Timings`.
+        first_token_kl_nats: KL of the first token's distribution from full recompute's.
+        gold_nll_over_full_nats: how much less likely the right answer is than after full recompute, in nats; of several right
+            answers the one that full recompute finds likeliest.
+        equal_greedy_tokens: share of full recompute's first tokens that the method gives too.
+        recomputed_share: tokens that ran through a layer, in the mean over layers 1 and up, over those of the prompt.
+    """
+
+    text: str
+    f1: float
+    has_answer: bool
+    ttft_s: float
+    first_token_kl_nats: float
+    gold_nll_over_full_nats: float
+    equal_greedy_tokens: float
+    recomputed_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedQuestion:
+    """A question, the tokens of its prompt, and every method's reply."""
+
+    question: HandbookQuestion
+    prompt_tokens: int
+    replies: Mapping[str, Reply]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        own = asdict(self.question)
+        own["class"] = own.pop("question_class")
+        methods = {method: asdict(reply) for method, reply in self.replies.items()}
+        return {**own, "prompt_tokens": self.prompt_tokens, "methods": methods}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodSummary:
+    """One method over all questions: means of its replies' values, and the median TTFT.
+
+    Args:
+        answer_share: questions whose reply has a right answer, 0..1.
+        answer_share_by_class: the same for the questions of each class.
+        f1: see `Reply`.
+        ttft_s_median: see `Reply`.
+        speedup: full recompute's median TTFT over this one's.
+        first_token_kl_nats: see `Reply`.
+        gold_nll_over_full_nats: see `Reply`.
+        equal_greedy_tokens: see `Reply`.
+        recomputed_share: see `Reply`.
+    """
+
+    answer_share: float
+    answer_share_by_class: Mapping[str, float]
+    f1: float
+    ttft_s_median: float
+    speedup: float
+    first_token_kl_nats: float
+    gold_nll_over_full_nats: float
+    equal_greedy_tokens: float
+    recomputed_share: float
+
+
+def ask_handbook(
+    engine: Engine,
+    questions: Sequence[HandbookQuestion],
+    *,
+    top_k: int,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> list[AskedQuestion]:
+    """Ask every question by every method, the methods taking turns at going first, after one unmeasured question.
+
+    Args:
+        engine: has the handbook ingested.
+        questions: at least one.
+        top_k: chunks to retrieve for each.
+        on_progress: called with the stage, the questions done, and how many in all.
+    """
+    prompts = PromptBuilder(engine.fusor.tokenizer, engine.config.instruction)
+    for method in METHODS:
+        engine.answer(questions[0].question, top_k=top_k, method=method)
+    engine.drain()
+    asked = []
+    for index, item in enumerate(questions):
+        start = index % len(METHODS)
+        answers: dict[str, tuple[Answer, FusedPrompt]] = {}
+        for method in METHODS[start:] + METHODS[:start]:
+            answers[method] = engine.complete(engine.prepare(item.question, top_k=top_k, method=method))
+        asked.append(_compare(engine, prompts, item, answers))
+        on_progress("ask", index + 1, len(questions))
+    return asked
+
+
+def _compare(
+    engine: Engine, prompts: PromptBuilder, item: HandbookQuestion, answers: Mapping[str, tuple[Answer, FusedPrompt]]
+) -> AskedQuestion:
+    full_answer, full = answers["full_recompute"]
+    positions = engine.fusor.max_positions
+    room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
+    golds = [prompts.answer_ids(answer)[:room] for answer in item.answers]
+    full_nll, gold = min((answer_nll_nats(engine.fusor, full, ids), ids) for ids in golds)
+    replies = {}
+    for method in METHODS:
+        answer, fused = answers[method]
+        text = OWN_QUESTION.answer_in(answer.text)
+        replies[method] = Reply(
+            text=text,
+            f1=f1(text, item.answers),
+            has_answer=has_answer(text, item.answers),
+            ttft_s=answer.timings.ttft_s,
+            first_token_kl_nats=first_token_kl_nats(full.logits, fused.logits),
+            gold_nll_over_full_nats=answer_nll_nats(engine.fusor, fused, gold) - full_nll,
+            equal_greedy_tokens=equal_greedy_tokens(full_answer.token_ids, answer.token_ids),
+            recomputed_share=rows_run(fused) / len(fused.token_ids),
+        )
+    return AskedQuestion(question=item, prompt_tokens=len(full.token_ids), replies=replies)
+
+
+def has_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether one of the answers stands in a text as whole words, in the form in which F1 compares them."""
+    said = f" {normalize(text)} "
+    return any(f" {normalize(answer)} " in said for answer in answers)
+
+
+def summarize(asked: Sequence[AskedQuestion]) -> dict[str, MethodSummary]:
+    """Every method's summary; a class that has no question is left out of the classes."""
+    full_s = statistics.median(each.replies["full_recompute"].ttft_s for each in asked)
+    return {method: _summary(asked, method, full_s) for method in METHODS}
+
+
+def _summary(asked: Sequence[AskedQuestion], method: str, full_s: float) -> MethodSummary:
+    replies = [each.replies[method] for each in asked]
+    by_class: dict[str, float] = {}
+    for name in CLASSES:
+        own = [each.replies[method].has_answer for each in asked if each.question.question_class == name]
+        if own:
+            by_class[name] = statistics.fmean(own)
+    ttft_s = statistics.median(reply.ttft_s for reply in replies)
+    return MethodSummary(
+        answer_share=statistics.fmean(reply.has_answer for reply in replies),
+        answer_share_by_class=by_class,
+        f1=statistics.fmean(reply.f1 for reply in replies),
+        ttft_s_median=ttft_s,
+        speedup=full_s / ttft_s,
+        first_token_kl_nats=statistics.fmean(reply.first_token_kl_nats for reply in replies),
+        gold_nll_over_full_nats=statistics.fmean(reply.gold_nll_over_full_nats for reply in replies),
+        equal_greedy_tokens=statistics.fmean(reply.equal_greedy_tokens for reply in replies),
+        recomputed_share=statistics.fmean(reply.recomputed_share for reply in replies),
+    )
+
+
+def shown_questions(asked: Sequence[AskedQuestion]) -> list[AskedQuestion]:
+    """Every n-th question, about eight, so that nobody picks them."""
+    return list(asked[:: max(1, len(asked) // _SHOWN)])
+
+
+def closing_note(engine: Engine, asked: Sequence[AskedQuestion], methods: Mapping[str, MethodSummary]) -> str:
+    """What the numbers say, in a few sentences made of them."""
+    if has_random_weights(engine.fusor):
+        return "The model's weights are random: its words and what is measured of answers mean nothing; compare times here."
+    full, reuse, blend = (methods[name] for name in METHODS)
+    cases = len(asked)
+    right, reuse_right, blend_right = (round(each.answer_share * cases) for each in (full, reuse, blend))
+    note = (
+        f"Of {cases} questions full recompute has {right} right, full reuse {reuse_right}, blend {blend_right}. "
+        f"Blend's first token takes {1 / blend.speedup:.0%} of full recompute's time, full reuse's {1 / reuse.speedup:.0%}."
+    )
+    is_nearer = blend.first_token_kl_nats <= reuse.first_token_kl_nats
+    nearer, other = ("blend", "full reuse") if is_nearer else ("full reuse", "blend")
+    note += f" By the first token's KL {nearer} is nearer to full recompute than {other}."
+    if full.answer_share < 0.5:
+        note += " The model itself misreads most of them: what it gets wrong with everything recomputed, no method mends."
+    return note

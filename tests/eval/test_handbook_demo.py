@@ -1,0 +1,165 @@
+"""`cacheblend demo`: which of its forms runs, what it refuses, and the handbook's figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeEmbedder
+
+from cacheblend.blend import Fusor, known_models
+from cacheblend.eval import cli, cli_demo
+from cacheblend.eval.handbook import handbook_documents, handbook_questions
+from cacheblend.eval.handbook_demo import METHODS, ask_handbook, closing_note, has_answer, shown_questions, summarize
+from cacheblend.retriever import DEFAULT_EMBEDDER
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.store.errors import ModelFetchError
+
+QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]
+DOCUMENTS = [document for document in handbook_documents() if document["id"] in {item.gold[0] for item in QUESTIONS}]
+for _document in DOCUMENTS:
+    _document["text"] = _document["text"][:600]
+
+
+@pytest.fixture
+def short_handbook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two short documents and two questions, of two classes, and an embedder that needs no model."""
+    monkeypatch.setattr("cacheblend.eval.handbook.handbook_documents", lambda: DOCUMENTS)
+    monkeypatch.setattr("cacheblend.eval.handbook.handbook_questions", lambda: QUESTIONS)
+    fake = FakeEmbedder(name=DEFAULT_EMBEDDER)
+    monkeypatch.setattr("cacheblend.retriever.retriever.SentenceTransformerEmbedder", lambda _: fake)
+
+
+def _demo(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", *arguments])
+    return int(stopped.value.code or 0)
+
+
+def _on_tiny(model_dir: Path, *arguments: str) -> int:
+    return _demo(str(model_dir), "--chunk-tokens", "64", "--top-k", "2", "--max-tokens", "4", *arguments)
+
+
+@pytest.fixture
+def unfetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """No model in the cache and none to be had; the reader's demo only says that it was asked for."""
+    told: list[str] = []
+
+    def nothing(*_: object) -> Path:
+        raise ModelFetchError("no network; try again with one")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = known_models.fetch_model.__kwdefaults__
+    monkeypatch.setattr(known_models.fetch_model, "__kwdefaults__", {**kept, "download": nothing})
+    monkeypatch.setattr(cli_demo, "_reader_demo", lambda *_: told.append("reader"))
+    return told
+
+
+def test_the_reader_is_asked_where_the_model_cannot_be_fetched(
+    unfetched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a network one line on stderr says why, with the remedy, and the demo goes on with the packaged reader."""
+    assert _demo() == 0
+    assert unfetched == ["reader"]
+    (why,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be fetched" in line]
+    assert "packaged reader" in why
+    assert "no network; try again" in why
+
+
+def test_the_reader_can_be_asked_for(unfetched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """With `--reader` nothing is fetched, whatever model the environment names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CACHEBLEND_MODEL", "nowhere")
+        assert _demo("--reader") == 0
+    assert unfetched == ["reader"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--reader", "--dtype", "float32"], "--dtype"),
+        (["--reader", "model"], "MODEL"),
+        (["--reader", "--repeats", "2"], "--repeats"),
+        (["--repeats", "2"], "--repeats"),
+        (["model", "--question", "Who?"], "--question"),
+        (["--passages", "here"], "--passages"),
+        (["--chunk-tokens", "64"], "--chunk-tokens"),  # of the model that cannot be fetched
+    ],
+)
+def test_options_without_effect_are_refused(
+    unfetched: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    """An option that would change nothing is the user's error, named."""
+    assert _demo(*arguments) == 2
+    assert unfetched == []
+    assert f"error: {named}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("short_handbook")
+def test_json(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one object on stdout has the model, the ingest, every question with its answers, and the methods' summaries."""
+    assert _on_tiny(model_dir, "--json") == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(told) == {"model", "dtype", "ingest", "questions", "methods", "seconds", "note"}
+    assert told["ingest"]["documents"] == 2
+    assert told["ingest"]["kv_bytes"] > 0
+    assert [row["class"] for row in told["questions"]] == ["one_place", "table"]
+    for row in told["questions"]:
+        assert set(row["methods"]) == set(METHODS)
+        assert row["methods"]["full_recompute"]["first_token_kl_nats"] == 0
+        assert row["methods"]["full_recompute"]["equal_greedy_tokens"] == 1
+    full, reuse, blend = (told["methods"][method] for method in METHODS)
+    assert set(full["answer_share_by_class"]) == {"one_place", "table"}
+    assert (full["speedup"], full["recomputed_share"], full["gold_nll_over_full_nats"]) == (1, 1, 0)
+    assert reuse["recomputed_share"] < blend["recomputed_share"] < 1
+    assert blend["first_token_kl_nats"] > 0
+
+
+@pytest.mark.usefixtures("short_handbook")
+def test_words_and_a_kept_store(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Questions, table and note are printed; over a store that was kept nothing is computed again."""
+    store = ("--store-dir", str(tmp_path / "store"))
+    assert _on_tiny(model_dir, *store) == 0
+    first = capsys.readouterr().out
+    assert all(item.question in first for item in QUESTIONS)
+    assert "tokens/s" in first
+    assert "set-up" in first
+    assert _on_tiny(model_dir, *store) == 0
+    assert "no KV to compute" in capsys.readouterr().out
+
+
+def test_random_weights_are_told(model_dir: Path, fusor: Fusor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note follows from the figures, and of random weights says that they mean nothing."""
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=64, max_tokens=2)
+    with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
+        engine.ingest(DOCUMENTS)
+        asked = ask_handbook(engine, QUESTIONS, top_k=2)
+        methods = summarize(asked)
+        right = round(2 * methods["blend"].answer_share)
+        assert f"blend {right}." in closing_note(engine, asked, methods)
+        monkeypatch.setattr(fusor.model.config, "random_weights", True, raising=False)
+        assert "random" in closing_note(engine, asked, methods)
+    assert shown_questions(asked) == asked
+    assert len(shown_questions(asked * 20)) == 8
+
+
+def test_has_answer() -> None:
+    """An answer counts as whole words of the reply, in whatever case and punctuation."""
+    assert has_answer("It is kept for 30 Days.", ["30 days"])
+    assert not has_answer("It is kept for 130 days.", ["30 days"])
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(600)
+def test_smollm2_over_three_documents(real_model: Any, tmp_path: Path) -> None:
+    """On a pretrained model blending stays near to full recompute and runs a small part of the prompt."""
+    config = EngineConfig(model=str(real_model(cli_demo.MODEL)), store_dir=tmp_path, chunk_tokens=128, max_tokens=8)
+    names = {item.gold[0] for item in QUESTIONS}
+    with Engine(config, embedder=FakeEmbedder()) as engine:
+        engine.ingest([document for document in handbook_documents() if document["id"] in names])
+        blend = summarize(ask_handbook(engine, QUESTIONS, top_k=4))["blend"]
+    assert blend.first_token_kl_nats < 0.2
+    assert blend.recomputed_share < 0.5
