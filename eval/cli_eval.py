@@ -261,7 +261,9 @@ def figures(
     source: RequestSource = WorldSource(seed=seed, cases=cases)
     if name != "world":
         source = FileSource(name=name, data=data, cases=cases, seed=seed)
-    config = _config(source, model, DEFAULT_METHODS, str(DEFAULT_RATIO), max_tokens, device, dtype, allow_unverified)
+    config = _config(
+        source, model, DEFAULT_METHODS, str(DEFAULT_RATIO), CONTEXTS[0], max_tokens, device, dtype, allow_unverified
+    )
     from .figures import draw_figures
 
     with options.progress_bars() as progress:
