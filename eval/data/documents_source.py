@@ -90,14 +90,15 @@ class DocumentsSource:
         Raises:
             InputError: a file is not there, a line of it is no question or document, or there is nothing in them.
         """
-        given = [] if self.questions is None else list(itertools.islice(read_questions(Path(self.questions)), self.cases))
+        file = None if self.questions is None else Path(self.questions)
+        given = [] if file is None else list(itertools.islice(read_questions(file), self.cases))
         builder = prompt_builder(tokenizer, self.wording)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
         with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
-            retriever.add(read_documents(self.documents), on_corpus)
+            retriever.add(read_documents(self.documents, leave_out=file), on_corpus)
             if not retriever.chunk_count:
                 raise InputError(f"{self.documents} holds no document; give a folder with texts")
-            examples = given if self.questions is not None else chunk_questions(retriever.chunks(), self.cases)
+            examples = given if file is not None else chunk_questions(retriever.chunks(), self.cases)
             top_k = min(self.preset.top_k or SEARCHED_TOP_K, retriever.chunk_count)
             for example in examples:
                 found = [scored.chunk for scored in retriever.search(example.question, top_k)]
