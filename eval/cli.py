@@ -1,12 +1,13 @@
-"""The whole command line: the service's commands, and those that stand on a floor above them: `demo` and `eval`."""
+"""The whole command line: the service's commands, and those of the floor above: `demo`, `calibrate`, `eval`."""
 
 from __future__ import annotations
 
 from cacheblend.service import cli as service_cli
 
-from . import cli_demo, cli_eval
+from . import cli_calibrate, cli_demo, cli_eval
 
 service_cli.app.command("demo")(cli_demo.demo)
+service_cli.app.command("calibrate")(cli_calibrate.calibrate)
 service_cli.app.add_typer(cli_eval.app, name="eval")
 
 

@@ -1,5 +1,6 @@
 """The threads that bring layer i+1 while layer i is computed, and the controller that picks the ratio."""
 
+from .calibration import Calibration, Measures, Thresholds, read_calibration, write_calibration
 from .config import LoaderConfig
 from .controller import LoadingController, LoadingPlan
 from .layer_loader import LayerLoader, copied_tiers
@@ -10,22 +11,27 @@ from .storage_device import StorageDevice, read_price_table
 from .storage_plan import DeviceChoice, compare_devices
 
 __all__ = [
+    "Calibration",
     "DeviceChoice",
     "LayerLoader",
     "LayerSample",
     "LoaderConfig",
     "LoadingController",
     "LoadingPlan",
+    "Measures",
     "PrefillSample",
     "Profile",
     "StorageDevice",
+    "Thresholds",
     "TierSpeed",
     "compare_devices",
     "copied_tiers",
     "describe_device",
     "load_profile",
     "measure_profile",
+    "read_calibration",
     "read_price_table",
     "read_profile",
+    "write_calibration",
     "write_profile",
 ]

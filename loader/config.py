@@ -17,6 +17,8 @@ class LoaderConfig:
         lookahead_bytes: how many bytes of whole layers the loader may hold ready ahead of the fusor; one layer always.
         reads_in_flight: how many reads the loader has under way at once, each in a thread; on a CPU of files alone.
         quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1); `FusionConfig`'s default.
+            An engine takes the ratio of its store's calibration (`cacheblend calibrate`) where this one is at its default, and
+            no more than `max_ratio`; to have the default itself, set `EngineConfig.recompute_ratio`.
         max_ratio: the controller never asks for more, however long the loading takes.
 
     Raises:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cacheblend.store.errors import ProfileError
 
@@ -36,13 +38,7 @@ def load_profile(path: Path) -> Profile:
     Raises:
         ProfileError: the file is missing or damaged.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"the profile {path} cannot be read: {error}; run `cacheblend profile` again") from error
-    if not isinstance(values, dict):
-        raise ProfileError(f"the profile {path} is not a JSON object; run `cacheblend profile` again")
-    return Profile.from_dict(values)
+    return Profile.from_dict(read_object(path, "profile"))
 
 
 def write_profile(directory: Path, profile: Profile) -> Path:
@@ -52,11 +48,35 @@ def write_profile(directory: Path, profile: Profile) -> Path:
         ProfileError: the folder cannot be written.
     """
     path = directory / profile_name(profile.model, profile.device)
+    write_object(path, profile.as_dict(), "profile")
+    return path
+
+
+def read_object(path: Path, command: str) -> dict[str, Any]:
+    """The JSON object in a file that `cacheblend command` keeps.
+
+    Raises:
+        ProfileError: the file is missing or damaged.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{path} cannot be read: {error}; run `cacheblend {command}` again") from error
+    if not isinstance(values, dict):
+        raise ProfileError(f"{path} is not a JSON object; run `cacheblend {command}` again")
+    return values
+
+
+def write_object(path: Path, values: Mapping[str, Any], what: str) -> None:
+    """Write a JSON object as a whole, in place of what the file held; its folder is made when missing.
+
+    Raises:
+        ProfileError: the folder cannot be written.
+    """
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(profile.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        raise ProfileError(f"the profile cannot be written to {directory}: {error}; give a folder that can be") from error
-    return path
+        raise ProfileError(f"the {what} cannot be written to {path.parent}: {error}; give a folder that can be") from error

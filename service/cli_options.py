@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cacheblend.blend import SELECTORS
+from cacheblend.blend import SELECTORS, FusionConfig
 
 from .config import EngineConfig
 from .ingester import Progress as OnProgress
@@ -141,11 +141,12 @@ ContextDocumentTokens = Annotated[
     ),
 ]
 Selector = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--selector",
         envvar="CACHEBLEND_SELECTOR",
-        help=f"How the tokens to recompute are selected: {', '.join(SELECTORS)} (gradual: the paper's HKVD tokens).",
+        help=f"How the tokens to recompute are selected: {', '.join(SELECTORS)} (gradual: the paper's HKVD tokens); "
+        f"left out, the calibrated one, or {FusionConfig().selector}.",
         rich_help_panel=ENGINE,
     ),
 ]

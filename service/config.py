@@ -56,8 +56,9 @@ class EngineConfig:
             not used of a reserve is lent to others.
         codec: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8" or "int4". Another codec's KV is not found again.
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
-            r* (`LoaderConfig.quality_ratio`), or more where loading would take longer anyway; without a profile, r*.
-        selector: which tokens; see `FusionConfig`.
+            r*, or more where loading would take longer anyway; without a profile, r*. r* is the store's calibrated ratio, or
+            `loader.quality_ratio`; see `calibrated`.
+        selector: which tokens; see `FusionConfig`. None takes the store's calibrated selector, or else the package's default.
         holes: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
             and their KV is computed alone and stored afterwards, in the background. "precompute": the KV of those that need no
             reading of their document (they stand first in it, or it is not known) is computed alone at once, stored, and
@@ -90,7 +91,7 @@ class EngineConfig:
     salt_share: float = 0.05
     codec: str = "raw"
     recompute_ratio: float | None = None
-    selector: str = str(FusionConfig().selector)
+    selector: str | None = None
     holes: str = HOLES[0]
     instruction: str = INSTRUCTION
     context_filler: str = "auto"
@@ -177,7 +178,7 @@ class EngineConfig:
     def fusion_config(self, recompute_ratio: float | None) -> FusionConfig:
         """The fusor's part, at a ratio; None for r*."""
         ratio = self.loader.quality_ratio if recompute_ratio is None else recompute_ratio
-        return FusionConfig(recompute_ratio=ratio, selector=self.selector)
+        return FusionConfig(recompute_ratio=ratio, selector=FusionConfig().selector if self.selector is None else self.selector)
 
 
 def check_max_tokens(value: object) -> None:

@@ -15,11 +15,11 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
-def read_documents(path: str) -> Iterator[dict[str, Any]]:
+def read_documents(path: str, leave_out: Path | None = None) -> Iterator[dict[str, Any]]:
     """Documents of a file, of every known file below a folder, or of standard input ("-") as JSON lines.
 
     A line is a document `{"id", "title", "text"}` or a case `{"passages": [{"title", "text"}, ...]}` whose passages are the
-    documents. A text file is one document, named after the file.
+    documents. A text file is one document, named after the file. Of a folder, the file `leave_out` is no document.
 
     Raises:
         InputError: no such file, an unknown kind, or a line that is neither, named by file and line.
@@ -34,6 +34,8 @@ def read_documents(path: str) -> Iterator[dict[str, Any]]:
         files = sorted(
             file for file in root.rglob("*") if file.is_file() and file.name.endswith(TEXT_SUFFIXES + JSONL_SUFFIXES)
         )
+        if leave_out is not None:
+            files = [file for file in files if file.resolve() != leave_out.resolve()]
         if not files:
             raise InputError(f"{path} holds no {', '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)} file")
     else:

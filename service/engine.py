@@ -19,6 +19,7 @@ from cacheblend.store import KVStore
 from cacheblend.store.errors import InputError
 
 from .answer import Answer, IngestReport
+from .calibrated import calibrated
 from .chunk_contexts import ChunkContexts, chunk_context
 from .config import DTYPES, EngineConfig, check_max_tokens
 from .documents import Documents
@@ -39,7 +40,7 @@ class Engine:
     """Ingests documents and answers questions over them. Thread-safe; a context manager.
 
     Args:
-        config: model, directory, settings.
+        config: model, directory, settings; what it leaves open the store's calibration settles, see `calibrated`.
         fusor: in place of the model that the config names.
         embedder: in place of the embedder that the config names.
 
@@ -51,7 +52,6 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, fusor: Fusor | None = None, embedder: Embedder | None = None) -> None:
         self._closed = True  # until there is something to close
-        self.config = config
         self.fusor = fusor or Fusor.from_pretrained(
             config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
         )
@@ -59,6 +59,7 @@ class Engine:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self._changing = threading.Lock()  # of the documents
         self._prompts = PromptBuilder(self.fusor.tokenizer, config.instruction)
+        self.config = config = calibrated(config, self.fusor, self._prompts.head)
         context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))

@@ -8,7 +8,7 @@
     ├── UnsupportedModelError     the model's architecture is not one that blending is right on
     ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
-    ├── ProfileError              a device profile is damaged, or of another model, device or version
+    ├── ProfileError              a profile or calibration is damaged, or of another model, device or version
     ├── StoreError                the store cannot be used
     │   ├── StoreDirectoryError   not a store, not writable, or of another format
     │   ├── StoreFullError        the disk or the byte budget has no room
@@ -61,7 +61,7 @@ class RetrieverError(CacheBlendError):
 
 
 class ProfileError(CacheBlendError):
-    """A device profile is damaged, or of another model, device or version."""
+    """A device profile or a calibration is damaged, or of another model, device or version."""
 
 
 class StoreError(CacheBlendError):

@@ -13,6 +13,7 @@ from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, Se
 from cacheblend.service.document_files import read_documents
 from cacheblend.store.errors import ConfigError, InputError
 
+from .chunk_questions import chunk_questions
 from .example import Example, Task
 from .preset import SEARCHED_TOP_K, Preset
 from .remembering_embedder import RememberingEmbedder
@@ -29,18 +30,21 @@ class DocumentsSource:
 
     Args:
         documents: a folder or file, see `read_documents`.
-        questions: a .jsonl file, a line `QUESTION_SCHEMA`, or a .txt file, a line a question.
+        questions: a .jsonl file, a line `QUESTION_SCHEMA`, or a .txt file, a line a question; None makes them from the
+            documents, see `chunk_questions`.
         cases: how many questions, from the file's start; None for all.
         preset: chunks, retrieval, order and prompt.
+        worked_examples: a plain text begins with worked examples, for base models; without them it is the service's own.
 
     Raises:
         ConfigError: fewer than one case, or a preset for the cases of a data set.
     """
 
     documents: str
-    questions: str
+    questions: str | None
     cases: int | None = None
     preset: Preset = field(default_factory=Preset)
+    worked_examples: bool = True
 
     def __post_init__(self) -> None:
         if self.cases is not None and self.cases < 1:
@@ -56,7 +60,8 @@ class DocumentsSource:
     @property
     def wording(self) -> Wording:
         """The service's own words."""
-        return replace(OWN_QUESTION, prompt=self.preset.prompt)
+        examples = OWN_QUESTION.examples if self.worked_examples else ()
+        return replace(OWN_QUESTION, prompt=self.preset.prompt, examples=examples)
 
     @property
     def new_tokens(self) -> int:
@@ -80,18 +85,20 @@ class DocumentsSource:
         embedder: Embedder | None = None,
         on_corpus: Callable[[int, int], None] | None = None,
     ) -> Iterator[Request]:
-        """See `RequestSource.requests`; all questions are read before the first document.
+        """See `RequestSource.requests`; all questions of a file are read before the first document.
 
         Raises:
             InputError: a file is not there, a line of it is no question or document, or there is nothing in them.
         """
-        examples = list(itertools.islice(read_questions(Path(self.questions)), self.cases))
+        file = None if self.questions is None else Path(self.questions)
+        given = [] if file is None else list(itertools.islice(read_questions(file), self.cases))
         builder = prompt_builder(tokenizer, self.wording)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
         with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
-            retriever.add(read_documents(self.documents), on_corpus)
+            retriever.add(read_documents(self.documents, leave_out=file), on_corpus)
             if not retriever.chunk_count:
                 raise InputError(f"{self.documents} holds no document; give a folder with texts")
+            examples = given if file is not None else chunk_questions(retriever.chunks(), self.cases)
             top_k = min(self.preset.top_k or SEARCHED_TOP_K, retriever.chunk_count)
             for example in examples:
                 found = [scored.chunk for scored in retriever.search(example.question, top_k)]

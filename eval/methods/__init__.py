@@ -2,13 +2,15 @@
 
 from .history import CacheHistory, EverythingCached, SeenBefore
 from .method import Method, MethodAnswer
-from .registry import DEFAULT_RATIO, METHODS, PlannedMethod, make_methods, plan_methods
+from .registry import DEFAULT_RATIO, FULL_REUSE, METHOD_OF_SELECTOR, METHODS, PlannedMethod, make_methods, plan_methods
 from .resident import CONTEXTS, ResidentRequest, StoredContexts
 
 __all__ = [
     "CONTEXTS",
     "DEFAULT_RATIO",
+    "FULL_REUSE",
     "METHODS",
+    "METHOD_OF_SELECTOR",
     "CacheHistory",
     "EverythingCached",
     "Method",

@@ -22,24 +22,29 @@ def _selecting(selector: str) -> Callable[[Fusor, float, str], Method]:
     return lambda fusor, ratio, context: Blend(fusor, FusionConfig(recompute_ratio=ratio, selector=selector), context)
 
 
+# Blending by the selector that picks the tokens; "blend" has the default one.
+_SELECTORS = {
+    "blend": str(FusionConfig().selector),
+    "blend_hkvd": "gradual",
+    "blend_single_shot": "single_shot",
+    "blend_product": "attention_deviation",
+    "epic": "first_tokens",
+    "random_tokens": "random",
+}
 # Methods that a recompute ratio and a context of the chunks' KV apply to; full reuse takes a context alone.
 _AT_A_RATIO: dict[str, Callable[[Fusor, float, str], Method]] = {
-    "blend": lambda fusor, ratio, context: Blend(fusor, FusionConfig(recompute_ratio=ratio), context),
-    "blend_hkvd": _selecting("gradual"),
-    "blend_single_shot": _selecting("single_shot"),
-    "blend_product": _selecting("attention_deviation"),
-    "epic": _selecting("first_tokens"),
-    "random_tokens": _selecting("random"),
+    **{name: _selecting(selector) for name, selector in _SELECTORS.items()},
     "oracle": lambda fusor, ratio, context: OracleBlend(fusor, FusionConfig(recompute_ratio=ratio), context),
 }
-_FULL_REUSE = "full_reuse"
+METHOD_OF_SELECTOR = {selector: name for name, selector in reversed(_SELECTORS.items())}
+FULL_REUSE = "full_reuse"
 _PLAIN: dict[str, Callable[[Fusor, Wording], Method]] = {
     "full_recompute": lambda fusor, _: FullRecompute(fusor),
     "prefix_cache": lambda fusor, _: PrefixCache(fusor),
     "map_reduce": MapReduce,
     "map_rerank": lambda fusor, _: MapRerank(fusor),
 }
-METHODS = ("full_recompute", "prefix_cache", _FULL_REUSE, *_AT_A_RATIO, "map_reduce", "map_rerank")
+METHODS = ("full_recompute", "prefix_cache", FULL_REUSE, *_AT_A_RATIO, "map_reduce", "map_rerank")
 DEFAULT_RATIO = FusionConfig().recompute_ratio
 
 
@@ -54,7 +59,7 @@ class PlannedMethod:
 
     def make(self, fusor: Fusor, wording: Wording) -> Method:
         """The method itself."""
-        if self.name == _FULL_REUSE:
+        if self.name == FULL_REUSE:
             return Blend(fusor, FusionConfig(recompute_ratio=0.0), self.context)
         if self.ratio is None:
             return _PLAIN[self.name](fusor, wording)
@@ -87,7 +92,7 @@ def plan_methods(
             continue
         for context in contexts:
             label = name if context == CONTEXTS[0] else f"{name}+{context}"
-            if name == _FULL_REUSE:
+            if name == FULL_REUSE:
                 planned.append(PlannedMethod(label, name, None, context))
                 continue
             for ratio in ratios:

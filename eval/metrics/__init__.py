@@ -1,11 +1,12 @@
 """Answer quality, nearness to full recompute, what was computed, and differences between methods."""
 
 from cacheblend.blend.deviation_left import deviation_left
+from cacheblend.blend.fidelity import first_token_kl_nats
 
 from .answer_text import exact_match, f1, normalize
 from .compute import ModelCompute, compute_share
 from .difference import Difference, paired_difference
-from .fidelity import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, first_token_kl_nats
+from .fidelity import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens
 from .quality import quality
 from .rouge_l import rouge_l
 

@@ -12,16 +12,10 @@ import torch
 
 from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.blend.continuation import branch_cache
+from cacheblend.blend.fidelity import equal_tokens_share
 
 GOLD_TOKENS = 64  # of a longer answer (a summary) its beginning is enough, and its forward stays short
 COMPARED_TOKENS = 16
-
-
-def first_token_kl_nats(full_V: torch.Tensor, method_V: torch.Tensor) -> float:
-    """KL(full || method) of the answer's first token, in nats, from float32 logits (V,); 0 where they are the same."""
-    full, method = (torch.log_softmax(logits_V.double(), dim=-1) for logits_V in (full_V, method_V))
-    # Rounding alone may bring it below 0.
-    return max(0.0, float(torch.nn.functional.kl_div(method, full, reduction="sum", log_target=True)))
 
 
 @torch.no_grad()
@@ -46,14 +40,5 @@ def answer_nll_nats(fusor: Fusor, fused: FusedPrompt, answer_ids: Sequence[int])
 
 
 def equal_greedy_tokens(full_ids: Sequence[int], method_ids: Sequence[int]) -> float:
-    """Share of full recompute's first 16 greedy tokens that the method gives too, up to the first that differs; 0..1.
-
-    Tokens after the first difference do not count: they follow other texts.
-    """
-    wanted = full_ids[:COMPARED_TOKENS]
-    equal = 0
-    for mine, own in zip(method_ids, wanted, strict=False):
-        if mine != own:
-            break
-        equal += 1
-    return equal / len(wanted)
+    """Share of full recompute's first 16 greedy tokens that the method gives too, see `equal_tokens_share`."""
+    return equal_tokens_share(full_ids[:COMPARED_TOKENS], method_ids)

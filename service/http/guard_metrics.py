@@ -56,5 +56,5 @@ class GuardMetrics:
         self._least_ratio.labels(*labels).set(report.level)
         for prefill, found in report.comparisons.items():
             self._agreement.labels(*labels, prefill).observe(found.agreement)
-            self._kl.labels(*labels, prefill).observe(found.first_token_kl)
+            self._kl.labels(*labels, prefill).observe(found.first_token_kl_nats)
             self._deviation.labels(*labels, prefill).observe(found.deviation_left)

@@ -6,10 +6,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from cacheblend.blend import FusedPrompt, Fusor, NextToken, SequenceKV
 from cacheblend.blend.deviation_left import deviation_left
+from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +17,20 @@ class Comparison:
 
     Args:
         agreement: share of full prefill's first greedy tokens that blending gives too, before the first that differs, 0..1.
-        first_token_kl: Kullback-Leibler divergence of the first token's distribution, full from blended, in nats.
+        first_token_kl_nats: Kullback-Leibler divergence of the first token's distribution, full from blended.
         deviation_left: squared difference of the prompt's KV over its squared size; 0 is none left (paper §4.1).
         recompute_ratio: that the blended prompt ran at.
     """
 
     agreement: float
-    first_token_kl: float
+    first_token_kl_nats: float
     deviation_left: float
     recompute_ratio: float
+
+    @property
+    def first_token_kl(self) -> float:
+        """`first_token_kl_nats` by its older name."""
+        return self.first_token_kl_nats
 
 
 def first_tokens(
@@ -64,16 +68,9 @@ def compare(
         blended_tokens: its first greedy tokens, no fewer unless it ended.
         recompute_ratio: that it ran at.
     """
-    differs = [one != other for one, other in zip(full_tokens, blended_tokens, strict=False)]
-    same = differs.index(True) if True in differs else len(differs)
     return Comparison(
-        agreement=same / len(full_tokens),
-        first_token_kl=_divergence(full.logits, blended.logits),
+        agreement=equal_tokens_share(full_tokens, blended_tokens),
+        first_token_kl_nats=first_token_kl_nats(full.logits, blended.logits),
         deviation_left=deviation_left(blended.cache, full.cache),
         recompute_ratio=recompute_ratio,
     )
-
-
-def _divergence(full_V: torch.Tensor, blended_V: torch.Tensor) -> float:
-    log_full_V, log_blended_V = (torch.log_softmax(logits_V.double(), dim=-1) for logits_V in (full_V, blended_V))
-    return max(0.0, float((log_full_V.exp() * (log_full_V - log_blended_V)).sum()))  # rounding goes below 0

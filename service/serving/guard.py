@@ -25,6 +25,7 @@ class QualityGuard:
         self._floor, self._window = floor, window
         self._levels = [0.0]
         self._served: deque[tuple[float, float]] = deque(maxlen=window)  # agreement, and the ratio it was served at
+        self._kl_nats: deque[float] = deque(maxlen=window)
         self._lower: deque[float] = deque(maxlen=window)
 
     @property
@@ -42,16 +43,24 @@ class QualityGuard:
         """Mean agreement of the last `window` requests served at this level; None where none was checked."""
         return fmean(agreement for agreement, _ in self._served) if self._served else None
 
-    def see_served(self, agreement: float, *, level: float, ratio: float) -> bool:
+    @property
+    def first_token_kl_nats(self) -> float | None:
+        """Mean first-token KL of the requests that `agreement` is of; it is told, and raises nothing."""
+        return fmean(self._kl_nats) if self._kl_nats else None
+
+    def see_served(self, agreement: float, *, level: float, ratio: float, kl_nats: float | None = None) -> bool:
         """A request was checked. True where that raises the level.
 
         Args:
             agreement: of its first tokens with full prefill's, 0..1.
             level: at which it was served; the level may have changed since.
             ratio: recompute ratio that it ran at.
+            kl_nats: its first-token KL; None where it was not measured.
         """
         if level != self.level or level >= 1:
             return False
+        if kl_nats is not None:
+            self._kl_nats.append(kl_nats)
         self._served.append((agreement, ratio))
         # As soon as a window full of agreement from here on would not reach the floor; with a full window, its mean.
         missing = self._window - len(self._served)
@@ -74,4 +83,5 @@ class QualityGuard:
 
     def _forget(self) -> None:
         self._served.clear()
+        self._kl_nats.clear()
         self._lower.clear()

@@ -66,6 +66,7 @@ class QualityStatus:
     Args:
         checked: requests compared since the service started.
         agreement: mean over the last of them at the present ratio; None where there is none.
+        first_token_kl_nats: mean of the first token's KL divergence over the same ones; None where there is none.
         floor: below it the ratio is raised.
         least_recompute_ratio: that blended requests run at; 0 where it is not raised.
         full_recompute: blending is given up until it agrees again.
@@ -73,6 +74,7 @@ class QualityStatus:
 
     checked: int
     agreement: float | None
+    first_token_kl_nats: float | None
     floor: float
     least_recompute_ratio: float
     full_recompute: bool
@@ -146,6 +148,7 @@ class ShadowChecks:
             return QualityStatus(
                 checked=self._checked[tenant],
                 agreement=guard.agreement,
+                first_token_kl_nats=guard.first_token_kl_nats,
                 floor=self._config.guard_floor,
                 least_recompute_ratio=guard.level,
                 full_recompute=guard.level >= 1,
@@ -193,7 +196,9 @@ class ShadowChecks:
         with self._lock:
             self._checked[tenant] += 1
             if served := comparisons.get("served"):
-                raised = guard.see_served(served.agreement, level=level, ratio=served.recompute_ratio)
+                raised = guard.see_served(
+                    served.agreement, level=level, ratio=served.recompute_ratio, kl_nats=served.first_token_kl_nats
+                )
             if (lower := comparisons.get("lower")) and not raised:
                 lowered = guard.see_lower(lower.agreement, level=level)
         if raised or lowered:

@@ -57,6 +57,7 @@ def test_metrics_and_store(client: httpx.Client) -> None:
     assert client.get("/v1/store", headers=two).json()["quality"] == {
         "checked": 0,
         "agreement": None,
+        "first_token_kl_nats": None,
         "floor": 1.0,
         "least_recompute_ratio": 0.0,
         "full_recompute": False,

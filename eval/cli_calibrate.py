@@ -1,0 +1,156 @@
+"""`cacheblend calibrate`: context, selector and ratio for a model on a user's documents, kept beside the store's profiles."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from cacheblend.loader import Thresholds, write_calibration
+from cacheblend.service import cli_options as options
+from cacheblend.store.errors import ConfigError
+
+from .data import DocumentsSource, Preset
+from .data.preset import SEARCHED_TOP_K
+from .methods import CONTEXTS, METHOD_OF_SELECTOR
+
+if TYPE_CHECKING:
+    from .run import CalibrationRun
+
+DEFAULTS = options.DEFAULTS
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as `cacheblend ingest` takes it.")],
+    questions: Annotated[
+        str | None,
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help='.jsonl, a line {"question", "answers" if there are any}, or .txt; left out, made from the documents.',
+        ),
+    ] = None,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    contexts: Annotated[
+        str, typer.Option(help=f"Comma-separated: what chunks' KV is computed after, of {', '.join(CONTEXTS)}.")
+    ] = "default,filler,document,head,bos",
+    selectors: Annotated[
+        str, typer.Option(help=f"Comma-separated, of {', '.join(METHOD_OF_SELECTOR)}.")
+    ] = "question_attention,gradual,first_tokens",
+    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5",
+    cases: Annotated[int, typer.Option(help="Questions, from the file's start, or made from so many chunks.")] = 24,
+    max_kl: Annotated[float, typer.Option(help="Most mean first-token KL from full recompute, nats.")] = Thresholds().max_kl,
+    max_nll: Annotated[
+        float, typer.Option(help="Most mean NLL of the right answers above full recompute's, nats.")
+    ] = Thresholds().max_nll,
+    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
+    top_k: Annotated[int, typer.Option(help="Chunks of a prompt.")] = SEARCHED_TOP_K,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by time.")
+    ] = None,
+    device: options.Device = DEFAULTS["device"],
+    dtype: options.Dtype = DEFAULTS["dtype"],
+    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    as_json: options.Json = False,
+) -> None:
+    """Measure what blending loses on your documents, and keep the cheapest setting within a loss; the service starts with it.
+
+    Examples:
+        cacheblend calibrate ./model ./handbook --store-dir ./store
+
+        cacheblend calibrate smollm2-135m ./handbook --questions questions.jsonl --max-kl 0.02 --json
+    """
+    options.hush_libraries()
+    from cacheblend.service import EngineConfig
+
+    from .run import calibrate as run_calibration
+    from .run import calibration_config, load_fusor
+
+    thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
+    engine = EngineConfig(model=model, store_dir=store_dir, device=device, dtype=dtype, chunk_tokens=chunk_tokens)
+    source = DocumentsSource(
+        documents=folder,
+        questions=questions,
+        cases=cases,
+        preset=Preset(chunk_tokens=chunk_tokens, top_k=top_k),
+        worked_examples=False,
+    )
+    measured = _listed(selectors)
+    config = calibration_config(
+        source,
+        model,
+        contexts=_listed(contexts),
+        selectors=measured,
+        ratios=_numbers(ratios),
+        device=str(engine.resolve_device()),
+        dtype=dtype,
+        allow_unverified=allow_unverified,
+    )
+    run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"
+    fusor = load_fusor(config)
+    with options.progress_bars() as progress:
+        run = run_calibration(config, thresholds, run_folder, fusor, selectors=measured, on_progress=progress)
+    path = write_calibration(engine.profile_dir, run.calibration)
+    if as_json:
+        options.print_json(_as_json(run, path))
+    else:
+        _print(run, path)
+
+
+def _as_json(run: CalibrationRun, path: Path) -> dict[str, object]:
+    chosen = run.calibration.as_dict()
+    return {
+        "chosen": {name: chosen[name] for name in ("context", "selector", "ratio")} | chosen["measures"],
+        "is_within": run.is_within,
+        "thresholds": chosen["thresholds"],
+        "full_recompute": {"ttft_s_median": run.full_ttft_s_median},
+        "curves": [setting.as_dict() for setting in run.curves],
+        "path": str(path),
+        "run": str(run.folder),
+    }
+
+
+def _print(run: CalibrationRun, path: Path) -> None:
+    table = Table("context", "selector", "ratio", "KL nats (95 %)", "NLL over full", "equal tokens", "compute", "TTFT s")
+    for setting in run.curves:
+        found = setting.measures
+        low, high, nll_nats = found.first_token_kl_low_nats, found.first_token_kl_high_nats, found.gold_nll_over_full_nats
+        interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+        table.add_row(
+            setting.context,
+            setting.selector or "-",
+            f"{setting.ratio:g}",
+            f"{found.first_token_kl_nats:.3f}{interval}",
+            "" if nll_nats is None else f"{nll_nats:+.3f}",
+            f"{found.equal_greedy_tokens:.2f}",
+            f"{found.compute_share:.3f}",
+            f"{found.ttft_s_median:.3f}",
+        )
+    options.stdout.print(table)
+    chosen, thresholds = run.calibration, run.calibration.thresholds
+    high = chosen.measures.first_token_kl_high_nats
+    said = [
+        f"{chosen.measures.cases} questions; full recompute's first token after {run.full_ttft_s_median:.3f} s",
+        f"chosen: context {chosen.context}, selector {chosen.selector}, ratio {chosen.ratio:g}: KL "
+        f"{chosen.measures.first_token_kl_nats:.3f} nats" + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
+        f"kept in {path}; the run is in {run.folder}",
+    ]
+    if not run.is_within:
+        said.insert(1, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")
+    for line in said:
+        options.stdout.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in _listed(text)]
+    except ValueError as error:
+        raise ConfigError("ratios", text, "numbers from 0 to 1, separated by commas") from error

@@ -1,0 +1,198 @@
+"""Calibration: which context, selector and ratio lose little enough on a user's documents, and cost least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend.blend import Fusor
+from cacheblend.eval.data import DocumentsSource
+from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.methods import DEFAULT_RATIO, FULL_REUSE, METHOD_OF_SELECTOR
+from cacheblend.eval.metrics import COMPARED_TOKENS
+from cacheblend.loader import Calibration, Measures, Thresholds
+from cacheblend.loader.calibration import prefix_digest
+from cacheblend.retriever import Embedder
+from cacheblend.store.errors import ConfigError
+
+from .config import EvalConfig
+from .runner import Progress, evaluate
+from .summary import ALL, REFERENCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A point of a calibration's curves.
+
+    Args:
+        context: what chunks' KV was computed after, of `CONTEXTS`.
+        selector: one of `SELECTORS`; None at ratio 0, where nothing is selected.
+        ratio: recompute ratio, 0..1.
+        measures: against full recompute.
+    """
+
+    context: str
+    selector: str | None
+    ratio: float
+    measures: Measures
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, the measures among them."""
+        return {"context": self.context, "selector": self.selector, "ratio": self.ratio, **asdict(self.measures)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRun:
+    """What a calibration measured and chose.
+
+    Args:
+        calibration: the choice, to be kept.
+        is_within: it is within the thresholds; else no setting was, and it is the one of least KL.
+        curves: every setting, full recompute left out.
+        full_ttft_s_median: seconds to the first token of full recompute.
+        folder: of the run.
+    """
+
+    calibration: Calibration
+    is_within: bool
+    curves: tuple[Setting, ...]
+    full_ttft_s_median: float
+    folder: Path
+
+
+def calibration_config(
+    source: DocumentsSource,
+    model: str,
+    *,
+    contexts: Sequence[str],
+    selectors: Sequence[str],
+    ratios: Sequence[float],
+    device: str = "cpu",
+    dtype: str = "auto",
+    allow_unverified: bool = False,
+) -> EvalConfig:
+    """The run that measures every context with every selector at every ratio; at ratio 0 no selector is asked.
+
+    Raises:
+        ConfigError: none of them, one twice, an unknown one, or a ratio outside 0..1.
+    """
+    for name in selectors:
+        if name not in METHOD_OF_SELECTOR:
+            raise ConfigError("selectors", name, f"any of {', '.join(METHOD_OF_SELECTOR)}")
+    for field, given in (("selectors", selectors), ("ratios", ratios)):
+        if not given or len(set(given)) < len(given):
+            raise ConfigError(field, ",".join(map(str, given)), "at least one, each once")
+    above_0 = tuple(ratio for ratio in ratios if ratio)
+    methods = [REFERENCE, *([FULL_REUSE] if 0 in ratios else []), *(METHOD_OF_SELECTOR[name] for name in selectors if above_0)]
+    return EvalConfig(
+        source=source,
+        model=model,
+        methods=tuple(methods),
+        ratios=above_0 or (DEFAULT_RATIO,),
+        contexts=tuple(contexts),
+        max_new_tokens=COMPARED_TOKENS,
+        device=device,
+        dtype=dtype,
+        allow_unverified=allow_unverified,
+    )
+
+
+def calibrate(
+    config: EvalConfig,
+    thresholds: Thresholds,
+    folder: Path,
+    fusor: Fusor,
+    *,
+    selectors: Sequence[str],
+    embedder: Embedder | None = None,
+    on_progress: Progress = lambda *_: None,
+) -> CalibrationRun:
+    """Run a configuration of `calibration_config`, and choose.
+
+    Args:
+        config: what is measured.
+        thresholds: the loss that is accepted.
+        folder: a new folder for the run.
+        fusor: the model that the config names.
+        selectors: as `calibration_config` was given them; the first is taken where none was measured.
+        embedder: in place of the retriever's own.
+        on_progress: see `evaluate`.
+
+    Raises:
+        InputError: see `evaluate`.
+    """
+    summary = evaluate(config, folder, fusor=fusor, embedder=embedder, on_progress=on_progress)
+    curves = curves_of(config, summary)
+    chosen = choose(curves, thresholds)
+    calibration = Calibration(
+        model=fusor.fingerprint,
+        prefix=prefix_digest(prompt_builder(fusor.tokenizer, config.source.wording).head),
+        context=chosen.context,
+        selector=chosen.selector or selector_beyond(chosen, curves) or selectors[0],
+        ratio=chosen.ratio,
+        measures=chosen.measures,
+        thresholds=thresholds,
+    )
+    return CalibrationRun(
+        calibration=calibration,
+        is_within=thresholds.allow(chosen.measures),
+        curves=curves,
+        full_ttft_s_median=summary["methods"][REFERENCE][ALL]["ttft_s_median"],
+        folder=folder,
+    )
+
+
+def curves_of(config: EvalConfig, summary: dict[str, Any]) -> tuple[Setting, ...]:
+    """The settings of a run's summary, in the run's order."""
+    selector_of = {method: selector for selector, method in METHOD_OF_SELECTOR.items()}
+    return tuple(
+        Setting(
+            context=planned.context,
+            selector=selector_of.get(planned.name),
+            ratio=planned.ratio or 0.0,
+            measures=_measures(summary["methods"][planned.label][ALL]),
+        )
+        for planned in config.planned()
+        if planned.name != REFERENCE
+    )
+
+
+def choose(curves: Sequence[Setting], thresholds: Thresholds) -> Setting:
+    """The cheapest setting within the thresholds, by compute, then TTFT; the one of least KL where none is within.
+
+    A context costs nothing when a question comes: of several with the cheapest selector and ratio, the one of least KL counts.
+    """
+
+    def kl_nats(setting: Setting) -> float:
+        return setting.measures.first_token_kl_nats
+
+    within = [setting for setting in curves if thresholds.allow(setting.measures)]
+    if not within:
+        return min(curves, key=kl_nats)
+    cheapest = min(within, key=lambda setting: (setting.measures.compute_share, setting.measures.ttft_s_median))
+    cost = cheapest.selector, cheapest.ratio
+    return min((setting for setting in within if (setting.selector, setting.ratio) == cost), key=kl_nats)
+
+
+def selector_beyond(chosen: Setting, curves: Sequence[Setting]) -> str | None:
+    """The selector for where the controller asks for more than a chosen ratio of 0: of least KL at the next ratio."""
+    above = [setting for setting in curves if setting.context == chosen.context and setting.selector is not None]
+    if not above:
+        return None
+    return min(above, key=lambda setting: (setting.ratio, setting.measures.first_token_kl_nats)).selector
+
+
+def _measures(found: dict[str, Any]) -> Measures:
+    kl = found["first_token_kl_nats_difference"]
+    return Measures(
+        cases=found["cases"],
+        first_token_kl_nats=found["first_token_kl_nats"],
+        first_token_kl_low_nats=kl["low"],
+        first_token_kl_high_nats=kl["high"],
+        gold_nll_over_full_nats=found["gold_nll_over_full_nats"],
+        equal_greedy_tokens=found["equal_greedy_tokens"],
+        compute_share=found["compute_share"],
+        ttft_s_median=found["ttft_s_median"],
+    )

@@ -1,0 +1,261 @@
+"""Calibration: what is measured, what is chosen, and `cacheblend calibrate` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import FakeEmbedder
+
+from cacheblend.blend import SELECTORS, Fusor
+from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
+from cacheblend.eval import cli
+from cacheblend.eval.data import DocumentsSource
+from cacheblend.eval.data.chunk_questions import chunk_questions, topic
+from cacheblend.eval.methods import METHOD_OF_SELECTOR
+from cacheblend.eval.run import calibration_config
+from cacheblend.eval.run.calibration import Setting, choose, selector_beyond
+from cacheblend.loader import Measures, Thresholds
+from cacheblend.retriever import Chunk
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.store.errors import ConfigError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def setting(
+    context: str = "default",
+    selector: str | None = "gradual",
+    ratio: float = 0.1,
+    *,
+    kl: float = 0.01,
+    compute: float = 0.2,
+    ttft_s: float = 1.0,
+    nll: float | None = None,
+) -> Setting:
+    measures = Measures(
+        cases=8,
+        first_token_kl_nats=kl,
+        first_token_kl_low_nats=kl / 2,
+        first_token_kl_high_nats=kl * 2,
+        gold_nll_over_full_nats=nll,
+        equal_greedy_tokens=0.9,
+        compute_share=compute,
+        ttft_s_median=ttft_s,
+    )
+    return Setting(context=context, selector=selector, ratio=ratio, measures=measures)
+
+
+class TestChoice:
+    """The cheapest within the loss."""
+
+    def test_the_cheapest_within(self) -> None:
+        """Compute decides among those within both thresholds; a smaller loss at a higher cost does not."""
+        cheap, dear = setting(compute=0.1, kl=0.04), setting(ratio=0.3, compute=0.3, kl=0.001)
+        lossy, wrong = setting(ratio=0.0, selector=None, compute=0.02, kl=0.06), setting(ratio=0.05, compute=0.05, nll=0.06)
+        assert choose([dear, lossy, wrong, cheap], Thresholds()) == cheap
+        assert choose([dear, lossy, wrong, cheap], Thresholds(max_kl=0.07)) == lossy
+        assert choose([dear, lossy, wrong, cheap], Thresholds(max_kl=0.03)) == dear
+
+    def test_ttft_decides_at_equal_compute(self) -> None:
+        """At equal compute the faster selector is taken."""
+        fast, slow = setting(selector="first_tokens", ttft_s=0.8), setting(kl=0.001)
+        assert choose([slow, fast], Thresholds()) == fast
+
+    def test_a_context_costs_nothing(self) -> None:
+        """Of several contexts with the cheapest selector and ratio, noise in TTFT does not decide, but KL."""
+        noisy, near = setting("bos", kl=0.04, ttft_s=0.99), setting("default", kl=0.01, ttft_s=1.0)
+        assert choose([noisy, near, setting("head", kl=0.06)], Thresholds()) == near
+
+    def test_none_within(self) -> None:
+        """Where nothing is within the thresholds, the least KL is taken."""
+        least = setting(ratio=0.5, compute=0.6, kl=0.2, nll=1.0)
+        assert choose([setting(kl=0.3), least, setting(kl=0.4)], Thresholds()) == least
+
+    def test_the_selector_beyond_ratio_0(self) -> None:
+        """Where nothing is selected, the selector for higher ratios is the best at the next one of that context."""
+        reuse = setting(selector=None, ratio=0.0)
+        best = setting(selector="first_tokens", kl=0.002)
+        others = [setting(kl=0.003), setting(ratio=0.3, kl=0.0), setting("bos", "random", kl=0.0)]
+        assert selector_beyond(reuse, [reuse, *others, best]) == "first_tokens"
+        assert selector_beyond(reuse, [reuse]) is None
+
+
+class TestConfig:
+    """One evaluation that measures every setting."""
+
+    SOURCE = DocumentsSource(documents="d", questions=None)
+
+    def test_every_setting_once(self) -> None:
+        """Each context with each selector at each ratio; at 0 one full reuse a context, whatever the selectors."""
+        config = calibration_config(
+            self.SOURCE, "m", contexts=("default", "bos"), selectors=("gradual", "first_tokens"), ratios=(0.0, 0.1, 0.2)
+        )
+        planned = [(method.name, method.context, method.ratio) for method in config.planned()]
+        assert planned[0] == ("full_recompute", "default", None)
+        assert len(planned) == 1 + 2 + 2 * 2 * 2
+        assert len(set(planned)) == len(planned)
+        alone = calibration_config(self.SOURCE, "m", contexts=("head",), selectors=("gradual",), ratios=(0.0,))
+        assert [method.label for method in alone.planned()] == ["full_recompute", "full_reuse+head"]
+
+    def test_every_selector_has_a_method(self) -> None:
+        """Whatever the engine can select by can be measured."""
+        assert set(METHOD_OF_SELECTOR) == set(SELECTORS)
+
+    @pytest.mark.parametrize(
+        ("changed", "named"),
+        [
+            ({"selectors": ("best",)}, "selectors"),
+            ({"selectors": ()}, "selectors"),
+            ({"ratios": ()}, "ratios"),
+            ({"ratios": (0.1, 0.1)}, "ratios"),
+            ({"ratios": (0.0, 1.5)}, "recompute_ratio"),
+            ({"contexts": ("nowhere",)}, "contexts"),
+            ({"contexts": ("bos", "bos")}, "contexts"),
+        ],
+    )
+    def test_bad_settings(self, changed: dict[str, tuple[object, ...]], named: str) -> None:
+        """An unknown or doubled setting is refused by name."""
+        options: dict[str, tuple[object, ...]] = {"contexts": ("bos",), "selectors": ("gradual",), "ratios": (0.1,), **changed}
+        with pytest.raises(ConfigError, match=named):
+            calibration_config(self.SOURCE, "m", **options)  # type: ignore[arg-type]  # what a caller may do
+
+
+class TestQuestions:
+    """Questions made from the documents."""
+
+    def test_a_sample_of_chunks(self) -> None:
+        """So many chunks are asked about, the same each time, and all where there are fewer."""
+        chunks = [Chunk("a.md", "v", place, "a", f"Place {place} holds it. More.", (1,)) for place in range(30)]
+        made = chunk_questions(chunks, 5)
+        assert made == chunk_questions(chunks, 5)
+        assert len({example.id for example in made}) == 5
+        assert all(example.answers == () for example in made)
+        place = made[0].id.removeprefix("a.md#")
+        assert made[0].question == f"What does the text say about Place {place} holds it?"
+        assert len(chunk_questions(chunks, 99)) == len(chunk_questions(chunks, None)) == 30
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("12-travel\n\n# Travel abroad\n\nIt is signed off.", "Travel abroad"),
+            ("Rooms are booked at noon. Not later.", "Rooms are booked at noon"),
+            ("| a | b |\nsecond", "a | b |\nsecond".replace("\n", " ")),
+            (" ".join("abcdefghijklmnopqrst"), "a b c d e f g h i j k l"),
+        ],
+    )
+    def test_topics(self, text: str, expected: str) -> None:
+        """A heading, or the first words of the first sentence."""
+        assert topic(text) == expected
+
+
+def test_measures_are_the_guards() -> None:
+    """KL of the same logits is 0, that of others the formula's; equal tokens end at the first difference."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    assert first_token_kl_nats(logits, logits) == 0
+    full, blended = torch.tensor([0.9, 0.1]), torch.tensor([0.5, 0.5])
+    wanted = float((full * (full / blended).log()).sum())
+    assert first_token_kl_nats(full.log(), blended.log()) == pytest.approx(wanted, abs=1e-6)
+    assert equal_tokens_share([5, 6, 7, 8], [5, 9, 7, 8]) == 0.25
+    assert equal_tokens_share([5, 1], [5, 1, 4]) == 1
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "handbook"
+    folder.mkdir()
+    (folder / "travel.md").write_text("# Travel\n\n" + "Travel abroad is signed off by the head of the unit. " * 20)
+    (folder / "rooms.txt").write_text("Rooms are booked at the front desk before noon. " * 20)
+    return folder
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedder: FakeEmbedder, documents: Path
+) -> Run:
+    """`cacheblend calibrate MODEL handbook`, in this process and the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cacheblend.eval.data.documents_source.SentenceTransformerEmbedder", lambda: embedder)
+
+    def calibrate(model: Path, *options: object) -> tuple[int, str, str]:
+        small = ("--chunk-tokens", 48, "--top-k", 2, "--cases", 2, "--store-dir", "store")
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["calibrate", str(model), str(documents), *map(str, (*small, *options))])
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return calibrate
+
+
+def test_the_command_and_the_engine(run: Run, model_dir: Path, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path) -> None:
+    """Over two documents without questions: one JSON object, a run's folder, and an engine that starts with the choice."""
+    options = ("--contexts", "default,bos", "--selectors", "gradual,first_tokens", "--ratios", "0,0.5", "--json")
+    code, out, err = run(model_dir, *options, "--max-kl", 100, "--out", "run")
+    assert code == 0, err
+    found = json.loads(out)
+    curves = {(curve["context"], curve["selector"], curve["ratio"]) for curve in found["curves"]}
+    assert curves == {
+        (context, selector, ratio)
+        for context in ("default", "bos")
+        for selector, ratio in ((None, 0), ("gradual", 0.5), ("first_tokens", 0.5))
+    }
+    assert all(curve["cases"] == 2 and curve["gold_nll_over_full_nats"] is None for curve in found["curves"])
+    chosen = found["chosen"]
+    assert found["is_within"]
+    assert chosen["ratio"] == 0  # the cheapest, since any loss is accepted
+    assert chosen["selector"] in ("gradual", "first_tokens")
+    assert chosen["first_token_kl_nats"] <= chosen["first_token_kl_high_nats"]
+    path = Path(found["path"])
+    assert path.parent == Path("store/profiles")
+    assert path.is_file()
+    assert (tmp_path / "run" / "summary.json").is_file()
+    config = EngineConfig(model=str(model_dir), store_dir="store", chunk_tokens=48)
+    with Engine(config, fusor=fusor, embedder=embedder) as engine:
+        settled = engine.config.fusion_config(None)
+        assert (settled.recompute_ratio, settled.selector) == (0, chosen["selector"])
+    code, _, err = run(model_dir, *options, "--out", "run")
+    assert code == 2
+    assert "exists" in err
+
+
+def test_right_answers_count(run: Run, model_dir: Path, documents: Path) -> None:
+    """With a file of questions among the documents, right answers are measured; where nothing is within, that is said."""
+    asked = documents / "asked.jsonl"
+    lines = ({"question": "Where are rooms booked?", "answers": ["the front desk"]}, {"question": "Who signs off travel?"})
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ("--questions", asked, "--contexts", "bos", "--selectors", "gradual", "--ratios", "0,0.3", "--max-kl", 0)
+    code, out, err = run(model_dir, *options)
+    assert code == 0, err
+    assert "no setting is within" in out
+    assert "at most" in out
+    code, out, _ = run(model_dir, *options, "--json", "--out", "again")
+    found = json.loads(out)
+    assert not found["is_within"]
+    least = min(found["curves"], key=lambda curve: curve["first_token_kl_nats"])
+    assert found["chosen"]["ratio"] == least["ratio"]
+    assert all(isinstance(curve["gold_nll_over_full_nats"], float) for curve in found["curves"])
+
+
+def test_bad_options(run: Run, model_dir: Path) -> None:
+    """Options that cannot be are refused before a model is loaded, by name."""
+    for options, named in (
+        (("--max-kl", -1), "max_kl"),
+        (("--ratios", "0,half"), "ratios"),
+        (("--selectors", "best"), "selectors"),
+        (("--contexts", "best"), "contexts"),
+        (("--cases", 0), "cases"),
+    ):
+        code, _, err = run(model_dir, *options)
+        assert code == 2
+        assert named in err
+
+
+def test_the_prompt_is_the_services() -> None:
+    """Calibration's source has the service's prompt: no worked examples stand in front of a plain text."""
+    source = DocumentsSource(documents="d", questions=None, worked_examples=False)
+    assert source.wording.text_instruction == EngineConfig(model="m", store_dir=".").instruction
+    assert replace(source, worked_examples=True).wording.text_instruction != source.wording.text_instruction
