@@ -16,6 +16,7 @@ from cacheblend.store.errors import ConfigError
 tokens = st.integers(50, 20_000)
 rates = st.floats(5, 11).map(lambda power: 10**power)
 ROW_S = 1e-5
+R_STAR = LoaderConfig().quality_ratio
 
 
 def controller_of(rate: float, layers: int = 11, **config: float) -> LoadingController:
@@ -76,9 +77,9 @@ def test_recompute_hides_behind_loading(rate: float, reusable: int, fresh: int) 
     """Where loading is the longer side at r*, the ratio is the largest that keeps it so at r*'s TTFT; elsewhere it is r*."""
     controller = controller_of(rate)
     made = controller.plan(reads(reusable), reusable, fresh)
-    at_r = blend_s(controller, 0.15, reusable, fresh)
+    at_r = blend_s(controller, R_STAR, reusable, fresh)
     if not at_r.waits_for_last:
-        assert made.ratio == 0.15
+        assert made.ratio == R_STAR
         return
     most_s = max(at_r.total_s, min(at_r.total_s * (1 + DELAY_ALLOWED), made.full_s))
     at_ratio = blend_s(controller, made.ratio, reusable, fresh)
@@ -113,7 +114,7 @@ def test_the_papers_example() -> None:
 def test_nothing_to_reuse(fresh: int, layers: int) -> None:
     """Without stored KV a request is not called slower than a prefill, so that its holes are noted."""
     made = controller_of(1e9, layers).plan([], 0, fresh)
-    assert (made.ratio, made.load_s, made.full_recompute) == (0.15, 0, False)
+    assert (made.ratio, made.load_s, made.full_recompute) == (R_STAR, 0, False)
     assert made.prefill_s == made.recompute_s == pytest.approx(ROW_S * (fresh if layers == 1 else (layers - 1) * fresh + 1))
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from profiles import linear_profile
 
 from cacheblend.blend import Schedule
+from cacheblend.blend.selection import QuestionAttention
 from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
 from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, fit
 
@@ -105,10 +106,23 @@ def test_layers_follow_the_schedule(ratio: float, reusable: int, fresh: int) -> 
 
 def test_layer_0_may_run_candidates_alone() -> None:
     """Then it takes what a later layer with so many rows takes, and its stored KV is loaded as well."""
-    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.3, 0.5))
-    assert estimator.layer_s(0.1, 1000, 40)[0] == pytest.approx(500 + 40)
-    assert [estimator.first_loaded(1000, ratio) for ratio in (0.0, 0.1, 1.0)] == [0, 0, 1]
-    assert RecomputeEstimator(linear_profile(), Schedule(0.3)).first_loaded(1000, 0.1) == 1
+    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.0, first_layer=2))
+    assert estimator.layer_s(0.1, 1000, 40)[0] == pytest.approx(200 + 40)
+    assert [estimator.steps(ratio, 1000, 40)[0][1] for ratio in (0.0, 0.1, 1.0)] == [True, True, False]
+    assert not RecomputeEstimator(linear_profile(), Schedule(0.3)).steps(0.1, 1000, 40)[0][1]
+
+
+def test_the_question_reads_the_layers_first() -> None:
+    """Its pass stands before the blend's layers and reads all but the last one; without anything to choose there is none."""
+    estimator = RecomputeEstimator(linear_profile(row_s=1.0), QuestionAttention.schedule)
+    layers = estimator.layers
+    steps = estimator.steps(0.1, 1000, 40)
+    assert len(steps) == 2 * layers - 1
+    assert [step_s for step_s, _ in steps[: layers - 1]] == pytest.approx([40.0] * (layers - 1))
+    assert [is_read for _, is_read in steps] == [True] * (layers - 1) + [False] * (layers - 1) + [True]
+    assert [step_s for step_s, _ in steps[layers - 1 :]] == estimator.layer_s(0.1, 1000, 40)
+    for ratio, reusable in ((0.0, 1000), (1.0, 1000), (0.1, 0)):
+        assert len(estimator.steps(ratio, reusable, 40)) == layers
 
 
 def test_full_reuse_runs_fresh_rows_alone() -> None:

@@ -47,11 +47,19 @@ def test_mixed_tiers(
         assert_same(loaded, fusor.fuse(resident, config))
 
 
-@pytest.mark.parametrize(("ratio", "layer_0_is_read"), [(0.0, True), (0.15, False), (1.0, False)])
-def test_layer_0_is_read_for_full_reuse_alone(
-    fusor: Fusor, stores: dict[str, KVStore], monkeypatch: pytest.MonkeyPatch, ratio: float, layer_0_is_read: bool
+@pytest.mark.parametrize(
+    ("selector", "ratio", "layer_0_is_read"),
+    [("gradual", 0.0, True), ("gradual", 0.15, False), ("gradual", 1.0, False), ("question_attention", 0.15, True)],
+)
+def test_each_layer_is_read_once(
+    fusor: Fusor,
+    stores: dict[str, KVStore],
+    monkeypatch: pytest.MonkeyPatch,
+    selector: str,
+    ratio: float,
+    layer_0_is_read: bool,
 ) -> None:
-    """Layer 0 of the store is read at ratio 0 only, and every other layer of every chunk exactly once."""
+    """Layer 0 of the store is read where not all tokens run through it, and every other layer of every chunk exactly once."""
     reads: Counter[tuple[str, int]] = Counter()
     read_layer_into, read_encoded = Placement.read_layer_into, Placement.read_encoded
 
@@ -66,7 +74,7 @@ def test_layer_0_is_read_for_full_reuse_alone(
     monkeypatch.setattr(Placement, "read_layer_into", counted_into)  # from NVMe
     monkeypatch.setattr(Placement, "read_encoded", counted)  # from RAM
     with prompts(fusor, stores, ["nvme", "ram", "nvme", "ram"]) as (spread, _), LayerLoader() as loader:
-        fusor.fuse(spread, FusionConfig(recompute_ratio=ratio), loader)
+        fusor.fuse(spread, FusionConfig(recompute_ratio=ratio, selector=selector), loader)
         keys = [segment.kv.key.digest for segment in spread if isinstance(segment.kv, Placement)]
     layers = range(0 if layer_0_is_read else 1, LAYERS)
     assert reads == Counter({(digest, layer): 1 for digest in keys for layer in layers})
@@ -94,7 +102,7 @@ def test_counts_bytes_and_seconds(fusor: Fusor, stores: dict[str, KVStore]) -> N
         head, *_ = spread
         token_bytes = fusor.decoder.geometry.layer_bytes(1)
     nvme, ram = TOKENS[SEEDS["nvme"][0]], sum(TOKENS[seed] for seed in SEEDS["ram"])
-    expected = {"memory": LAYERS * len(head.token_ids), "nvme": (LAYERS - 1) * nvme, "ram": (LAYERS - 1) * ram}
+    expected = {"memory": LAYERS * len(head.token_ids), "nvme": LAYERS * nvme, "ram": LAYERS * ram}
     assert loader.bytes_by_tier == {tier: tokens * token_bytes for tier, tokens in expected.items()}
     assert loader.load_s > 0
 
@@ -145,7 +153,7 @@ def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path) -> None:
             steps = fusor.fuse_steps([*segments, Segment(draw_ids(4, seed=3))], source=loader)
             with pytest.raises(DamagedEntryError, match="checksum"):
                 done.extend(steps)
-        assert len(done) < LAYERS
+        assert len(done) < 2 * LAYERS - 1  # the question's pass, and the blend up to its last layer
         assert key_of(bad) not in store
         assert key_of(good) in store
         assert store.stats().damaged == 1
@@ -199,7 +207,7 @@ def test_failure_while_loading(fusor: Fusor, ahead: bool) -> None:
         def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
             raise MemoryError(f"layer {layer}")
 
-    with BrokenLoader(ahead=ahead) as loader, pytest.raises(MemoryError, match="layer 1"):
+    with BrokenLoader(ahead=ahead) as loader, pytest.raises(MemoryError, match="layer 0"):
         fusor.fuse([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))], source=loader)
 
 

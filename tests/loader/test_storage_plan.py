@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from profiles import LAYER_TOKEN_BYTES, linear_profile
 
+from cacheblend.blend import FusionConfig
 from cacheblend.loader import StorageDevice, compare_devices, read_price_table
 from cacheblend.store.errors import ConfigError, InputError
 
@@ -25,7 +26,8 @@ def test_the_papers_figure() -> None:
         device("slow and cheap", layer_bytes / (4 * recompute_s), 0.1),
         device("fast enough, dearer", layer_bytes / recompute_s, 0.5),
     ]
-    choices = compare_devices(linear_profile(), devices, tokens=TOKENS, question_tokens=1)
+    paper = FusionConfig(selector="gradual").schedule
+    choices = compare_devices(linear_profile(), devices, tokens=TOKENS, question_tokens=1, ratio=0.15, schedule=paper)
     assert [choice.device.device for choice in choices] == [
         "slow and cheap",
         "just fast enough",
