@@ -166,11 +166,11 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
     from cacheblend.service import Engine, EngineConfig
 
     from .handbook import handbook_documents, handbook_questions
-    from .handbook_demo import INSTRUCTION, ask_handbook, closing_note, shown_questions, summarize
+    from .handbook_demo import ask_handbook, closing_note, shown_questions, summarize
 
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
-        engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, instruction=INSTRUCTION, **settings)))
+        engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, **settings)))
         setup_s = time.perf_counter() - started
         progress = stack.enter_context(options.progress_bars())
         report = engine.ingest(handbook_documents(), progress)

@@ -19,8 +19,6 @@ from .run.environment import has_random_weights
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 CLASSES: tuple[QuestionClass, ...] = get_args(QuestionClass)
-# Worked examples in front of the passages: with them small models give short answers (docs/evaluation.md).
-INSTRUCTION = OWN_QUESTION.text_instruction
 _SHOWN = 8
 
 
