@@ -136,8 +136,8 @@ def _print(run: CalibrationRun, path: Path) -> None:
     chosen, thresholds = run.calibration, run.calibration.thresholds
     high = chosen.measures.first_token_kl_high_nats
     said = [
-        "KL: of the first token, nats, and the upper end of its 95 % interval; NLL: of right answers, nats over full recompute's; "
-        "equal: share of equal greedy tokens; compute: share of full recompute's",
+        "KL: of the first token, nats, and the upper end of its 95 % interval; NLL: of right answers, nats over full "
+        "recompute's; equal: share of equal greedy tokens; compute: share of full recompute's",
         f"{chosen.measures.cases} questions; full recompute's first token after {run.full_ttft_s_median:.3f} s",
         f"chosen: context {chosen.context}, selector {chosen.selector}, ratio {chosen.ratio:g}: KL "
         f"{chosen.measures.first_token_kl_nats:.3f} nats" + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
