@@ -116,16 +116,17 @@ def _as_json(run: CalibrationRun, path: Path) -> dict[str, object]:
 
 
 def _print(run: CalibrationRun, path: Path) -> None:
-    table = Table("context", "selector", "ratio", "KL nats (95 %)", "NLL over full", "equal tokens", "compute", "TTFT s")
+    # Without a frame it stays whole on 80 columns.
+    table = Table("context", "selector", "ratio", "KL", "at most", "NLL", "equal", "compute", "TTFT s", box=None)
     for setting in run.curves:
         found = setting.measures
-        low, high, nll_nats = found.first_token_kl_low_nats, found.first_token_kl_high_nats, found.gold_nll_over_full_nats
-        interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+        high, nll_nats = found.first_token_kl_high_nats, found.gold_nll_over_full_nats
         table.add_row(
             setting.context,
             setting.selector or "-",
             f"{setting.ratio:g}",
-            f"{found.first_token_kl_nats:.3f}{interval}",
+            f"{found.first_token_kl_nats:.3f}",
+            "" if high is None else f"{high:.3f}",
             "" if nll_nats is None else f"{nll_nats:+.3f}",
             f"{found.equal_greedy_tokens:.2f}",
             f"{found.compute_share:.3f}",
@@ -135,13 +136,15 @@ def _print(run: CalibrationRun, path: Path) -> None:
     chosen, thresholds = run.calibration, run.calibration.thresholds
     high = chosen.measures.first_token_kl_high_nats
     said = [
+        "KL: of the first token, nats, and the upper end of its 95 % interval; NLL: of right answers, nats over full "
+        "recompute's; equal: share of equal greedy tokens; compute: share of full recompute's",
         f"{chosen.measures.cases} questions; full recompute's first token after {run.full_ttft_s_median:.3f} s",
         f"chosen: context {chosen.context}, selector {chosen.selector}, ratio {chosen.ratio:g}: KL "
         f"{chosen.measures.first_token_kl_nats:.3f} nats" + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
         f"kept in {path}; the run is in {run.folder}",
     ]
     if not run.is_within:
-        said.insert(1, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")
+        said.insert(2, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")
     for line in said:
         options.stdout.print(line, highlight=False, markup=False, soft_wrap=True)
 
