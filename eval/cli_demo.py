@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -37,10 +36,6 @@ NOTE = (
 READER_NOTE = (
     "The reader is small and its prompts are short, so there is little to save: `scripts/bench_fusor.py` shows times at 3,105 "
     "tokens. It reads single facts, and has not learnt two_hop and compare (docs/experiments.md)."
-)
-LEGEND = (
-    "right: answers that hold a right one. KL: of the first token, NLL over: of the right answer, both against full recompute in "
-    "nats (docs/evaluation.md). TTFT: the median."
 )
 _OF_PASSAGES = ("question", "documents", "repeats")
 _OF_MODELS = ("model", "passages", "store_dir", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")
@@ -212,7 +207,6 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
     for each in shown_questions(asked):
         _print_question(each)
     out.print(_handbook_table(methods))
-    out.print(LEGEND, highlight=False)
     out.print(note, highlight=False)
     out.print(f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s", highlight=False)
 
@@ -228,24 +222,20 @@ def _print_question(asked: AskedQuestion) -> None:
 
 
 def _handbook_table(methods: Mapping[str, MethodSummary]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    table.add_column("method", no_wrap=True)
-    classes = [name.replace("_", " ") for name in methods["full_recompute"].answer_share_by_class]
-    for title in ("right", *classes, "F1", "TTFT ms", "speed-up", "KL", "NLL over", "equal tokens", "recom- puted"):
-        table.add_column(title, justify="right")
-    for method, row in methods.items():
-        shares = (f"{share:.0%}" for share in (row.answer_share, *row.answer_share_by_class.values()))
-        table.add_row(
-            method,
-            *shares,
-            f"{row.f1:.2f}",
-            f"{row.ttft_s_median * 1000:,.0f}",
-            f"{row.speedup:.1f}x",
-            f"{row.first_token_kl_nats:.3f}",
-            f"{row.gold_nll_over_full_nats:+.2f}",
-            f"{row.equal_greedy_tokens:.0%}",
-            f"{row.recomputed_share:.0%}",
-        )
+    table = Table("", title="means over all questions", title_justify="left")
+    for method in methods:
+        table.add_column(method, justify="right")
+    rows = list(methods.values())
+    table.add_row("answers that hold a right one", *(f"{row.answer_share:.0%}" for row in rows))
+    for name in rows[0].answer_share_by_class:
+        table.add_row(f"  {name}", *(f"{row.answer_share_by_class[name]:.0%}" for row in rows))
+    table.add_row("F1", *(f"{row.f1:.2f}" for row in rows))
+    table.add_row("TTFT, median", *(f"{row.ttft_s_median * 1000:,.0f} ms" for row in rows))
+    table.add_row("speed-up", *(f"{row.speedup:.1f} x" for row in rows))
+    table.add_row("first-token KL, nats", *(f"{row.first_token_kl_nats:.3f}" for row in rows))
+    table.add_row("gold NLL over full, nats", *(f"{row.gold_nll_over_full_nats:+.2f}" for row in rows))
+    table.add_row("equal greedy tokens", *(f"{row.equal_greedy_tokens:.0%}" for row in rows))
+    table.add_row("recomputed share", *(f"{row.recomputed_share:.0%}" for row in rows))
     return table
 
 
