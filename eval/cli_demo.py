@@ -222,23 +222,20 @@ def _print_question(asked: AskedQuestion) -> None:
 
 
 def _handbook_table(methods: Mapping[str, MethodSummary]) -> Table:
-    classes = list(methods["full_recompute"].answer_share_by_class)
-    table = Table("method", "right", *classes, "F1", "TTFT", "speed-up", padding=(0, 0, 0, 1))
-    for title in ("KL, first token", "gold NLL over full", "equal tokens", "recom-puted"):
-        table.add_column(title)
-    for method, row in methods.items():
-        shares = (f"{share:.0%}" for share in (row.answer_share, *row.answer_share_by_class.values()))
-        table.add_row(
-            method,
-            *shares,
-            f"{row.f1:.2f}",
-            f"{row.ttft_s_median * 1000:,.0f} ms",
-            f"{row.speedup:.1f} x",
-            f"{row.first_token_kl_nats:.3f}",
-            f"{row.gold_nll_over_full_nats:+.2f}",
-            f"{row.equal_greedy_tokens:.0%}",
-            f"{row.recomputed_share:.0%}",
-        )
+    table = Table("", title="means over all questions", title_justify="left")
+    for method in methods:
+        table.add_column(method, justify="right")
+    rows = list(methods.values())
+    table.add_row("answers that hold a right one", *(f"{row.answer_share:.0%}" for row in rows))
+    for name in rows[0].answer_share_by_class:
+        table.add_row(f"  {name}", *(f"{row.answer_share_by_class[name]:.0%}" for row in rows))
+    table.add_row("F1", *(f"{row.f1:.2f}" for row in rows))
+    table.add_row("TTFT, median", *(f"{row.ttft_s_median * 1000:,.0f} ms" for row in rows))
+    table.add_row("speed-up", *(f"{row.speedup:.1f} x" for row in rows))
+    table.add_row("first-token KL, nats", *(f"{row.first_token_kl_nats:.3f}" for row in rows))
+    table.add_row("gold NLL over full, nats", *(f"{row.gold_nll_over_full_nats:+.2f}" for row in rows))
+    table.add_row("equal greedy tokens", *(f"{row.equal_greedy_tokens:.0%}" for row in rows))
+    table.add_row("recomputed share", *(f"{row.recomputed_share:.0%}" for row in rows))
     return table
 
 
