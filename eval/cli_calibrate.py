@@ -37,12 +37,12 @@ def calibrate(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     contexts: Annotated[
         str, typer.Option(help=f"Comma-separated: what chunks' KV is computed after, of {', '.join(CONTEXTS)}.")
-    ] = "default,filler,document,head,bos",
+    ] = "default,filler",
     selectors: Annotated[
         str, typer.Option(help=f"Comma-separated, of {', '.join(METHOD_OF_SELECTOR)}.")
     ] = "question_attention,gradual,first_tokens",
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5",
-    cases: Annotated[int, typer.Option(help="Questions, from the file's start, or made from so many chunks.")] = 24,
+    cases: Annotated[int, typer.Option(help="Questions, from the file's start, or made from so many chunks.")] = 16,
     max_kl: Annotated[float, typer.Option(help="Most mean first-token KL from full recompute, nats.")] = Thresholds().max_kl,
     max_nll: Annotated[
         float, typer.Option(help="Most mean NLL of the right answers above full recompute's, nats.")
