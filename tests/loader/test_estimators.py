@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import linear_profile
 
-from cacheblend.blend import Schedule
+from cacheblend.blend import FusionConfig, Schedule
+from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
 from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
 from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, fit
 
@@ -103,12 +104,37 @@ def test_layers_follow_the_schedule(ratio: float, reusable: int, fresh: int) -> 
     assert last == pytest.approx(1)
 
 
-def test_layer_0_may_run_candidates_alone() -> None:
+@pytest.mark.parametrize("first_layer", [1, 2, 20])
+def test_layer_0_may_run_the_chosen_alone(first_layer: int) -> None:
     """Then it takes what a later layer with so many rows takes, and its stored KV is loaded as well."""
-    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.3, 0.5))
-    assert estimator.layer_s(0.1, 1000, 40)[0] == pytest.approx(500 + 40)
-    assert [estimator.first_loaded(1000, ratio) for ratio in (0.0, 0.1, 1.0)] == [0, 0, 1]
-    assert RecomputeEstimator(linear_profile(), Schedule(0.3)).first_loaded(1000, 0.1) == 1
+    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.0, first_layer))
+    assert estimator.layer_s(0.1, 1000, 40)[0] == pytest.approx(min(first_layer * 100, 1000) + 40)
+    assert [is_read for _, is_read in estimator.steps(0.1, 1000, 40)] == [first_layer < 10, *[True] * 10]
+
+
+def test_steps_without_the_questions_pass() -> None:
+    """The steps are the layers; layer 0 is read unless all of it runs, as the paper has it between the ratios 0 and 1."""
+    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.3))
+    for ratio, reads_layer_0 in ((0.0, True), (0.1, False), (1.0, False)):
+        steps = estimator.steps(ratio, 1000, 40, exact=7)
+        assert [step_s for step_s, _ in steps] == estimator.layer_s(ratio, 1000, 40, exact=7)
+        assert [is_read for _, is_read in steps] == [reads_layer_0, *[True] * 10]
+
+
+def test_steps_with_the_questions_pass() -> None:
+    """The question's rows run through all layers but the last and read them; the blend then reads the last one alone."""
+    profile = linear_profile(row_s=1.0)
+    estimator = RecomputeEstimator(profile, FusionConfig().schedule)
+    for fresh, rows in ((40, 40), (MAX_QUESTION_TOKENS + 30, MAX_QUESTION_TOKENS), (0, 1)):
+        steps = estimator.steps(0.1, 1000, fresh)
+        asked, blended = steps[: profile.layers - 1], steps[profile.layers - 1 :]
+        assert [step_s for step_s, _ in asked] == pytest.approx([rows] * (profile.layers - 1))
+        assert [step_s for step_s, _ in blended] == estimator.layer_s(0.1, 1000, fresh)
+        assert [is_read for _, is_read in steps] == [*[True] * len(asked), *[False] * len(asked), True]
+    for ratio, reusable, reads_layer_0 in ((0.0, 1000, True), (1.0, 1000, False), (0.1, 0, False)):
+        steps = estimator.steps(ratio, reusable, 40)
+        assert len(steps) == profile.layers, "there is nothing to choose"
+        assert [is_read for _, is_read in steps] == [reads_layer_0, *[True] * 10]
 
 
 def test_full_reuse_runs_fresh_rows_alone() -> None:

@@ -47,11 +47,27 @@ def test_mixed_tiers(
         assert_same(loaded, fusor.fuse(resident, config))
 
 
-@pytest.mark.parametrize(("ratio", "layer_0_is_read"), [(0.0, True), (0.15, False), (1.0, False)])
-def test_layer_0_is_read_for_full_reuse_alone(
-    fusor: Fusor, stores: dict[str, KVStore], monkeypatch: pytest.MonkeyPatch, ratio: float, layer_0_is_read: bool
+@pytest.mark.parametrize(
+    ("selector", "ratio", "layer_0_is_read"),
+    [
+        ("gradual", 0.0, True),
+        ("gradual", 0.15, False),
+        ("gradual", 1.0, False),
+        ("question_attention", 0.0, True),
+        ("question_attention", 0.15, True),
+        ("question_attention", 1.0, False),
+        ("first_tokens", 0.15, True),
+    ],
+)
+def test_every_layer_is_read_once(
+    fusor: Fusor,
+    stores: dict[str, KVStore],
+    monkeypatch: pytest.MonkeyPatch,
+    selector: str,
+    ratio: float,
+    layer_0_is_read: bool,
 ) -> None:
-    """Layer 0 of the store is read at ratio 0 only, and every other layer of every chunk exactly once."""
+    """Layer 0 of the store is read where not all of its tokens run, and every other layer of every chunk exactly once."""
     reads: Counter[tuple[str, int]] = Counter()
     read_layer_into, read_encoded = Placement.read_layer_into, Placement.read_encoded
 
@@ -66,7 +82,7 @@ def test_layer_0_is_read_for_full_reuse_alone(
     monkeypatch.setattr(Placement, "read_layer_into", counted_into)  # from NVMe
     monkeypatch.setattr(Placement, "read_encoded", counted)  # from RAM
     with prompts(fusor, stores, ["nvme", "ram", "nvme", "ram"]) as (spread, _), LayerLoader() as loader:
-        fusor.fuse(spread, FusionConfig(recompute_ratio=ratio), loader)
+        fusor.fuse(spread, FusionConfig(recompute_ratio=ratio, selector=selector), loader)
         keys = [segment.kv.key.digest for segment in spread if isinstance(segment.kv, Placement)]
     layers = range(0 if layer_0_is_read else 1, LAYERS)
     assert reads == Counter({(digest, layer): 1 for digest in keys for layer in layers})
@@ -90,7 +106,7 @@ def test_exact_segments_are_read_at_layer_0(fusor: Fusor, stores: dict[str, KVSt
 def test_counts_bytes_and_seconds(fusor: Fusor, stores: dict[str, KVStore]) -> None:
     """A loader tells, for each tier, the stored bytes that it read, and seconds for them."""
     with prompts(fusor, stores, ["nvme", "ram", "ram", "hole"]) as (spread, _), LayerLoader() as loader:
-        fusor.fuse(spread, source=loader)
+        fusor.fuse(spread, FusionConfig(selector="gradual"), loader)
         head, *_ = spread
         token_bytes = fusor.decoder.geometry.layer_bytes(1)
     nvme, ram = TOKENS[SEEDS["nvme"][0]], sum(TOKENS[seed] for seed in SEEDS["ram"])
@@ -126,8 +142,9 @@ def test_lookahead_is_bounded(fusor: Fusor, lookahead: int) -> None:
             loader.synchronize(layer)
 
 
-def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path) -> None:
-    """A damaged entry is raised by the fusion that reads it, set aside, and a miss from then on."""
+@pytest.mark.parametrize(("selector", "layer"), [("gradual", LAYERS - 1), ("question_attention", 1), ("question_attention", 3)])
+def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path, selector: str, layer: int) -> None:
+    """A damaged entry is raised by the fusion that reads it, by the question's pass too, set aside, and a miss from then on."""
     good, bad = chunk(fusor, 12, seed=1), chunk(fusor, 10, seed=2)
     with KVStore(StoreConfig(directory=tmp_path / "store", ram_budget_bytes=1)) as store:
         for segment in (good, bad):
@@ -135,17 +152,21 @@ def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path) -> None:
             store.put(key_of(segment), segment.kv)
         file = tmp_path / "store" / "entries" / str(key_of(bad))[:2] / str(key_of(bad))
         with file.open("r+b") as entry:
-            entry.seek(-1, 2)  # the last layer's last byte
+            at = -1 - (LAYERS - 1 - layer) * fusor.decoder.geometry.layer_bytes(10)  # the layer's last byte
+            entry.seek(at, 2)
             last = entry.read(1)
-            entry.seek(-1, 2)
+            entry.seek(at, 2)
             entry.write(bytes([last[0] ^ 1]))
         done = []
         with store.pin([key_of(good), key_of(bad)]) as placements, LayerLoader() as loader:
             segments = [Segment(placement.token_ids, placement) for placement in placements if placement is not None]
-            steps = fusor.fuse_steps([*segments, Segment(draw_ids(4, seed=3))], source=loader)
+            config = FusionConfig(selector=selector)
+            steps = fusor.fuse_steps([*segments, Segment(draw_ids(4, seed=3))], config, loader)
             with pytest.raises(DamagedEntryError, match="checksum"):
                 done.extend(steps)
-        assert len(done) < LAYERS
+        # The question's pass reads all layers but the last.
+        most = LAYERS - 1 if selector == "gradual" or layer < LAYERS - 1 else 2 * (LAYERS - 1)
+        assert len(done) <= most
         assert key_of(bad) not in store
         assert key_of(good) in store
         assert store.stats().damaged == 1
@@ -192,15 +213,26 @@ def test_one_fusion_each(fusor: Fusor) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_failure_while_loading(fusor: Fusor, ahead: bool) -> None:
-    """Whatever goes wrong in a thread, or in the fusor's own copy, is raised by the fusion as it is."""
+@pytest.mark.parametrize(
+    ("selector", "broken", "steps_done"),
+    [("gradual", 1, 1), ("question_attention", 0, 0), ("question_attention", 2, 2), ("question_attention", 3, 6)],
+)
+def test_failure_while_loading(fusor: Fusor, ahead: bool, selector: str, broken: int, steps_done: int) -> None:
+    """Whatever goes wrong in a thread, or in the fusor's own copy, is raised by the fusion as it is, at that layer at the latest."""
 
     class BrokenLoader(SpyLoader):
         def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
-            raise MemoryError(f"layer {layer}")
+            if layer == broken:
+                raise MemoryError(f"layer {layer}")
+            super().fetch_kv(kv, layer, room, start, stop)
 
-    with BrokenLoader(ahead=ahead) as loader, pytest.raises(MemoryError, match="layer 1"):
-        fusor.fuse([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))], source=loader)
+    done = []
+    with BrokenLoader(ahead=ahead) as loader:
+        prompt = [chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))]
+        steps = fusor.fuse_steps(prompt, FusionConfig(recompute_ratio=0.3, selector=selector), loader)
+        with pytest.raises(MemoryError, match=f"layer {broken}"):
+            done.extend(steps)
+    assert len(done) <= steps_done if ahead else len(done) == steps_done
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "layers"), [(1, 16, 4), (2, 8, 4), (2, 16, 3), (2, 16, 5)])
@@ -216,7 +248,7 @@ def test_other_sources_of_kv(fusor: Fusor) -> None:
     """KV that is neither a placement nor in memory is refused by its type."""
 
     class Elsewhere:
-        token_ids, prefix_ids, model, dtype, context = tuple(draw_ids(6, seed=1)), (), None, torch.float32, None
+        token_ids, prefix_ids, model, dtype, context = tuple(draw_ids(6, seed=1)), (), None, torch.float32, ""
 
     with LayerLoader() as loader, pytest.raises(TypeError, match="Elsewhere"):
         fusor.fuse([Segment(Elsewhere.token_ids, Elsewhere()), Segment(draw_ids(3, seed=2))], source=loader)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from profiles import LAYER_TOKEN_BYTES, linear_profile
 
+from cacheblend.blend import FusionConfig
 from cacheblend.loader import StorageDevice, compare_devices, read_price_table
 from cacheblend.store.errors import ConfigError, InputError
 
@@ -25,7 +26,8 @@ def test_the_papers_figure() -> None:
         device("slow and cheap", layer_bytes / (4 * recompute_s), 0.1),
         device("fast enough, dearer", layer_bytes / recompute_s, 0.5),
     ]
-    choices = compare_devices(linear_profile(), devices, tokens=TOKENS, question_tokens=1)
+    papers = FusionConfig(selector="gradual").schedule
+    choices = compare_devices(linear_profile(), devices, tokens=TOKENS, question_tokens=1, schedule=papers)
     assert [choice.device.device for choice in choices] == [
         "slow and cheap",
         "just fast enough",
@@ -40,6 +42,21 @@ def test_the_papers_figure() -> None:
     assert enough.recompute_layer_s == pytest.approx(recompute_s, rel=0.05)  # the schedule falls, and the last layer is apart
     assert enough.full_s == pytest.approx(LAYERS * ROW_S * (TOKENS + 1))
     assert enough.price_per_month == pytest.approx(0.3 * LAYERS * TOKENS * LAYER_TOKEN_BYTES / 1e9)
+
+
+def test_the_questions_pass_waits_for_every_layer_but_the_last() -> None:
+    """By default a device hides behind the question's rows alone, so that only what is as fast as those adds no delay."""
+    question_s, layer_bytes = 10 * ROW_S, TOKENS * LAYER_TOKEN_BYTES
+    devices = [
+        device("as fast as the recompute", layer_bytes / (0.15 * TOKENS * ROW_S), 0.1),
+        device("as fast as the question", layer_bytes / (question_s / 10), 0.3),
+    ]
+    slow, fast = compare_devices(linear_profile(), devices, tokens=TOKENS, question_tokens=10)
+    assert slow.delay_s > (LAYERS - 2) * 0.1 * TOKENS * ROW_S
+    assert not slow.adds_no_delay
+    assert fast.delay_s < 2 * question_s / 10  # nothing computes while the first layer is loaded
+    passes_s = (LAYERS - 1) * question_s + (LAYERS - 1) * (0.15 * TOKENS + 10) * ROW_S + ROW_S
+    assert fast.prefill_s - fast.delay_s == pytest.approx(passes_s)
 
 
 def test_price_of_what_is_stored() -> None:
