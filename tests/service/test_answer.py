@@ -97,7 +97,7 @@ def test_full_reuse_recomputes_the_question_alone(engine: Engine) -> None:
     assert (reuse.plan.recompute_ratio, reuse.plan.recomputed_tokens, reuse.plan.hits) == (0, 0, TOP_K)
     full = ask(engine, "full_recompute")
     assert furthest(reuse, full) > 1e-2
-    assert furthest(ask(engine), full) < furthest(reuse, full)
+    assert furthest(ask(engine, recompute_ratio=0.8), full) < furthest(reuse, full)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, None])
