@@ -29,13 +29,13 @@ def question_rows(prompt: Prompt) -> torch.Tensor:
     """Sorted positions (S,) that the pass runs: the question's, which stand after the last reusable token, or else the last.
 
     What stands fresh at the prompt's start runs too: without the first token, where attention rests that looks at nothing, the
-    weights mean little.
+    weights mean little. So much of it as is not exact: the choice is the same whether a prefix of the prompt was cached or not.
     """
     reusable = prompt.reusable_N.nonzero()[:, 0]
     first = int(reusable[-1]) + 1 if len(reusable) else 0
     question = torch.arange(min(max(first, len(prompt) - MAX_QUESTION_TOKENS), len(prompt) - 1), len(prompt))
-    start = int(prompt.fresh_N[: int(question[0])][:MAX_START_TOKENS].long().cumprod(0).sum())
-    return torch.cat([torch.arange(start), question])
+    before = min(int(reusable[0]) if len(reusable) else 0, int(question[0]), MAX_START_TOKENS)
+    return torch.cat([prompt.fresh_N[:before].nonzero()[:, 0], question])
 
 
 class QuestionPass:

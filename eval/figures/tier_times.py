@@ -26,16 +26,16 @@ def measure_tiers(fusor: Fusor, resident: ResidentRequest) -> dict[tuple[str, st
 
     A store whose RAM budget is one byte keeps all on NVMe; its files are dropped from the page cache before every round.
     """
-    chunks = {kv.token_ids: kv for kv in resident.chunk_kv() if kv is not None}
+    chunks = {_key(kv): kv for kv in resident.chunk_kv() if kv is not None}
     budgets = {"ram": 1 + 2 * sum(kv.nbytes for kv in chunks.values()), "nvme": 1}
     calls = {FULL: Call(lambda: fusor.prefill(resident.pieces.token_ids))}
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-figures-")))
         for tier, budget in budgets.items():
             store = opened.enter_context(KVStore(StoreConfig(directory=folder / tier, ram_budget_bytes=budget)))
-            for kv in chunks.values():
-                store.put(_key(kv), kv)
-                store.get(_key(kv))  # into RAM, where the budget allows
+            for key, kv in chunks.items():
+                store.put(key, kv)
+                store.get(key)  # into RAM, where the budget allows
             before = partial(_drop_pages, folder / tier) if tier == "nvme" else _nothing
             for name, ratio in METHODS.items():
                 calls[name, tier] = Call(partial(_fuse_from, store, fusor, resident, ratio), before)
@@ -71,7 +71,7 @@ def _fuse_from(store: KVStore, fusor: Fusor, resident: ResidentRequest, ratio: f
 
 def _key(kv: ChunkKV) -> ChunkKey:
     assert kv.model is not None
-    return ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model)
+    return ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, context=kv.context, model=kv.model)
 
 
 def _drop_pages(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.blend.deviation import kv_deviation
-from cacheblend.eval.methods import ResidentRequest
+from cacheblend.eval.methods import CONTEXTS, ResidentRequest
 from cacheblend.store.errors import ConfigError
 
 from .figure_file import new_figure, save_figure
@@ -22,11 +22,17 @@ from .figure_file import new_figure, save_figure
 PERCENTS = tuple(range(0, 101, 5))
 
 
-def token_deviations(fusor: Fusor, resident: ResidentRequest) -> torch.Tensor:
-    """KV deviation of full reuse, float32 (L, R), see `kv_deviation`; of a model without sliding windows."""
+def token_deviations(fusor: Fusor, resident: ResidentRequest, context: str = CONTEXTS[0]) -> torch.Tensor:
+    """KV deviation of full reuse, float32 (L, R), see `kv_deviation`; of a model without sliding windows.
+
+    Args:
+        fusor: the model.
+        resident: the request.
+        context: what its chunks' KV is computed after; one of `CONTEXTS`.
+    """
     pieces = resident.pieces
     start, stop = len(pieces.head), len(pieces.token_ids) - len(pieces.tail)
-    reused: Any = fusor.fuse(resident.blend_segments(), FusionConfig(recompute_ratio=0)).cache
+    reused: Any = fusor.fuse(resident.blend_segments(context), FusionConfig(recompute_ratio=0)).cache
     full: Any = fusor.prefill(pieces.token_ids).cache
     return torch.stack(
         [

@@ -72,6 +72,18 @@ def test_a_miss_is_left_out() -> None:
     assert (attention_C > 0).all()
 
 
+def test_a_cached_prefix_changes_no_choice() -> None:
+    """With any part of the prompt's start exact the question attends to the same, and nothing of that part runs again."""
+    fusor, head = Fusor(tiny_model("llama")), [*BOS, *draw_ids(29, seed=7)]
+    behind = [chunk(fusor, 20, seed=1), chunk(fusor, 9, seed=4), Segment(draw_ids(5, seed=2))]
+    expected = heard(fusor, [Segment(head), *behind])
+    for tokens in (1, 16, 30):
+        exact = Segment(head[:tokens], fusor.precompute(head[:tokens]), exact=True)
+        segments = [exact, *([Segment(head[tokens:])] if tokens < 30 else []), *behind]
+        torch.testing.assert_close(heard(fusor, segments), expected, rtol=1e-3, atol=1e-5)
+        assert question_rows(Prompt.of(segments)).tolist() == [*range(tokens, 30), *range(59, 64)]
+
+
 def test_rows_are_the_start_and_the_question() -> None:
     """What stands fresh at the start runs with the question, and of a long question the last tokens; else the last token."""
     fusor = Fusor(tiny_model("llama"))

@@ -28,10 +28,10 @@ PROMPT = [*HEAD, *CHUNK, *OTHER, *QUESTION]
 ANSWER = [11, 45, 8, 70, 33]
 
 
-def _fused(fusor: Fusor, ratio: float) -> FusedPrompt:
+def _fused(fusor: Fusor, ratio: float, selector: str = "gradual") -> FusedPrompt:
     chunks = [Segment(chunk, fusor.precompute(chunk, HEAD[:1])) for chunk in (CHUNK, OTHER)]
     head = Segment(HEAD, fusor.precompute(HEAD), exact=True)
-    return fusor.fuse([head, *chunks, Segment(QUESTION)], FusionConfig(recompute_ratio=ratio, context_weight=0.0))
+    return fusor.fuse([head, *chunks, Segment(QUESTION)], FusionConfig(recompute_ratio=ratio, selector=selector))
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "mistral-window"])
@@ -121,6 +121,14 @@ def test_compute_is_a_share_of_full_prefills(fusor: Fusor) -> None:
     # The question is a thirteenth of the prompt, and the last layer runs one row.
     assert 0.03 < shares[0] < 0.12
     assert shares[-1] < 1
+    by_attention = [compute_share(_fused(fusor, ratio, "question_attention"), model) for ratio in (0.0, 0.1, 0.5, 1.0)]
+    assert by_attention == sorted(by_attention)
+    assert (by_attention[0], by_attention[-1]) == (shares[0], shares[-1])
+    assert by_attention[1] < shares[1]  # layer 0 runs the chosen tokens alone
+    asking, chosen = _fused(fusor, 0.1, "question_attention"), _fused(fusor, 0.1, "first_tokens")
+    assert asking.selection_rows == (len(QUESTION),) * (len(model.windows) - 1)
+    ran = sum(model._rows(torch.arange(len(PROMPT) - 6, len(PROMPT)), window) for window in model.windows[:-1])
+    assert compute_share(asking, model) == pytest.approx(compute_share(chosen, model) + ran / model.full_prefill(len(PROMPT)), rel=0.1)
     reused = _fused(fusor, 0.0)
     fields = {name: getattr(reused, name) for name in ("token_ids", "recomputed", "projected", "layers")}
     own_pass: Any = SimpleNamespace(**fields, selection_rows=[6, 6])

@@ -14,7 +14,7 @@ from cacheblend.eval.figures import draw as drawing
 from cacheblend.eval.figures import draw_figures, sweep
 from cacheblend.eval.figures.attention_deviation import attention_deviation, forward_attention
 from cacheblend.eval.figures.token_deviation import draw_distribution, draw_rank_correlation, token_deviations
-from cacheblend.eval.methods import EverythingCached, ResidentRequest
+from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.run import EvalConfig
 
 ALL = {
@@ -60,10 +60,11 @@ def test_all_figures_are_made(config: EvalConfig, fusor: Fusor, tmp_path: Path) 
         "full_reuse",
         "blend",
         "blend_hkvd",
-        "blend_known",
         "blend_single_shot",
+        "blend_product",
         "epic",
         "random_tokens",
+        "oracle",
     }
     assert {row["chunks"] for row in rows(tmp_path, "fig2_quality_by_chunks")} == {"4", "6"}
     assert {row["tier"] for row in rows(tmp_path, "fig17_tiers")} == {"none", "ram", "nvme"}
@@ -93,8 +94,8 @@ def test_deviations_begin_behind_the_first_chunk(fusor: Fusor) -> None:
     """Layer 0's stored KV is exact, and every layer's of a first chunk computed behind the head; the others' is not."""
     request = next(WorldSource(cases=1).requests(fusor.tokenizer, None))
     cached = EverythingCached().cached(request.pieces.chunks)
-    resident = ResidentRequest(fusor, request, request.pieces.head, *cached)
-    deviation_LR = token_deviations(fusor, resident)
+    resident = ResidentRequest(fusor, request, StoredContexts(fusor, request.pieces.head), *cached)
+    deviation_LR = token_deviations(fusor, resident, "head")
     first = len(request.pieces.chunks[0])
     assert deviation_LR.shape == (4, sum(map(len, request.pieces.chunks)))
     assert float(deviation_LR[0].max()) < 1e-8

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
+import torch
+from prompts import assert_same_kv
 
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import Request, WorldSource
 from cacheblend.eval.data.wording import WORLD
 from cacheblend.eval.methods import (
+    CONTEXTS,
     METHODS,
     EverythingCached,
     MethodAnswer,
     ResidentRequest,
     SeenBefore,
+    StoredContexts,
     make_methods,
     plan_methods,
 )
@@ -30,7 +37,7 @@ def request_(fusor: Fusor) -> Request:
 @pytest.fixture(scope="module")
 def resident(fusor: Fusor, request_: Request) -> ResidentRequest:
     cached, prefix = EverythingCached().cached(request_.pieces.chunks)
-    return ResidentRequest(fusor, request_, (fusor.tokenizer.bos_token_id,), cached, prefix)
+    return ResidentRequest(fusor, request_, StoredContexts(fusor, request_.pieces.head), cached, prefix)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +80,7 @@ def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], requ
     question = len(request_.pieces.tail)
     reusable = sum(map(len, request_.pieces.chunks))
     assert answers["full_reuse"].recomputed_tokens == question
-    for name in ("blend", "blend_single_shot", "random_tokens"):
+    for name in ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "random_tokens", "oracle"):
         assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=1)
     epic = answers["epic"].fused
     assert epic is not None
@@ -83,9 +90,9 @@ def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], requ
 
 
 def test_recomputing_mends_the_kv(fusor: Fusor, resident: ResidentRequest, answers: dict[str, MethodAnswer]) -> None:
-    """Blending leaves less deviation than full reuse and than random tokens, and none at ratio 1."""
-    left = {name: _deviation(answers[name], answers) for name in ("full_reuse", "blend", "random_tokens")}
-    assert left["blend"] < left["random_tokens"] < left["full_reuse"]
+    """HKVD tokens leave less deviation than full reuse and than random tokens, and every blend none at ratio 1."""
+    left = {name: _deviation(answers[name], answers) for name in ("full_reuse", "blend_hkvd", "random_tokens")}
+    assert left["blend_hkvd"] < left["random_tokens"] < left["full_reuse"]
     (none,) = make_methods(plan_methods(["random_tokens"], [0.0]), fusor, WORLD).values()
     assert _deviation(none.answer(resident, 1), answers) == pytest.approx(left["full_reuse"])
     (whole,) = make_methods(plan_methods(["blend"], [1.0]), fusor, WORLD).values()
@@ -93,11 +100,66 @@ def test_recomputing_mends_the_kv(fusor: Fusor, resident: ResidentRequest, answe
 
 
 def test_bytes_loaded_leave_layer_0_out_where_it_runs(answers: dict[str, MethodAnswer], resident: ResidentRequest) -> None:
-    """Blending loads all layers but the first of every chunk, full reuse and EPIC all of them."""
+    """Selectors by KV deviation load all layers but the first of every chunk, full reuse and those that choose before it all."""
     head = 0 if resident.head_kv is None else resident.head_kv.nbytes
-    chunks = sum(kv.nbytes for kv in resident.chunk_kv if kv is not None)
-    assert answers["full_reuse"].loaded_bytes == answers["epic"].loaded_bytes == head + chunks
-    assert answers["blend"].loaded_bytes == answers["random_tokens"].loaded_bytes == head + chunks * 3 // 4
+    chunks = sum(kv.nbytes for kv in resident.chunk_kv() if kv is not None)
+    for name in ("full_reuse", "epic", "blend", "blend_product", "random_tokens", "oracle"):
+        assert answers[name].loaded_bytes == head + chunks
+    for name in ("blend_hkvd", "blend_single_shot"):
+        assert answers[name].loaded_bytes == head + chunks * 3 // 4
+
+
+def test_contexts(fusor: Fusor, request_: Request, resident: ResidentRequest) -> None:
+    """Each name is another context of the chunks' KV, computed after just that; with the rest of its document cut off too."""
+    pieces, contexts = request_.pieces, StoredContexts(fusor, request_.pieces.head)
+    filler = contexts["default"][1].filler_ids
+    assert filler
+    assert any(pieces.earlier)
+    bos = (fusor.tokenizer.bos_token_id,)
+    for index, (chunk, earlier) in enumerate(zip(pieces.chunks, pieces.earlier, strict=True)):
+        expected = {
+            "default": (pieces.head, (*filler, *_joined(earlier))),
+            "filler": (pieces.head, filler),
+            "document": (pieces.head, _joined(earlier)),
+            "neighbour": (pieces.head, pieces.chunks[index - 1]),
+            "head": (pieces.head, ()),
+            "bos": (bos, ()),
+        }
+        assert tuple(expected) == CONTEXTS
+        for name, (prefix, between) in expected.items():
+            kv = resident.chunk_kv(name)[index]
+            assert kv is not None
+            assert (kv.token_ids, kv.prefix_ids) == (chunk, prefix)
+            assert_same_kv(kv, replace(fusor.precompute(chunk, [*prefix, *between]), prefix_ids=prefix))
+        assert len({expected[name] for name in expected}) >= (6 if earlier else 4)
+    methods = make_methods(plan_methods(["full_reuse"], [0.3], CONTEXTS), fusor, WORLD)
+    logits = {}
+    for label, method in methods.items():
+        method.prepare(resident)
+        fused = method.answer(resident, 1).fused
+        assert fused is not None
+        logits[label] = tuple(fused.logits.tolist())
+    assert len(set(logits.values())) == len(CONTEXTS)
+
+
+def _joined(chunks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk)
+
+
+def test_the_oracle_knows_full_prefill(fusor: Fusor, resident: ResidentRequest, answers: dict[str, MethodAnswer]) -> None:
+    """It recomputes tokens whose stored values are far off, of those the question attends to; over exact KV any will do."""
+    oracle, random = answers["oracle"].fused, answers["random_tokens"].fused
+    full, reused = answers["full_recompute"].fused, answers["full_reuse"].fused
+    assert oracle is not None
+    assert random is not None
+    assert full is not None
+    assert reused is not None
+    off_N = sum(
+        (own.values - stored.values).square().sum((0, 1, 3)).sqrt()
+        for own, stored in zip(full.cache.layers, reused.cache.layers, strict=True)
+    )
+    assert off_N[oracle.recomputed[1]].mean() > off_N[random.recomputed[1]].mean()
+    assert all(torch.equal(positions, oracle.recomputed[0]) for positions in oracle.recomputed)
 
 
 def test_map_methods_read_every_chunk_alone(answers: dict[str, MethodAnswer], request_: Request) -> None:
@@ -113,7 +175,7 @@ def test_a_chunk_not_yet_seen_is_a_hole(fusor: Fusor, request_: Request) -> None
     history = SeenBefore()
     chunks = request_.pieces.chunks
     assert history.cached(chunks) == ((False,) * len(chunks), 0)
-    cold = ResidentRequest(fusor, request_, (fusor.tokenizer.bos_token_id,), *history.cached(chunks))
+    cold = ResidentRequest(fusor, request_, StoredContexts(fusor, request_.pieces.head), *history.cached(chunks))
     for name, method in make_methods(plan_methods(METHODS, [0.3]), fusor, WORLD).items():
         method.prepare(cold)
         answer = method.answer(cold, 1)
@@ -129,6 +191,20 @@ def test_methods_and_ratios_are_checked() -> None:
     labels = [method.label for method in plan_methods(["full_reuse", "blend", "epic"], [0.1, 0.5])]
     assert labels == ["full_reuse", "blend@0.1", "blend@0.5", "epic@0.1", "epic@0.5"]
     assert [method.label for method in plan_methods(["blend"], [0.1])] == ["blend"]
+    planned = plan_methods(["full_recompute", "full_reuse", "blend"], [0.1, 0.5], ["default", "head"])
+    assert [(method.label, method.context) for method in planned] == [
+        ("full_recompute", "default"),
+        ("full_reuse", "default"),
+        ("full_reuse+head", "head"),
+        ("blend@0.1", "default"),
+        ("blend@0.5", "default"),
+        ("blend+head@0.1", "head"),
+        ("blend+head@0.5", "head"),
+    ]
+    assert [method.label for method in plan_methods(["blend"], [0.1], ["bos"])] == ["blend+bos"]
+    for contexts, says in ((["magic"], "default, filler, document"), ([], "at least one"), (["bos", "bos"], "each once")):
+        with pytest.raises(ConfigError, match=says):
+            plan_methods(["blend"], [0.1], contexts)
     for names, ratios, says in (
         (["magic"], [0.1], "full_recompute, prefix_cache"),
         ([], [0.1], "at least one"),

@@ -8,16 +8,17 @@ import pytest
 from prompts import chunk, draw_ids
 from spy_loader import SEEDS, TOKENS, SpyLoader, key_of, prompts, threads, wait_until
 
-from cacheblend.blend import Fusor, Prompt, Segment
+from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.store import KVStore, Placement
 from cacheblend.store.errors import FusionCancelledError, StoreError
 
 
-def test_closing_midway(fusor: Fusor, stores: dict[str, KVStore]) -> None:
-    """A fusion closed after two layers leaves no thread, no open entry, and no pin behind."""
+@pytest.mark.parametrize("selector", ["gradual", "question_attention"])
+def test_closing_midway(fusor: Fusor, stores: dict[str, KVStore], selector: str) -> None:
+    """A fusion closed after two layers, of the question's pass too, leaves no thread, no open entry, and no pin behind."""
     with prompts(fusor, stores, ["nvme", "ram", "nvme"]) as (spread, _), LayerLoader() as loader:
-        steps = fusor.fuse_steps(spread, source=loader)
+        steps = fusor.fuse_steps(spread, FusionConfig(selector=selector), loader)
         assert [next(steps).layer, next(steps).layer] == [0, 1]
         steps.close()
         loader.close()

@@ -6,26 +6,30 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 from fakes import FakeEmbedder
 from prompts import assert_same_kv
 from rich.console import Console
 
-from cacheblend.blend import precompute
+from cacheblend.blend import ChunkContext, precompute
 from cacheblend.blend.decoder import Decoder
 from cacheblend.retriever import Document
 from cacheblend.service import Engine, EngineConfig, ingester
 from cacheblend.service.document_stream import DocumentStream, Shard, StreamSize
 from cacheblend.service.ingest_progress import IngestProgress
+from cacheblend.store import context_digest
 from cacheblend.store.errors import ConfigError, InputError
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
+WINDOW = 3 * CHUNK_TOKENS
 
 
 @pytest.fixture(autouse=True)
@@ -105,34 +109,37 @@ def test_evictions_of_a_stream(open_engine: OpenEngine, caplog: pytest.LogCaptur
     assert caplog.text.count("did not stay within nvme_budget_bytes=300000") == 1
 
 
-def test_without_document_context(open_engine: OpenEngine) -> None:
-    """Without it, chunks are computed alone, with the same keys and values."""
-    engine = open_engine(document_context=False)
-    engine.ingest(DOCUMENTS)
-    plain = {entry.key: engine.store.get(entry.key) for entry in engine.store.ls()}
-    assert all(kv is not None and kv.context is None for kv in plain.values())
-    other = open_engine(store_dir=Path(engine.config.store_dir).parent / "with context")
-    other.ingest(DOCUMENTS)
-    for key, kv in plain.items():
-        twin = other.store.get(key)
-        assert twin is not None
-        assert kv is not None
-        assert_same_kv(twin, kv)
-    assert any(other.store.get(key).context is not None for key in plain)  # type: ignore[union-attr]  # looked up above
+def test_documents_are_read_in_windows(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A chunk's KV is the model's own after the head and its document's earlier text; without windows, after the head alone."""
+    for tokens in (0, WINDOW, 2048):
+        engine = open_engine(context_document_tokens=tokens, store_dir=tmp_path / str(tokens))
+        engine.ingest(DOCUMENTS[:2])
+        for document in DOCUMENTS[:2]:
+            chunks = [chunk.token_ids for chunk in engine.retriever.chunks(str(document["id"]))]
+            earlier = ChunkContext(document_tokens=tokens).earlier(chunks)
+            least, most = {0: (0, 0), WINDOW: (1, len(chunks) - 2), 2048: (len(chunks) - 1,) * 2}[tokens]
+            assert least <= max(map(len, earlier)) <= most
+            for chunk, before in zip(chunks, earlier, strict=True):
+                kv = engine.store.get(engine._prefiller.key(chunk, before))
+                assert kv is not None
+                assert (kv.prefix_ids, kv.context) == (head_of(engine), context_digest((), before))
+                stands_after = [*head_of(engine), *(token for one in before for token in one)]
+                alone = engine.fusor.precompute(chunk, stands_after)
+                assert_same_kv(kv, replace(alone, prefix_ids=kv.prefix_ids))
 
 
 def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
     """Ingest, and be killed when so many passes through the model are done."""
     ingester.BATCH_DOCUMENTS, precompute.PASS_TOKENS = 3, 100
     left = iter(range(passes))
-    run_alone = Decoder.run_alone
+    run_isolated = Decoder.run_isolated
 
-    def deadly(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> object:
+    def deadly(decoder: Decoder, *arguments: Any) -> object:
         if next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return run_alone(decoder, sequences)
+        return run_isolated(decoder, *arguments)
 
-    Decoder.run_alone = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
+    Decoder.run_isolated = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
     config = EngineConfig(model=model, store_dir=store_dir, chunk_tokens=CHUNK_TOKENS)
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest_stream(MANY)
@@ -153,7 +160,7 @@ def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_p
     entries = engine.store.stats().nvme.entries
     assert 0 < stored < entries
     assert (report.computed, report.documents) == (entries - stored, len(MANY))
-    assert entries == len({chunk.token_ids for chunk in engine.retriever.chunks()})
+    assert entries == len({key_of(engine, chunk) for chunk in engine.retriever.chunks()})
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -80,7 +80,6 @@ def tenants(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, Tenant]]:
         store_dir=tmp_path,
         chunk_tokens=CHUNK_TOKENS,
         recompute_ratio=0.15,
-        document_context=False,
         salt_share=0.2,
         **budgets(80),
     )
