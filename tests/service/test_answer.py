@@ -52,7 +52,7 @@ def test_plan_counts(engine: Engine) -> None:
     assert mean == pytest.approx(plan.recomputed_tokens)
     assert [segment.key for segment in plan.segments] == [
         None,
-        *(str(key_of(engine.fusor, scored)) for scored in answer.chunks),
+        *(str(key_of(engine, scored.chunk)) for scored in answer.chunks),
         None,
     ]
 
@@ -141,7 +141,7 @@ def test_the_same_document_twice(engine: Engine) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_replay(engine: Engine, method: str) -> None:
     """A plan replayed by the fusor alone, from the keys, kinds and positions that it names, gives the same greedy tokens."""
-    engine.store.delete(key_of(engine.fusor, ask(engine, "full_recompute").chunks[1]))
+    engine.store.delete(key_of(engine, ask(engine, "full_recompute").chunks[1].chunk))
     if method == "prefix_cache":
         ask(engine, method)
         engine.drain()

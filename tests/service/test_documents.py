@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of
 
 from cacheblend.retriever import Chunk, Retriever
 from cacheblend.service import Engine
@@ -18,10 +18,7 @@ ID = str(FIRST["id"])
 
 
 def keys_of(engine: Engine, id_: str) -> set[ChunkKey]:
-    return {
-        ChunkKey.of(chunk.token_ids, prefix_ids=(0,), model=engine.fusor.fingerprint, codec=engine.config.codec)
-        for chunk in engine.retriever.chunks(id_)
-    }
+    return {key_of(engine, chunk) for chunk in engine.retriever.chunks(id_)}
 
 
 def stored(engine: Engine) -> set[ChunkKey]:

@@ -1,6 +1,7 @@
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, entry_file, furthest, key_of, kinds, wait_until
@@ -12,7 +13,7 @@ from cacheblend.store.errors import DamagedEntryError
 def test_a_hole_is_recomputed_and_filled(engine: Engine) -> None:
     """A missing chunk is recomputed in context, chunks behind it are still reused, and it is stored for the next request."""
     whole = ask(engine)
-    key = key_of(engine.fusor, whole.chunks[1])
+    key = key_of(engine, whole.chunks[1].chunk)
     engine.store.delete(key)
     holed = ask(engine)
     assert kinds(holed) == ["exact", "reused", "fresh", "reused", "reused", "fresh"]
@@ -25,7 +26,7 @@ def test_a_hole_is_recomputed_and_filled(engine: Engine) -> None:
     assert key in engine.store
     filled = ask(engine)
     assert (filled.plan.hits, filled.plan.misses) == (TOP_K, 0)
-    # The hole's KV was computed alone again: one taken from the fused prompt would answer differently.
+    # The hole's KV was computed after its context again: one taken from the fused prompt would answer differently.
     assert furthest(filled, whole) <= 1e-6
     assert filled.token_ids == whole.token_ids
 
@@ -45,7 +46,7 @@ def test_holes_of_a_request_are_exact(engine: Engine) -> None:
     """With holes and ratio 1.0 the logits are full recompute's."""
     chunks = ask(engine).chunks
     for scored in chunks[::2]:
-        engine.store.delete(key_of(engine.fusor, scored))
+        engine.store.delete(key_of(engine, scored.chunk))
     assert furthest(ask(engine, recompute_ratio=1.0), ask(engine, "full_recompute")) <= 1e-4
 
 
@@ -54,7 +55,7 @@ def test_holes_of_a_request_are_exact(engine: Engine) -> None:
 def test_damaged_entries(open_ingested: OpenEngine, caplog: pytest.LogCaptureFixture, method: str, count: int) -> None:
     """However many entries of a request are damaged on NVMe, each is logged, counted, a hole, and written anew."""
     engine = open_ingested(ram_budget_bytes=1)
-    keys = [key_of(engine.fusor, scored) for scored in ask(engine, "full_recompute").chunks[:count]]
+    keys = [key_of(engine, scored.chunk) for scored in ask(engine, "full_recompute").chunks[:count]]
     good = {key: entry_file(engine, key).read_bytes() for key in keys}
     whole = ask(engine, method)
     assert {segment.tier for segment in whole.plan.segments[1:-1]} == {"nvme"}
@@ -95,19 +96,19 @@ def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, c
     first, second, *_ = ask(engine).chunks
     precompute_document = engine.fusor.precompute_document
 
-    def failing(chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int], which: Sequence[int]) -> object:
-        if chunks[which[0]] == first.chunk.token_ids:
+    def failing(chunks: Sequence[Sequence[int]], *arguments: Any) -> object:
+        if chunks[-1] == first.chunk.token_ids:
             raise RuntimeError("out of memory")
-        return precompute_document(chunks, prefix_ids, which)
+        return precompute_document(chunks, *arguments)
 
     monkeypatch.setattr(engine.fusor, "precompute_document", failing)
     for scored in (first, second):
-        engine.store.delete(key_of(engine.fusor, scored))
+        engine.store.delete(key_of(engine, scored.chunk))
     assert ask(engine).plan.misses == 2
     engine.drain()
     assert "out of memory" in caplog.text
-    assert key_of(engine.fusor, first) not in engine.store
-    assert key_of(engine.fusor, second) in engine.store
+    assert key_of(engine, first.chunk) not in engine.store
+    assert key_of(engine, second.chunk) in engine.store
     monkeypatch.undo()
     assert ask(engine).plan.misses == 1
     engine.drain()
@@ -117,7 +118,7 @@ def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, c
 def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a request runs no hole is filled, not its own either; when it is done, or has failed, they are."""
     monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
-    missing = key_of(engine.fusor, ask(engine).chunks[0])
+    missing = key_of(engine, ask(engine).chunks[0].chunk)
     generate, pause, seen = engine.fusor.generate, threading.Event(), []
 
     def slow(*arguments: object, **options: object) -> list[int]:
@@ -143,7 +144,7 @@ def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPa
 def test_holes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that never pause postpone the filling of a hole for a while only."""
     monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 0.01)
-    missing = key_of(engine.fusor, ask(engine).chunks[0])
+    missing = key_of(engine, ask(engine).chunks[0].chunk)
     engine.store.delete(missing)
     with engine._holes:
         ask(engine)
@@ -190,17 +191,16 @@ def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
     precompute_document, filled = engine.fusor.precompute_document, list[int]()
 
-    def noting(chunks: Sequence[Sequence[int]], prefix_ids: Sequence[int], which: Sequence[int]) -> object:
+    def noting(chunks: Sequence[Sequence[int]], *arguments: Any) -> object:
         filled.append(chunks[0][0])
-        return precompute_document(chunks, prefix_ids, which)
+        return precompute_document(chunks, *arguments)
 
     monkeypatch.setattr(engine.fusor, "precompute_document", noting)
-    prefix_ids = (engine.fusor.tokenizer.bos_token_id,)
     with engine.holes:  # so that the filler does not begin
         for namespace, first_ids in (("many", range(10, 17)), ("few", range(20, 22)), ("one", range(30, 31))):
             for first_id in first_ids:
                 token_ids = (first_id, 5, 6)
-                engine.holes.fill(engine._prefiller.key(token_ids, namespace), token_ids, prefix_ids, tuple)
+                engine.holes.fill(engine._prefiller.key(token_ids, (), namespace), token_ids, ())
     engine.drain()
     assert filled == [10, 20, 30, 11, 21]
 

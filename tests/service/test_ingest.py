@@ -3,11 +3,11 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from engines import CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine
+from engines import CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 
 from cacheblend.retriever import Document
 from cacheblend.service import Engine
-from cacheblend.store import ChunkKey, ChunkKV
+from cacheblend.store import ChunkKV
 from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError, StoreFullError
 
 
@@ -28,17 +28,16 @@ def test_report(open_engine: OpenEngine) -> None:
     assert report.as_dict()["tokens"] == report.tokens
     assert (stored(engine), engine.store.stats().pending_writes) == (len(chunks), 0)
     for chunk in chunks:
-        key = ChunkKey.of(chunk.token_ids, prefix_ids=(0,), model=engine.fusor.fingerprint)
-        kv = engine.store.get(key)
+        kv = engine.store.get(key_of(engine, chunk))
         assert kv is not None
-        assert (kv.token_ids, kv.prefix_ids) == (chunk.token_ids, (0,))
+        assert (kv.token_ids, kv.prefix_ids) == (chunk.token_ids, head_of(engine))
 
 
 def test_again(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was ingested is not computed again, by the same engine or by the next on the same folder."""
     first = open_engine()
     chunks = first.ingest(DOCUMENTS).chunks
-    monkeypatch.setattr(first.fusor.decoder, "run_alone", None)
+    monkeypatch.setattr(first.fusor.decoder, "run_isolated", None)
     again = first.ingest(DOCUMENTS)
     assert (again.added, again.unchanged, again.computed, again.already_stored) == (0, len(DOCUMENTS), 0, chunks)
     assert again.tokens == 0

@@ -6,13 +6,15 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine
+import torch
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 from fakes import FakeEmbedder
 from prompts import assert_same_kv
 from rich.console import Console
@@ -106,33 +108,38 @@ def test_evictions_of_a_stream(open_engine: OpenEngine, caplog: pytest.LogCaptur
 
 
 def test_without_document_context(open_engine: OpenEngine) -> None:
-    """Without it, chunks are computed alone, with the same keys and values."""
-    engine = open_engine(document_context=False)
-    engine.ingest(DOCUMENTS)
-    plain = {entry.key: engine.store.get(entry.key) for entry in engine.store.ls()}
-    assert all(kv is not None and kv.context is None for kv in plain.values())
+    """Without it, a chunk is computed after the head alone; with it the first chunks' KV is the same, and the others' is not."""
+    engine = open_engine(context_document_tokens=0)
     other = open_engine(store_dir=Path(engine.config.store_dir).parent / "with context")
+    engine.ingest(DOCUMENTS)
     other.ingest(DOCUMENTS)
-    for key, kv in plain.items():
-        twin = other.store.get(key)
-        assert twin is not None
+    for chunk in engine.retriever.chunks():
+        kv = engine.store.get(key_of(engine, chunk))
         assert kv is not None
-        assert_same_kv(twin, kv)
-    assert any(other.store.get(key).context is not None for key in plain)  # type: ignore[union-attr]  # looked up above
+        assert kv.context == ""
+        assert_same_kv(kv, engine.fusor.precompute(chunk.token_ids, head_of(engine)))
+        twin = other.store.get(key_of(other, chunk))
+        assert twin is not None
+        if chunk.position:
+            assert key_of(other, chunk) not in engine.store
+            assert not torch.allclose(twin.layers[-1][1], kv.layers[-1][1], rtol=0, atol=1e-3)
+        else:
+            assert key_of(other, chunk) == key_of(engine, chunk)
+            assert_same_kv(twin, kv)
 
 
 def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
     """Ingest, and be killed when so many passes through the model are done."""
     ingester.BATCH_DOCUMENTS, precompute.PASS_TOKENS = 3, 100
     left = iter(range(passes))
-    run_alone = Decoder.run_alone
+    run_isolated = Decoder.run_isolated
 
-    def deadly(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> object:
+    def deadly(decoder: Decoder, *arguments: Any) -> object:
         if next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return run_alone(decoder, sequences)
+        return run_isolated(decoder, *arguments)
 
-    Decoder.run_alone = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
+    Decoder.run_isolated = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
     config = EngineConfig(model=model, store_dir=store_dir, chunk_tokens=CHUNK_TOKENS)
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest_stream(MANY)
@@ -153,7 +160,7 @@ def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_p
     entries = engine.store.stats().nvme.entries
     assert 0 < stored < entries
     assert (report.computed, report.documents) == (entries - stored, len(MANY))
-    assert entries == len({chunk.token_ids for chunk in engine.retriever.chunks()})
+    assert entries == len({key_of(engine, chunk) for chunk in engine.retriever.chunks()})
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -44,7 +44,7 @@ def test_closing(open_ingested: OpenEngine, tmp_path: Path) -> None:
 
 def test_closing_with_holes_left(engine: Engine) -> None:
     """Closing does not wait for the holes that are left; the next engine finds them again."""
-    engine.store.delete(key_of(engine.fusor, engine.answer(QUESTION, top_k=TOP_K).chunks[0]))
+    engine.store.delete(key_of(engine, engine.answer(QUESTION, top_k=TOP_K).chunks[0].chunk))
     with engine._holes:
         engine.answer(QUESTION, top_k=TOP_K)
         engine.close()
@@ -53,7 +53,7 @@ def test_closing_with_holes_left(engine: Engine) -> None:
 
 def test_closing_in_the_middle_of_a_hole(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits for the precompute that is under way, and its KV is stored."""
-    key = key_of(engine.fusor, engine.answer(QUESTION, top_k=TOP_K).chunks[0])
+    key = key_of(engine, engine.answer(QUESTION, top_k=TOP_K).chunks[0].chunk)
     engine.store.delete(key)
     precompute_document, begun, gate = engine.fusor.precompute_document, threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Chunks that are not stored, computed alone at once and blended (`holes="precompute"`)."""
+"""Chunks that are not stored, computed after their context at once and blended (`holes="precompute"`)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from recorded import RecordedAnswer, check_replay
 from cacheblend.blend import Schedule
 from cacheblend.loader import LoaderConfig, LoadingController
 from cacheblend.service import Engine
+from cacheblend.store import context_digest
 from cacheblend.store.errors import StoreFullError
 
 
 @pytest.fixture
 def engine(open_ingested: OpenEngine) -> Engine:
-    """With the documents ingested; nothing is to be known of what stands before a chunk."""
-    return open_ingested(holes="precompute", document_context=False)
+    """With the documents ingested; no chunk stands after another of its document."""
+    return open_ingested(holes="precompute", context_document_tokens=0)
 
 
 @pytest.mark.parametrize("method", ["blend", "full_reuse"])
@@ -32,7 +33,7 @@ def test_a_cold_answer_is_the_warm_one(engine: Engine, method: str) -> None:
     assert (warm.plan.hits, warm.plan.misses) == (TOP_K, 0)
     for missing in (warm.chunks[1:2], warm.chunks):
         for scored in missing:
-            engine.store.delete(key_of(engine.fusor, scored))
+            engine.store.delete(key_of(engine, scored.chunk))
         cold = ask(engine, method)
         assert (cold.plan.hits, cold.plan.misses) == (TOP_K - len(missing), len(missing))
         assert kinds(cold) == kinds(warm)
@@ -49,7 +50,7 @@ def test_what_needs_its_document_is_recomputed(open_ingested: OpenEngine) -> Non
     """Of a document's chunks the first is precomputed; another one is a hole, and is stored later with its context."""
     engine = open_ingested(holes="precompute")
     chunks = engine.retriever.chunks("while")[:2]
-    keys = [engine._prefiller.key(chunk.token_ids) for chunk in chunks]
+    keys = [key_of(engine, chunk) for chunk in chunks]
     for key in keys:
         engine.store.delete(key)
     cold = ask(engine, documents=chunks)
@@ -59,7 +60,7 @@ def test_what_needs_its_document_is_recomputed(open_ingested: OpenEngine) -> Non
     first, second = (engine.store.get(key) for key in keys)
     assert first is not None
     assert second is not None
-    assert (first.context, second.context is None) == (None, False)
+    assert (first.context, second.context) == ("", context_digest((), [chunks[0].token_ids]))
 
 
 def test_brought_documents(engine: Engine) -> None:
@@ -112,7 +113,7 @@ def test_kv_that_cannot_be_stored(
 ) -> None:
     """It is logged, and the answer is the same."""
     warm = ask(engine)
-    engine.store.delete(key_of(engine.fusor, warm.chunks[0]))
+    engine.store.delete(key_of(engine, warm.chunks[0].chunk))
 
     def refuse(*_: object, **__: object) -> None:
         raise error
@@ -123,10 +124,9 @@ def test_kv_that_cannot_be_stored(
     assert f"was not stored: {type(error).__name__}: no room" in caplog.text
 
 
-def test_full_recompute_computes_no_hole_first(open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the controller expects a full prefill to be sooner than chunks alone and a blend, holes are filled afterwards."""
-    engine = open_ingested(holes="precompute", document_context=False, recompute_ratio=None)
-    monkeypatch.setattr(engine.fusor, "precompute", None)
+def test_full_recompute_computes_no_hole_first(open_ingested: OpenEngine) -> None:
+    """Where the controller expects a full prefill to be sooner than precomputed chunks and a blend, holes are filled afterwards."""
+    engine = open_ingested(holes="precompute", context_document_tokens=0, recompute_ratio=None)
     engine._prefiller.controller = LoadingController(
         LoaderConfig(quality_ratio=0.5), linear_profile(layers=4, row_s=1.0), Schedule(0.0), ()
     )

@@ -109,7 +109,7 @@ def test_cancelling(engine: Engine, when: str) -> None:
         assert isinstance(third.result(), Done)
         assert victim.end is None
     for scored in engine.answer(QUESTION, top_k=4).chunks:
-        assert not engine.store._pins.is_pinned(key_of(engine.fusor, scored).digest)
+        assert not engine.store._pins.is_pinned(key_of(engine, scored.chunk).digest)
 
 
 def test_full_queue(engine: Engine) -> None:
