@@ -56,13 +56,13 @@ def test_damaged_entries(open_ingested: OpenEngine, caplog: pytest.LogCaptureFix
     """However many entries of a request are damaged on NVMe, each is logged, counted, a hole, and written anew."""
     engine = open_ingested(ram_budget_bytes=1)
     keys = [key_of(engine, scored.chunk) for scored in ask(engine, "full_recompute").chunks[:count]]
-    good = {key: entry_file(engine, key).read_bytes() for key in keys}
     whole = ask(engine, method)
     assert {segment.tier for segment in whole.plan.segments[1:-1]} == {"nvme"}
     for key in keys:
         engine.store.delete(key)
     holed = ask(engine, method)
     engine.drain()
+    good = {key: entry_file(engine, key).read_bytes() for key in keys}
     damage(engine, keys)
     with caplog.at_level(logging.WARNING):
         answer = ask(engine, method)

@@ -108,7 +108,7 @@ def test_evictions_of_a_stream(open_engine: OpenEngine, caplog: pytest.LogCaptur
 
 
 def test_without_document_context(open_engine: OpenEngine) -> None:
-    """Without it, a chunk is computed after the head alone; with it the first chunks' KV is the same, and the others' is not."""
+    """Without it, chunks are computed after the head alone; with it, so are the first ones, and the others are not."""
     engine = open_engine(context_document_tokens=0)
     other = open_engine(store_dir=Path(engine.config.store_dir).parent / "with context")
     engine.ingest(DOCUMENTS)
