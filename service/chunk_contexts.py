@@ -26,22 +26,27 @@ REMEMBERED_DOCUMENTS = 1024
 Earlier = tuple[tuple[int, ...], ...]
 
 
-def chunk_context(fusor: Fusor, filler: str, document_tokens: int) -> ChunkContext:
+def chunk_context(fusor: Fusor, filler: str, document_tokens: int, head_tokens: int = 0) -> ChunkContext:
     """The context of a model's chunks.
 
     Args:
         fusor: the model, with its tokenizer.
         filler: "auto" for the model's own filler or else the package's, "none", or the path of a UTF-8 text file whose
             passages stand apart by empty lines. Whole passages are taken, up to `FILLER_TOKENS`.
-        document_tokens: see `ChunkContext`; cut to half of the model's positions.
+        document_tokens: see `ChunkContext`; cut to half of the model's positions, and to those that head and filler leave.
+        head_tokens: tokens of the head that chunks are computed after.
 
     Raises:
         ConfigError: the file cannot be read, or has no text.
     """
     positions = fusor.max_positions
     limit = FILLER_TOKENS if positions is None else min(FILLER_TOKENS, positions // POSITIONS_SHARE)
-    window = document_tokens if positions is None else min(document_tokens, positions // 2)
-    return ChunkContext(filler_ids=_filler_ids(fusor, filler, limit), document_tokens=window)
+    filler_ids = _filler_ids(fusor, filler, limit)
+    window = document_tokens
+    if positions is not None:
+        left = max(1, positions - head_tokens - len(filler_ids))
+        window = min(document_tokens, positions // 2, left)
+    return ChunkContext(filler_ids=filler_ids, document_tokens=window)
 
 
 def _filler_ids(fusor: Fusor, filler: str, limit: int) -> tuple[int, ...]:

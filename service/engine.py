@@ -60,7 +60,8 @@ class Engine:
         self._changing = threading.Lock()  # of the documents
         self._prompts = PromptBuilder(self.fusor.tokenizer, config.instruction)
         self.config = config = calibrated(config, self.fusor, self._prompts.head)
-        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens)
+        head_tokens = len(self._prompts.head)
+        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, head_tokens)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))

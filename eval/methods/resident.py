@@ -31,7 +31,7 @@ class StoredContexts:
     """
 
     def __init__(self, fusor: Fusor, head: Sequence[int], filler: str = "auto") -> None:
-        context, bos = chunk_context(fusor, filler, DOCUMENT_TOKENS), fusor.tokenizer.bos_token_id
+        context, bos = chunk_context(fusor, filler, DOCUMENT_TOKENS, len(head)), fusor.tokenizer.bos_token_id
         self._known: dict[str, tuple[tuple[int, ...], ChunkContext]] = {
             "default": (tuple(head), context),
             "filler": (tuple(head), replace(context, document_tokens=0)),

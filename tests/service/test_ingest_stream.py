@@ -7,29 +7,27 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
+import torch
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 from fakes import FakeEmbedder
 from prompts import assert_same_kv
 from rich.console import Console
 
-from cacheblend.blend import ChunkContext, precompute
+from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
 from cacheblend.retriever import Document
 from cacheblend.service import Engine, EngineConfig, ingester
 from cacheblend.service.document_stream import DocumentStream, Shard, StreamSize
 from cacheblend.service.ingest_progress import IngestProgress
-from cacheblend.store import context_digest
 from cacheblend.store.errors import ConfigError, InputError
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
-WINDOW = 3 * CHUNK_TOKENS
 
 
 @pytest.fixture(autouse=True)
@@ -109,23 +107,25 @@ def test_evictions_of_a_stream(open_engine: OpenEngine, caplog: pytest.LogCaptur
     assert caplog.text.count("did not stay within nvme_budget_bytes=300000") == 1
 
 
-def test_documents_are_read_in_windows(open_engine: OpenEngine, tmp_path: Path) -> None:
-    """A chunk's KV is the model's own after the head and its document's earlier text; without windows, after the head alone."""
-    for tokens in (0, WINDOW, 2048):
-        engine = open_engine(context_document_tokens=tokens, store_dir=tmp_path / str(tokens))
-        engine.ingest(DOCUMENTS[:2])
-        for document in DOCUMENTS[:2]:
-            chunks = [chunk.token_ids for chunk in engine.retriever.chunks(str(document["id"]))]
-            earlier = ChunkContext(document_tokens=tokens).earlier(chunks)
-            least, most = {0: (0, 0), WINDOW: (1, len(chunks) - 2), 2048: (len(chunks) - 1,) * 2}[tokens]
-            assert least <= max(map(len, earlier)) <= most
-            for chunk, before in zip(chunks, earlier, strict=True):
-                kv = engine.store.get(engine._prefiller.key(chunk, before))
-                assert kv is not None
-                assert (kv.prefix_ids, kv.context) == (head_of(engine), context_digest((), before))
-                stands_after = [*head_of(engine), *(token for one in before for token in one)]
-                alone = engine.fusor.precompute(chunk, stands_after)
-                assert_same_kv(kv, replace(alone, prefix_ids=kv.prefix_ids))
+def test_without_document_context(open_engine: OpenEngine) -> None:
+    """Without it, chunks are computed after the head alone; with it, so are the first ones, and the others are not."""
+    engine = open_engine(context_document_tokens=0)
+    other = open_engine(store_dir=Path(engine.config.store_dir).parent / "with context")
+    engine.ingest(DOCUMENTS)
+    other.ingest(DOCUMENTS)
+    for chunk in engine.retriever.chunks():
+        kv = engine.store.get(key_of(engine, chunk))
+        assert kv is not None
+        assert kv.context == ""
+        assert_same_kv(kv, engine.fusor.precompute(chunk.token_ids, head_of(engine)))
+        twin = other.store.get(key_of(other, chunk))
+        assert twin is not None
+        if chunk.position:
+            assert key_of(other, chunk) not in engine.store
+            assert not torch.allclose(twin.layers[-1][1], kv.layers[-1][1], rtol=0, atol=1e-3)
+        else:
+            assert key_of(other, chunk) == key_of(engine, chunk)
+            assert_same_kv(twin, kv)
 
 
 def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:

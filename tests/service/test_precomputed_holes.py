@@ -124,20 +124,18 @@ def test_kv_that_cannot_be_stored(
     assert f"was not stored: {type(error).__name__}: no room" in caplog.text
 
 
-def test_full_recompute_computes_no_hole_first(open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the controller expects a full prefill to be sooner than chunks by themselves and a blend, holes wait."""
+def test_full_recompute_computes_no_hole_first(open_ingested: OpenEngine) -> None:
+    """Where a full prefill is expected to be sooner than precomputed chunks and a blend, holes are filled afterwards."""
     engine = open_ingested(holes="precompute", context_document_tokens=0, recompute_ratio=None)
-    monkeypatch.setattr(engine._prefiller, "_precompute", None)
     engine._prefiller.controller = LoadingController(
         LoaderConfig(quality_ratio=0.5), linear_profile(layers=4, row_s=1.0), Schedule(0.0), ()
     )
     engine.store.clear()
-    with engine.holes:  # so that the filler does not begin
-        cold = ask(engine)
-        assert cold.plan.loading is not None
-        assert cold.plan.loading.full_recompute
-        assert cold.plan.loading.precompute_s > 0
-        assert set(kinds(cold)) == {"fresh"}
-        assert engine.store.stats().nvme.entries == 0
+    cold = ask(engine)
+    assert cold.plan.loading is not None
+    assert cold.plan.loading.full_recompute
+    assert cold.plan.loading.precompute_s > 0
+    assert set(kinds(cold)) == {"fresh"}
+    assert engine.store.stats().nvme.entries == 0
     engine.drain()
     assert engine.store.stats().nvme.entries == TOP_K
