@@ -23,12 +23,14 @@ class PlannedSegment:
         token_ids: its token ids.
         key: hex of the store's key, or with "prefix_cache" the hash of a block; None where nothing is looked up.
         tier: "ram", "nvme", "memory" (held by the engine), or None for what was computed now.
+        earlier: the chunks of its document that a chunk's KV is computed after.
     """
 
     kind: str
     token_ids: tuple[int, ...] = field(repr=False)
     key: str | None = None
     tier: str | None = None
+    earlier: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

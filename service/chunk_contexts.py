@@ -58,8 +58,9 @@ def _filler_ids(fusor: Fusor, filler: str, limit: int) -> tuple[int, ...]:
 
 
 def _filler_text(model: Any, filler: str) -> str:
-    own = Path(str(model.name_or_path)) / FILLER_FILE
-    path = Path(filler).expanduser() if filler != "auto" else own if own.is_file() else PACKAGED_FILLER
+    folder = str(model.name_or_path)  # empty for a model that was loaded from nowhere: not the working directory
+    own = Path(folder) / FILLER_FILE
+    path = Path(filler).expanduser() if filler != "auto" else own if folder and own.is_file() else PACKAGED_FILLER
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -28,12 +28,13 @@ def planned_segments(
 ) -> tuple[PlannedSegment, ...]:
     """The prompt's segments, given each chunk's KV; without `ends` what is stored was not used: neither a hit nor a miss."""
     segments = list(as_fresh(pieces.head) if ends is None else (*ends.planned, *as_fresh(ends.head)))
-    for chunk, key, kv in zip(pieces.chunks, keys, kvs, strict=True):
+    for index, (chunk, key, kv) in enumerate(zip(pieces.chunks, keys, kvs, strict=True)):
+        earlier = pieces.earlier_of(index)
         if kv is None:
-            segments.append(PlannedSegment(kind="fresh", token_ids=chunk, key=str(key)))
+            segments.append(PlannedSegment(kind="fresh", token_ids=chunk, key=str(key), earlier=earlier))
         elif ends is not None:
             tier = kv.tier if isinstance(kv, Placement) else None
-            segments.append(PlannedSegment(kind="reused", token_ids=chunk, key=str(key), tier=tier))
+            segments.append(PlannedSegment(kind="reused", token_ids=chunk, key=str(key), tier=tier, earlier=earlier))
         else:
             segments += as_fresh(chunk)
     return (*segments, *as_fresh(pieces.tail if ends is None else ends.tail))

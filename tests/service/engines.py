@@ -11,10 +11,9 @@ import torch
 from fakes import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.blend import Fusor
-from cacheblend.retriever import ScoredChunk
+from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.service import Answer, AnswerPlan, Engine
-from cacheblend.store import ChunkKey
+from cacheblend.store import ChunkKey, context_digest
 
 OpenEngine = Callable[..., Engine]
 POSITIONS = 512
@@ -62,9 +61,25 @@ def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
     return engine.answer(QUESTION, method=method, **{"top_k": TOP_K, **options})
 
 
-def key_of(fusor: Fusor, scored: ScoredChunk) -> ChunkKey:
-    """A retrieved chunk's key, made from what the chunk is: its ids alone behind BOS."""
-    return ChunkKey.of(scored.chunk.token_ids, prefix_ids=(fusor.tokenizer.bos_token_id,), model=fusor.fingerprint)
+def head_of(engine: Engine) -> tuple[int, ...]:
+    """What every prompt of an engine without a chat template begins with: BOS and the instruction."""
+    tokenizer = engine.fusor.tokenizer
+    return (tokenizer.bos_token_id, *PlainTokenizer(tokenizer).ids(engine.config.instruction))
+
+
+def key_of(engine: Engine, chunk: Chunk) -> ChunkKey:
+    """An ingested chunk's key, made from what it is computed after: the head, and all of its short document before it.
+
+    The tiny model has no room for a filler passage.
+    """
+    before = [other.token_ids for other in engine.retriever.chunks(chunk.document_id) if other.position < chunk.position]
+    return ChunkKey.of(
+        chunk.token_ids,
+        prefix_ids=head_of(engine),
+        context=context_digest((), before if engine.config.context_document_tokens else ()),
+        model=engine.fusor.fingerprint,
+        codec=engine.config.codec,
+    )
 
 
 def prompt_of(plan: AnswerPlan) -> tuple[int, ...]:

@@ -10,7 +10,11 @@ from typing import Any, Literal
 import torch
 
 from cacheblend.blend import ExplicitPositions, FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service import Answer, AnswerPlan
+from cacheblend.service.chunk_contexts import chunk_context
+from cacheblend.service.config import INSTRUCTION
+from cacheblend.service.prompt import PromptBuilder
 
 TIE = 1e-3  # of two logits: closer ones may change places by rounding
 Verdict = Literal["equal", "tie", "differs"]
@@ -22,14 +26,14 @@ class RecordedAnswer:
 
     Args:
         method: that was asked for.
-        segments: kind and token ids of each.
+        segments: kind and token ids of each, and the chunks of its document that it is computed after.
         recomputed: per layer the positions that were recomputed.
         token_ids: the answer's.
         text: the answer's.
     """
 
     method: str
-    segments: Sequence[tuple[str, Sequence[int]]]
+    segments: Sequence[tuple[str, Sequence[int], Sequence[Sequence[int]]]]
     recomputed: Sequence[Sequence[int]]
     token_ids: Sequence[int]
     text: str
@@ -44,7 +48,7 @@ class RecordedAnswer:
         """Of a plan and the tokens that came of it."""
         return cls(
             method=plan.method,
-            segments=[(segment.kind, segment.token_ids) for segment in plan.segments],
+            segments=[(segment.kind, segment.token_ids, segment.earlier) for segment in plan.segments],
             recomputed=[positions.tolist() for positions in plan.recomputed],
             token_ids=token_ids,
             text=text,
@@ -62,21 +66,25 @@ class RecordedAnswer:
     @property
     def can_be_replayed(self) -> bool:
         """Whether the plan says it all: the KV of "blended" segments is an earlier request's."""
-        return all(kind != "blended" for kind, _ in self.segments)
+        return all(kind != "blended" for kind, *_ in self.segments)
 
 
 def replay_prompt(fusor: Fusor, recorded: RecordedAnswer) -> FusedPrompt:
     """Prefill a recorded prompt alone, from KV that is computed anew."""
     if recorded.method == "full_recompute":
-        return fusor.prefill([token for _, token_ids in recorded.segments for token in token_ids])
-    bos = (fusor.tokenizer.bos_token_id,)
+        return fusor.prefill([token for _, token_ids, _ in recorded.segments for token in token_ids])
+    head = PromptBuilder(fusor.tokenizer, INSTRUCTION).head
+    context = chunk_context(fusor, "auto", DOCUMENT_TOKENS)
 
-    def segment_of(kind: str, token_ids: Sequence[int]) -> Segment:
+    def segment_of(kind: str, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> Segment:
         if kind == "fresh":
             return Segment(token_ids)
-        return Segment(token_ids, fusor.precompute(token_ids, () if kind == "exact" else bos), exact=kind == "exact")
+        if kind == "exact":
+            return Segment(token_ids, fusor.precompute(token_ids), exact=True)
+        (kv,) = fusor.precompute_document([*earlier, token_ids], head, [len(earlier)], context)
+        return Segment(token_ids, kv)
 
-    segments = [segment_of(kind, token_ids) for kind, token_ids in recorded.segments]
+    segments = [segment_of(*segment) for segment in recorded.segments]
     return fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(recorded.recomputed)))
 
 

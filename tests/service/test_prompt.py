@@ -73,15 +73,13 @@ def test_chunks_keep_their_ids(builder: PromptBuilder) -> None:
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_special_tokens_in_texts_stay_text(template: str | None) -> None:
-    """The text of special tokens in an instruction, a document, a question or a chunk prefix is text, and reads as it was."""
+    """The text of special tokens in an instruction, a document or a question is text, and reads as it was."""
     plain = PromptBuilder(tokenizer(template), "Read this: ")
-    loaded = PromptBuilder(tokenizer(template), "Read </s> this: ", chunk_prefix="</s> <s>")
+    loaded = PromptBuilder(tokenizer(template), "Read </s> this: ")
     pieces = loaded.build(split([{"text": "a </s> and <s> b"}]), "what is <s> or </s>?")
     specials = [token for token in plain.build([], "what?").token_ids if token in (BOS, EOS)]
     assert [token for token in pieces.token_ids if token in (BOS, EOS)] == specials
-    assert loaded.chunk_prefix_ids[0] == BOS
-    assert EOS not in loaded.chunk_prefix_ids
-    assert BOS not in loaded.chunk_prefix_ids[1:]
+    assert [token for token in loaded.head if token in (BOS, EOS)] == [token for token in plain.head if token in (BOS, EOS)]
     for text in ("Read </s> this: ", "a </s> and <s> b", "what is <s> or </s>?"):
         assert text in tokenizer().decode(pieces.token_ids)
 
@@ -113,14 +111,17 @@ def test_a_template_that_trims() -> None:
     assert pieces[0] == pieces[1]
 
 
-def test_prefixes() -> None:
-    """Chunks are computed behind BOS, where there is one, and the configured text; a request's instruction is not in it."""
-    text = tokenizer().encode("Documents: ", add_special_tokens=False)
-    for instruction in ("", INSTRUCTION):
-        assert PromptBuilder(tokenizer(), instruction).chunk_prefix_ids == (BOS,)
-        assert PromptBuilder(tokenizer(TEMPLATE), instruction, "Documents: ").chunk_prefix_ids == (BOS, *text)
-    bare = PromptBuilder(tokenizer(eos_token="</s>"), "")
-    assert (bare.chunk_prefix_ids, bare.head) == ((), ())
+def test_heads() -> None:
+    """Chunks are computed after what every prompt begins with, template and instruction included; where that is nothing, so."""
+    for template in (None, TEMPLATE):
+        for instruction in ("", INSTRUCTION):
+            builder = PromptBuilder(tokenizer(template), instruction)
+            pieces = [builder.build(split(documents), "what?") for documents in (DOCUMENTS[:1], DOCUMENTS[1:3])]
+            assert {one.token_ids[: len(builder.head)] for one in pieces} == {builder.head}
+            assert builder.head[0] == BOS
+            text = tokenizer().encode(instruction, add_special_tokens=False)
+            assert builder.head[len(builder.head) - len(text) :] == tuple(text)
+    assert PromptBuilder(tokenizer(eos_token="</s>"), "").head == ()
 
 
 @pytest.mark.parametrize("question", ["", "  \n", None, 3])
@@ -131,9 +132,9 @@ def test_no_question(builder: PromptBuilder, question: Any) -> None:
 
 
 def test_engine_with_template(fusor: Fusor, open_engine: OpenEngine) -> None:
-    """An engine whose model has a chat template and a chunk prefix reuses chunks, and is exact where it must be."""
+    """An engine whose model has a chat template reuses chunks, and is exact where it must be."""
     templated = Fusor(fusor.model, tokenizer(TEMPLATE), fingerprint=fusor.fingerprint)
-    engine = open_engine(fusor=templated, chunk_prefix="Documents: ")
+    engine = open_engine(fusor=templated)
     engine.ingest(DOCUMENTS)
     blend = engine.answer(QUESTION, top_k=TOP_K, recompute_ratio=1.0)
     full = engine.answer(QUESTION, top_k=TOP_K, method="full_recompute")

@@ -26,7 +26,7 @@ def test_differs(engine: Engine) -> None:
     recorded = RecordedAnswer.of(engine.answer(QUESTION, top_k=TOP_K, max_tokens=20))
     tokens = list(recorded.token_ids)
     tokens[7] = (tokens[7] + 1) % 500
-    chunks = [at for at, (kind, _) in enumerate(recorded.segments) if kind == "reused"]
+    chunks = [at for at, (kind, *_) in enumerate(recorded.segments) if kind == "reused"]
     segments = list(recorded.segments)
     segments[chunks[0]], segments[chunks[-1]] = segments[chunks[-1]], segments[chunks[0]]
     assert check_replay(engine.fusor, replace(recorded, token_ids=tokens)) == "differs"

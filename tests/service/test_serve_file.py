@@ -117,4 +117,4 @@ def test_options_are_the_configs_own() -> None:
     for config in (HttpConfig, ServingConfig):
         assert {field.name for field in fields(config)} <= options
     left = {field.name for field in fields(EngineConfig)} - options
-    assert left == {"instruction", "chunk_prefix", "document_context", "loader"}
+    assert left == {"instruction", "loader"}
