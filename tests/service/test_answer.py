@@ -6,13 +6,26 @@ import threading
 
 import pytest
 import torch
-from engines import BROUGHT, DOCUMENTS, ODD_DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, furthest, key_of, kinds, prompt_of
+from engines import (
+    BROUGHT,
+    DOCUMENTS,
+    ODD_DOCUMENTS,
+    QUESTION,
+    TOP_K,
+    OpenEngine,
+    ask,
+    furthest,
+    head_of,
+    key_of,
+    kinds,
+    prompt_of,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from cacheblend.blend import ExplicitPositions, FusionConfig, Fusor, Segment
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.service import Answer, Engine
-from cacheblend.store import BLOCK_TOKENS, ChunkKey
+from cacheblend.store import BLOCK_TOKENS, ChunkKey, context_digest
 
 METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
 
@@ -38,8 +51,10 @@ def test_methods_run_the_same_tokens(engine: Engine) -> None:
     assert kinds(warm["full_reuse"]) == kinds(warm["blend"]) == ["exact", *["reused"] * TOP_K, "fresh"]
 
 
-def test_plan_counts(engine: Engine) -> None:
+@pytest.mark.parametrize("selector", ["question_attention", "gradual"])
+def test_plan_counts(open_ingested: OpenEngine, selector: str) -> None:
     """A plan tells how many tokens were reusable, how many were recomputed, and where, by the ratio asked for."""
+    engine = open_ingested(selector=selector)
     answer = ask(engine, recompute_ratio=0.25)
     plan = answer.plan
     reusable = sum(len(scored.chunk.token_ids) for scored in answer.chunks)
@@ -47,13 +62,21 @@ def test_plan_counts(engine: Engine) -> None:
     assert plan.reusable_tokens == reusable
     assert plan.recomputed_tokens == pytest.approx(0.25 * reusable, abs=1)
     exact, tail = len(plan.segments[0].token_ids), len(plan.segments[-1].token_ids)
-    assert plan.recomputed[0].tolist() == list(range(exact, plan.prompt_tokens))
+    if selector == "gradual":  # layer 0 runs whole, and every second layer fewer
+        assert plan.recomputed[0].tolist() == list(range(exact, plan.prompt_tokens))
+    else:
+        assert all(torch.equal(positions, plan.recomputed[0]) for positions in plan.recomputed)
     mean = sum(len(positions) - tail for positions in plan.recomputed[1:]) / (len(plan.recomputed) - 1)
     assert mean == pytest.approx(plan.recomputed_tokens)
     assert [segment.key for segment in plan.segments] == [
         None,
-        *(str(key_of(engine.fusor, scored)) for scored in answer.chunks),
+        *(str(key_of(engine, scored.chunk)) for scored in answer.chunks),
         None,
+    ]
+    documents = {scored.chunk.document_id: engine.retriever.chunks(scored.chunk.document_id) for scored in answer.chunks}
+    assert [segment.earlier for segment in plan.segments[1:-1]] == [
+        tuple(chunk.token_ids for chunk in documents[scored.chunk.document_id][: scored.chunk.position])
+        for scored in answer.chunks
     ]
 
 
@@ -77,11 +100,12 @@ def test_full_reuse_recomputes_the_question_alone(engine: Engine) -> None:
     assert furthest(ask(engine), full) < furthest(reuse, full)
 
 
-def test_full_reuse_of_one_chunk_is_exact(open_ingested: OpenEngine) -> None:
-    """A single chunk right behind what it was computed behind loses nothing by full reuse."""
-    engine = open_ingested(instruction="")
-    reuse, full = ask(engine, "full_reuse", top_k=1), ask(engine, "full_recompute", top_k=1)
-    assert kinds(reuse) == ["exact", "reused", "fresh"]
+@pytest.mark.parametrize("chunks", [1, 2, None])
+def test_full_reuse_of_a_document_is_exact(engine: Engine, chunks: int | None) -> None:
+    """A document's chunks from its first one on, right behind the prompt's head, lose nothing by full reuse."""
+    documents = engine.retriever.chunks("while")[:chunks]
+    reuse, full = ask(engine, "full_reuse", documents=documents), ask(engine, "full_recompute", documents=documents)
+    assert kinds(reuse) == ["exact", *["reused"] * len(documents), "fresh"]
     assert furthest(reuse, full) <= 1e-4
     assert reuse.token_ids == full.token_ids
 
@@ -141,7 +165,7 @@ def test_the_same_document_twice(engine: Engine) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_replay(engine: Engine, method: str) -> None:
     """A plan replayed by the fusor alone, from the keys, kinds and positions that it names, gives the same greedy tokens."""
-    engine.store.delete(key_of(engine.fusor, ask(engine, "full_recompute").chunks[1]))
+    engine.store.delete(key_of(engine, ask(engine, "full_recompute").chunks[1].chunk))
     if method == "prefix_cache":
         ask(engine, method)
         engine.drain()
@@ -152,8 +176,9 @@ def test_replay(engine: Engine, method: str) -> None:
     for planned in answer.plan.segments:
         kv = None
         if planned.kind != "fresh":
-            behind = (fusor.tokenizer.bos_token_id,) if planned.kind == "reused" else ()
-            key = ChunkKey.of(planned.token_ids, prefix_ids=behind, model=fusor.fingerprint)
+            behind = head_of(engine) if planned.kind == "reused" else ()
+            context = context_digest((), planned.earlier)
+            key = ChunkKey.of(planned.token_ids, prefix_ids=behind, context=context, model=fusor.fingerprint)
             if planned.tier != "memory":
                 assert planned.key == str(key)
             kv = fusor.precompute(planned.token_ids) if planned.tier == "memory" else store.get(key)

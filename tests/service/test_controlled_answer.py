@@ -125,8 +125,8 @@ class TestController:
         engine = open_ingested(recompute_ratio=None)
         tokens = [len(segment.token_ids) for segment in ask(engine, "full_recompute").plan.segments]
         chunks = ask(engine, "full_recompute").chunks
-        engine.store.get(key_of(engine.fusor, chunks[0]))  # is in RAM from now on
-        engine.store.delete(key_of(engine.fusor, chunks[2]))
+        engine.store.get(key_of(engine, chunks[0].chunk))  # is in RAM from now on
+        engine.store.delete(key_of(engine, chunks[2].chunk))
         told = []
         engine.use_profile(profile_of(engine))
         assert engine.controller is not None

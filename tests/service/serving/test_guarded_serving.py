@@ -193,4 +193,4 @@ def test_closing_drops_checks(engine: Engine, reports: Reports) -> None:
     with guarded(engine, reports) as scheduler:
         answers = [serve(engine, scheduler, QUESTION, top_k=4).result() for _ in range(2)]
     for scored in answers[0].answer.chunks:
-        assert not engine.store._pins.is_pinned(key_of(engine.fusor, scored).digest)
+        assert not engine.store._pins.is_pinned(key_of(engine, scored.chunk).digest)
