@@ -54,7 +54,7 @@ def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize("decode_share", [1.0, 1e-9])
 def test_decode_steps_between_layers(engine: Engine, decode_share: float) -> None:
-    """While one request is prefilled, another goes on decoding, so far as its share goes: between all layers, or none."""
+    """While one request is prefilled, another decodes so far as its share goes: between all layers of question and blend, or none."""
     seen: list[str] = []
     steps = engine.prefill_steps
 
@@ -74,7 +74,7 @@ def test_decode_steps_between_layers(engine: Engine, decode_share: float) -> Non
         engine.prefill_steps = watched  # type: ignore[method-assign]
         assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
         layers = [place for place, kind in enumerate(seen) if kind == "layer"]
-        assert len(layers) == 3 + 4  # the question's pass runs all layers but the last
+        assert len(layers) == 3 + 4  # the question's pass leaves the last layer out
         between = ["token" in seen[one:other] for one, other in itertools.pairwise(layers)]
         assert between == [decode_share == 1] * 6
         first.cancel()
