@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend.store import BLOCK_TOKENS
-
 from .attention import Rows
 from .layer_source import LayerKV
 from .segment import Prompt
@@ -31,16 +29,13 @@ def question_rows(prompt: Prompt) -> torch.Tensor:
     """Sorted positions (S,) that the pass runs: the question's, which stand after the last reusable token, or else the last.
 
     What stands fresh at the prompt's start runs too: without the first token, where attention rests that looks at nothing, the
-    weights mean little. Where the start is exact, in the full blocks that a prefix cache holds, what is left of a block runs: a
-    head that was cached leaves the choice as it is.
+    weights mean little. So much of it as is not exact: the choice is the same whether a prefix of the prompt was cached or not.
     """
     reusable = prompt.reusable_N.nonzero()[:, 0]
     first = int(reusable[-1]) + 1 if len(reusable) else 0
     question = torch.arange(min(max(first, len(prompt) - MAX_QUESTION_TOKENS), len(prompt) - 1), len(prompt))
-    exact = prompt.exact_tokens
-    most = BLOCK_TOKENS if exact else MAX_START_TOKENS
-    start = int(prompt.fresh_N[exact : int(question[0])][:most].long().cumprod(0).sum())
-    return torch.cat([torch.arange(exact, exact + start), question])
+    before = min(int(reusable[0]) if len(reusable) else 0, int(question[0]), MAX_START_TOKENS)
+    return torch.cat([prompt.fresh_N[:before].nonzero()[:, 0], question])
 
 
 class QuestionPass:

@@ -11,7 +11,6 @@ from tiny_models import tiny_model
 
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment, SelectionStep
 from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS, question_rows
-from cacheblend.store import BLOCK_TOKENS
 
 
 class Listening:
@@ -95,8 +94,4 @@ def test_rows_are_the_start_and_the_question() -> None:
 
     assert rows(Segment(BOS), stored, Segment(draw_ids(3, seed=2))) == [0, 11, 12, 13]
     assert rows(Segment(BOS), stored) == [0, 10]
-    head = Segment(BOS, fusor.precompute(BOS), exact=True)
-    assert rows(head, stored, Segment([5])) == [11]
-    assert rows(head, Segment([6, 7]), stored, Segment([5])) == [1, 2, 13]
-    assert rows(head, Segment(draw_ids(40, seed=3)), stored, Segment([5])) == [*range(1, 1 + BLOCK_TOKENS), 51]
     assert rows(Segment(BOS), stored, Segment(draw_ids(100, seed=2))) == [0, *range(111 - MAX_QUESTION_TOKENS, 111)]

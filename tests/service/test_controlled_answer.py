@@ -6,9 +6,11 @@ import pytest
 from engines import BROUGHT, OpenEngine, ask, furthest, key_of
 from profiles import linear_profile
 
-from cacheblend.loader import Profile, describe_device, write_profile
+from cacheblend.loader import LoaderConfig, Profile, describe_device, write_profile
 from cacheblend.service import Engine
 from cacheblend.store.errors import ProfileError
+
+QUALITY_RATIO = LoaderConfig().quality_ratio
 
 
 def profile_of(engine: Engine, **speeds: float) -> Profile:
@@ -27,11 +29,8 @@ class TestController:
     """The ratio is left to the loading controller; its profile is made up here."""
 
     @staticmethod
-    def prepared(open_engine: OpenEngine, load_share: float, *, ram_bytes: int = 1, selector: str = "gradual") -> Engine:
-        """An engine whose profile says that loading a layer of `BROUGHT`, by default from NVMe, is this share of prefill.
-
-        The selector is the paper's, which hides loads behind recompute from layer 0 on.
-        """
+    def prepared(open_engine: OpenEngine, load_share: float, *, ram_bytes: int = 1, selector: str | None = None) -> Engine:
+        """An engine whose profile says that loading a layer of `BROUGHT`, by default from NVMe, is this share of prefill."""
         engine = open_engine(recompute_ratio=None, ram_budget_bytes=ram_bytes, selector=selector)
         ask(engine, "full_reuse", documents=BROUGHT)
         engine.drain()
@@ -43,7 +42,7 @@ class TestController:
     def test_without_a_profile(self, open_engine: OpenEngine) -> None:
         """An engine that finds no profile takes r*, predicts nothing, and measures nothing."""
         answer = ask(open_engine(recompute_ratio=None), documents=BROUGHT)
-        assert (answer.plan.recompute_ratio, answer.plan.loading) == (0.15, None)
+        assert (answer.plan.recompute_ratio, answer.plan.loading) == (QUALITY_RATIO, None)
         assert (answer.timings.predicted_prefill_s, answer.timings.predicted_load_s) == (None, None)
 
     def test_profile_beside_the_store(self, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,36 +67,37 @@ class TestController:
             with pytest.raises(ProfileError, match=f"another {part}: 'other'"):
                 engine.use_profile(dataclasses.replace(profile_of(engine), **{part: "other"}))
 
-    @pytest.mark.parametrize(("selector", "layers_read"), [("gradual", 3), ("question_attention", 4)])
+    @pytest.mark.parametrize(("selector", "layers_read"), [("question_attention", 4), ("gradual", 3)])
     def test_fast_loading(self, open_engine: OpenEngine, selector: str, layers_read: int) -> None:
         """Where loading is fast the ratio is r*; what was predicted stands beside what was measured."""
         answer = ask(self.prepared(open_engine, load_share=0.001, selector=selector), documents=BROUGHT)
         loading = answer.plan.loading
         assert loading is not None
-        assert (loading.ratio, answer.plan.recompute_ratio, loading.full_recompute) == (0.15, 0.15, False)
-        assert loading.load_s == pytest.approx(layers_read * 0.001)
+        assert (loading.ratio, answer.plan.recompute_ratio, loading.full_recompute) == (QUALITY_RATIO, QUALITY_RATIO, False)
+        assert loading.load_s == pytest.approx(0.001 * layers_read)
         assert loading.full_s == pytest.approx(4)
         assert answer.timings.predicted_prefill_s == loading.prefill_s
         assert answer.timings.predicted_load_s == loading.load_s
 
     def test_slow_loading(self, open_engine: OpenEngine) -> None:
         """Where loading is slow the ratio is the one whose recompute hides behind it."""
-        engine = self.prepared(open_engine, load_share=0.001)
+        engine = self.prepared(open_engine, load_share=0.001, selector="gradual")
         head, chunk, tail = (len(segment.token_ids) for segment in ask(engine, documents=BROUGHT).plan.segments)
         # Three layers are loaded while layer 0 and, at ratio 0.5, two later ones are computed.
         load_share = (chunk + tail + 2 * (0.5 * chunk + tail)) / 3 / (head + chunk + tail)
-        plan = ask(self.prepared(open_engine, load_share), documents=BROUGHT).plan
+        plan = ask(self.prepared(open_engine, load_share, selector="gradual"), documents=BROUGHT).plan
         assert plan.loading is not None
         assert 0.3 < plan.loading.ratio <= 0.5  # the earlier layers recompute more than the mean
         assert plan.recompute_ratio == plan.loading.ratio
         assert plan.recomputed_tokens == pytest.approx(plan.recompute_ratio * plan.reusable_tokens, abs=1)
 
-    def test_slow_copies(self, open_engine: OpenEngine) -> None:
+    @pytest.mark.parametrize(("selector", "load_share"), [("question_attention", 0.2), ("gradual", 0.5)])
+    def test_slow_copies(self, open_engine: OpenEngine, selector: str, load_share: float) -> None:
         """What is in RAM a CPU copies between two layers: nothing hides behind that, however slow it is."""
-        plan = ask(self.prepared(open_engine, 0.5, ram_bytes=2**30), documents=BROUGHT).plan
+        plan = ask(self.prepared(open_engine, load_share, ram_bytes=2**30, selector=selector), documents=BROUGHT).plan
         assert plan.loading is not None
         assert plan.loading.load_s_by_tier.keys() == {"ram"}
-        assert plan.recompute_ratio == 0.15
+        assert plan.recompute_ratio == QUALITY_RATIO
         assert plan.loading.prefill_s == pytest.approx(plan.loading.recompute_s + plan.loading.load_s)
 
     def test_the_controller_learns(self, open_engine: OpenEngine) -> None:

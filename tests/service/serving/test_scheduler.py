@@ -54,7 +54,7 @@ def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize("decode_share", [1.0, 1e-9])
 def test_decode_steps_between_layers(engine: Engine, decode_share: float) -> None:
-    """While one request is prefilled, another decodes so far as its share goes: between all layers of question and blend, or none."""
+    """While one request is prefilled, another goes on decoding, so far as its share goes: between all steps, or none."""
     seen: list[str] = []
     steps = engine.prefill_steps
 
