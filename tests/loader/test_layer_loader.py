@@ -218,7 +218,7 @@ def test_one_fusion_each(fusor: Fusor) -> None:
     [("gradual", 1, 1), ("question_attention", 0, 0), ("question_attention", 2, 2), ("question_attention", 3, 6)],
 )
 def test_failure_while_loading(fusor: Fusor, ahead: bool, selector: str, broken: int, steps_done: int) -> None:
-    """Whatever goes wrong in a thread, or in the fusor's own copy, is raised by the fusion as it is, at that layer at the latest."""
+    """Whatever goes wrong in a thread, or in the fusor's own copy, is raised by the fusion as it is, at that layer or before."""
 
     class BrokenLoader(SpyLoader):
         def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:

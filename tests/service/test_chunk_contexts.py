@@ -28,9 +28,7 @@ LONG = {"id": "long", "text": " ".join(f"clause {number} of the loop." for numbe
 
 def model_of(positions: int | None, folder: Path | str = "") -> Any:
     """What `chunk_context` reads of a fusor."""
-    return SimpleNamespace(
-        max_positions=positions, tokenizer=tiny_tokenizer(), model=SimpleNamespace(name_or_path=str(folder))
-    )
+    return SimpleNamespace(max_positions=positions, tokenizer=tiny_tokenizer(), model=SimpleNamespace(name_or_path=str(folder)))
 
 
 def ids_of(*passages: str) -> tuple[int, ...]:
@@ -138,7 +136,8 @@ class TestOtherSettings:
         with open_engine(fusor=fusor, **other) as engine:
             assert engine.store.verify().ok
             assert stored(engine) == old
-            assert (ask(engine).plan.hits, ask(engine).plan.misses) == (0, TOP_K)
+            cold = ask(engine).plan
+            assert (cold.hits, cold.misses) == (0, TOP_K)
             engine.drain()
             assert ask(engine).plan.hits == TOP_K
             report = engine.ingest(DOCUMENTS)
