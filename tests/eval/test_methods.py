@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,9 +110,13 @@ def test_bytes_loaded_leave_layer_0_out_where_it_runs(answers: dict[str, MethodA
         assert answers[name].loaded_bytes == head + chunks * 3 // 4
 
 
-def test_contexts(fusor: Fusor, request_: Request, resident: ResidentRequest) -> None:
-    """Each name is another context of the chunks' KV, computed after just that; with the rest of its document cut off too."""
-    pieces, contexts = request_.pieces, StoredContexts(fusor, request_.pieces.head)
+def test_contexts(fusor: Fusor, request_: Request, tmp_path: Path) -> None:
+    """Each name is another context of the chunks' KV, which is the model's own after just that, and gives other logits."""
+    other = next(WorldSource(seed=2, cases=1).requests(fusor.tokenizer, None)).pieces.chunks[0]
+    (tmp_path / "filler.txt").write_text(fusor.tokenizer.decode(other[:40]))
+    pieces = request_.pieces
+    contexts = StoredContexts(fusor, pieces.head, str(tmp_path / "filler.txt"))
+    resident = ResidentRequest(fusor, request_, contexts, *EverythingCached().cached(pieces.chunks))
     filler = contexts["default"][1].filler_ids
     assert filler
     assert any(pieces.earlier)
@@ -131,7 +136,9 @@ def test_contexts(fusor: Fusor, request_: Request, resident: ResidentRequest) ->
             assert kv is not None
             assert (kv.token_ids, kv.prefix_ids) == (chunk, prefix)
             assert_same_kv(kv, replace(fusor.precompute(chunk, [*prefix, *between]), prefix_ids=prefix))
-        assert len({expected[name] for name in expected}) >= (6 if earlier else 4)
+        assert len(set(expected.values())) >= (
+            5 if earlier else 4
+        )  # the neighbour may be what stands before it in its document
     methods = make_methods(plan_methods(["full_reuse"], [0.3], CONTEXTS), fusor, WORLD)
     logits = {}
     for label, method in methods.items():
@@ -146,8 +153,8 @@ def _joined(chunks: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(token for chunk in chunks for token in chunk)
 
 
-def test_the_oracle_knows_full_prefill(fusor: Fusor, resident: ResidentRequest, answers: dict[str, MethodAnswer]) -> None:
-    """It recomputes tokens whose stored values are far off, of those the question attends to; over exact KV any will do."""
+def test_the_oracle_knows_full_prefill(answers: dict[str, MethodAnswer]) -> None:
+    """It recomputes tokens whose stored values are farther from full prefill's than others', the same ones in every layer."""
     oracle, random = answers["oracle"].fused, answers["random_tokens"].fused
     full, reused = answers["full_recompute"].fused, answers["full_reuse"].fused
     assert oracle is not None

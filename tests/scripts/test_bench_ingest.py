@@ -20,8 +20,9 @@ def test_a_few_chunks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     ratios = {name: value for name, value in summary.items() if "_over_" in name}
-    assert len(ratios) == 7
+    assert set(ratios) == {"ingest_over_forward", "kv_over_forward"}
     assert all(value > 0 for value in ratios.values())
     assert 12 <= summary["chunks"] < 20
-    assert summary["tokens_with_context"] > summary["tokens"]
+    assert summary["tokens_read"] >= summary["tokens"]  # a window of a long document reads some text again
+    assert set(summary["seconds"]) == {"forward", "kv", "ingest"}
     assert not list(tmp_path.iterdir())
