@@ -101,7 +101,7 @@ def test_recomputing_mends_the_kv(fusor: Fusor, resident: ResidentRequest, answe
 
 
 def test_bytes_loaded_leave_layer_0_out_where_it_runs(answers: dict[str, MethodAnswer], resident: ResidentRequest) -> None:
-    """Selectors by KV deviation load all layers but the first of every chunk, full reuse and those that choose before it all."""
+    """Selectors by KV deviation load all layers but the first of every chunk; full reuse and other selectors load all."""
     head = 0 if resident.head_kv is None else resident.head_kv.nbytes
     chunks = sum(kv.nbytes for kv in resident.chunk_kv() if kv is not None)
     for name in ("full_reuse", "epic", "blend", "blend_product", "random_tokens", "oracle"):
