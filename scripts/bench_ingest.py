@@ -1,55 +1,59 @@
-"""The offline precompute job against the model's own batched forward over the tokens that it reads.
+"""The offline precompute job against the model's own batched forward over the very sequences that the job reads.
 
     python scripts/bench_ingest.py                       # 1,000 chunks of the packaged reader's size, about six minutes
     python scripts/bench_ingest.py --chunks 40 --repeats 1
-    python scripts/bench_ingest.py --model DIR --dtype bfloat16 --chunks 300
+    python scripts/bench_ingest.py --model smollm2-135m --chunks 60
 
-Documents are articles of a fictional world (`eval/world`), cut into chunks. Each chunk's KV is computed after the prompt's head
-and the filler passages, which all chunks share, and after its document's earlier text, read in windows. Everything takes turns
-in one process; reported are ratios of medians of seconds.
+Documents are articles of a fictional world (`eval/world`) that the reader never saw, cut into chunks (of 96 tokens for the
+packaged reader), so that every document ends with a shorter one. Everything takes turns in one process; reported are ratios of
+medians of seconds.
 
 Sides:
-`forward`: `model(input_ids, use_cache=True, logits_to_keep=1)` over the same sequences: every window of every document, what is
-read again included, in batches by length, at the batch size that was fastest before; and head and filler once.
-`kv`: the job where the documents are in the index already (a store that was cleared, another codec).
-`ingest`: all that `cacheblend ingest` does once models are loaded: reading the file, splitting, embedding, index, prefill,
-encoding, store with its syncs, closing.
+`forward`: `model(input_ids, use_cache=True, logits_to_keep=1)` of the prompt's head and the filler passages, once, and behind
+its cache of every window of every document (`ChunkContext.windows`). Sequences are sorted by length and padded at the end,
+which a causal model does not see, in batches of the size that was fastest before. A short head without filler runs
+with each window.
+`kv`: the job where the documents are in the index already (a store that was cleared, another codec): prefill, encoding, store
+with its syncs, closing.
+`ingest`: all that `cacheblend ingest` does once models are loaded: reading the file, splitting, embedding, index as well.
 
-Figures: `ingest_over_forward` is `forward` over `ingest`, 1.0 being a job at the speed of the forward alone; `kv_over_forward`
-the same of `kv`. The last stdout line is one JSON object.
+Figures: `kv_over_forward` is seconds of `forward` over those of `kv`, 1.0 being a job at the speed of the forward alone;
+`ingest_over_forward` likewise. The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cacheblend.blend import Fusor
-from cacheblend.blend.precompute import DOCUMENT_TOKENS, readings
+from cacheblend.blend.fusor import SHARED_PREFIX_TOKENS
 from cacheblend.eval.world.case import GROUP_SIZE, CaseConfig
 from cacheblend.eval.world.corpus import documents
 from cacheblend.eval.world.names import Split
 from cacheblend.eval.world.world import make_world
-from cacheblend.retriever import Document, SentenceTransformerEmbedder
+from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.chunk_contexts import chunk_context
-from cacheblend.service.config import DTYPES, INSTRUCTION
-from cacheblend.service.default_model import CHUNK_TOKENS, default_model
+from cacheblend.service.config import DTYPES
+from cacheblend.service.default_model import choose_model
 from cacheblend.service.document_stream import DocumentStream, Shard
 from cacheblend.service.prompt import PromptBuilder
 
-BATCH_SIZES = (1, 4, 8, 16, 32)
+BATCH_SIZES = (1, 4, 8, 16, 32, 64)
 GROUPS = 9  # of each kind of article in a world
 
 
@@ -61,57 +65,74 @@ def articles(seed: str) -> Iterator[dict[str, object]]:
 
 
 class Bench:
-    """One corpus, one model, one embedder, and the calls that are timed."""
+    """One corpus, one model, one embedder, and the calls that are timed.
 
-    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
-        self.directory, self.model, self.dtype = directory, options.model or default_model(), options.dtype
-        self.chunk_tokens = options.chunk_tokens or CHUNK_TOKENS
-        self.fusor = Fusor.from_pretrained(self.model, dtype=DTYPES[self.dtype])
-        self.embedder = SentenceTransformerEmbedder()
-        self.file = directory / "documents.jsonl"
-        self.documents: list[list[Sequence[int]]] = []  # token ids of each one's chunks
-        with self.engine("split") as engine, self.file.open("w", encoding="utf-8") as file:
-            for document in articles(options.seed):
-                if self.chunks >= options.chunks:
-                    break
-                self.documents.append([chunk.token_ids for chunk in engine.retriever.splitter.split(Document.of(document))])
-                file.write(json.dumps(document) + "\n")
-        context = chunk_context(self.fusor, "auto", DOCUMENT_TOKENS)
-        self.shared = [*PromptBuilder(self.fusor.tokenizer, INSTRUCTION).head, *context.filler_ids]
-        self.read = [
-            reading.token_ids for chunks in self.documents for reading in readings(chunks, range(len(chunks)), context)
-        ]
+    Args:
+        directory: an empty folder; stores are made and removed there.
+        chunks: the corpus has at least so many, to the end of a document.
+        model: as for `EngineConfig`; None for the packaged reader.
+        dtype: as for `EngineConfig`.
+        seed: of the world.
+    """
 
-    @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
-        return sum(map(len, self.documents))
-
-    def engine(self, name: str) -> Engine:
-        """An engine over a store of its own, with the models that are loaded."""
-        config = EngineConfig(
-            model=self.model,
-            store_dir=self.directory / name,
-            chunk_tokens=self.chunk_tokens,
+    def __init__(self, directory: Path, chunks: int, model: str | None, dtype: str, seed: str) -> None:
+        choice = choose_model(model, RetrieverConfig().chunk_tokens, directory)
+        self.config = EngineConfig(
+            model=choice.model,
+            store_dir=directory / "store",
+            chunk_tokens=choice.chunk_tokens,
             device="cpu",
-            dtype=self.dtype,
+            dtype=dtype,
             ram_budget_bytes=1,  # as the command has it
         )
-        return Engine(config, fusor=self.fusor, embedder=self.embedder)
+        self.directory, self.file = directory, directory / "documents.jsonl"
+        self.fusor = Fusor.from_pretrained(choice.model, dtype=DTYPES[dtype])
+        self.embedder = SentenceTransformerEmbedder()
+        context = chunk_context(self.fusor, self.config.context_filler, self.config.context_document_tokens)
+        self.documents: list[list[tuple[int, ...]]] = []  # token ids of chunks
+        with self.engine("split") as engine, self.file.open("w", encoding="utf-8") as file:
+            for document in articles(seed):
+                if sum(map(len, self.documents)) >= chunks:
+                    break
+                split = engine.retriever.splitter.split(Document.of(document))
+                self.documents.append([tuple(chunk.token_ids) for chunk in split])
+                file.write(json.dumps(document) + "\n")
+        head = PromptBuilder(self.fusor.tokenizer, self.config.instruction).head
+        before, self.shared = (*head, *context.filler_ids), ()
+        if len(before) >= SHARED_PREFIX_TOKENS:
+            before, self.shared = (), before
+        self.read = [
+            [*before, *chain.from_iterable(own[window.first : window.last])]
+            for own in self.documents
+            for window in context.windows(own)
+        ]
+        self.read.sort(key=len)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(map(len, chain.from_iterable(self.documents)))
+
+    def engine(self, name: str) -> Engine:
+        """An engine over a store of its own, with the models that are loaded, and nothing of an earlier job's."""
+        fusor = Fusor(self.fusor.model, self.fusor.tokenizer, fingerprint=self.fusor.fingerprint)
+        return Engine(replace(self.config, store_dir=self.directory / name), fusor=fusor, embedder=self.embedder)
 
     @torch.no_grad()
     def forward(self, batch_size: int) -> None:
-        """The model's own forward over what is read; neighbours by length stand in one batch, padded where they differ."""
+        """The model's own forward over all that the job reads."""
         model: Any = self.fusor.model
-        by_length = sorted(self.read, key=len)
-        for batch in [[self.shared], *(by_length[at : at + batch_size] for at in range(0, len(by_length), batch_size))]:
-            longest = max(map(len, batch))
-            ids_BN = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch])
-            mask_BN = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in batch])
-            is_padded = bool((mask_BN == 0).any())
-            model(ids_BN, attention_mask=mask_BN if is_padded else None, use_cache=True, logits_to_keep=1)
+        shared = model(torch.tensor([self.shared]), use_cache=True, logits_to_keep=1).past_key_values if self.shared else None
+        for first in range(0, len(self.read), batch_size):
+            batch = self.read[first : first + batch_size]
+            longest = len(batch[-1])
+            padded = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in batch])
+            cache = copy.deepcopy(shared)
+            if cache is not None:
+                cache.batch_repeat_interleave(len(batch))
+            model(padded, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
-    def ingest(self, indexed: Path | None = None) -> float:
+    def ingest(self, *, indexed: Path | None = None) -> float:
         """Seconds of the job on a new folder, or on a copy of an index that has the documents."""
         shutil.rmtree(self.directory / "store", ignore_errors=True)
         if indexed is not None:
@@ -119,7 +140,7 @@ class Bench:
         with self.engine("store") as engine:
             started = time.perf_counter()
             report = engine.ingest_stream(DocumentStream([str(self.file)], Shard()))
-            assert report.computed
+            assert report.tokens == self.tokens
         return time.perf_counter() - started  # closed, so the index is written too
 
     def index_alone(self) -> Path:
@@ -150,7 +171,7 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     batch_size = fastest_batch(bench)
     sides: dict[str, Callable[[], float]] = {
         "forward": lambda: seconds_of(lambda: bench.forward(batch_size)),
-        "kv": lambda: bench.ingest(indexed),
+        "kv": lambda: bench.ingest(indexed=indexed),
         "ingest": bench.ingest,
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -160,16 +181,15 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
             print(f"round {number + 1} of {repeats}, {name}: {seconds[name][-1]:.2f} s", file=sys.stderr)
     median = {name: statistics.median(taken) for name, taken in seconds.items()}
     return {
-        "ingest_over_forward": round(median["forward"] / median["ingest"], 3),
-        "kv_over_forward": round(median["forward"] / median["kv"], 3),
-        "chunks": bench.chunks,
+        **{f"{job}_over_forward": round(median["forward"] / median[job], 3) for job in ("kv", "ingest")},
+        "model": Path(bench.config.model).name,
+        "dtype": str(bench.fusor.decoder.dtype),
+        "chunks": sum(map(len, bench.documents)),
         "documents": len(bench.documents),
-        "tokens": sum(len(chunk) for chunks in bench.documents for chunk in chunks),
-        "tokens_read": sum(map(len, bench.read)),
+        "tokens": bench.tokens,
+        "read_tokens": sum(map(len, bench.read)),
         "shared_tokens": len(bench.shared),
         "batch_size": batch_size,
-        "model": Path(bench.model).name,
-        "dtype": bench.dtype,
         "seconds": {name: [round(one, 3) for one in sorted(taken)] for name, taken in seconds.items()},
         "threads": torch.get_num_threads(),
     }
@@ -178,10 +198,9 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory or hub id; the packaged reader by default")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--model", help="directory, GGUF file or known name; left out, the packaged reader")
+    parser.add_argument("--dtype", default="auto", choices=list(DTYPES), help="that the model computes in")
     parser.add_argument("--chunks", type=int, default=1000, help="at least so many, to the end of a document")
-    parser.add_argument("--chunk-tokens", type=int, help=f"size of a chunk; {CHUNK_TOKENS} by default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", default="71", help="of the world")
     parser.add_argument("--threads", type=int, default=2)
@@ -189,7 +208,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        print(json.dumps(measure(Bench(Path(folder), options), options.repeats)))
+        bench = Bench(Path(folder), options.chunks, options.model, options.dtype, options.seed)
+        print(json.dumps(measure(bench, options.repeats)))
 
 
 if __name__ == "__main__":

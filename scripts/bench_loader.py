@@ -148,7 +148,7 @@ def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: a
 
     def load_alone() -> float:
         with bench.placed(chunks) as segments:
-            return bench.load_alone_s(segments, ThrottledLoader(bench.config, Throttle(rate)))
+            return bench.load_alone_s(segments, ThrottledLoader(bench.config, Throttle(rate)), layer_0=True)
 
     for _ in range(WINDOW):
         load_alone()  # what is measured below comes behind a load too: after a second without work a prefill takes longer

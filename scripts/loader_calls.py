@@ -26,7 +26,8 @@ class Bench:
         self.keys = []
         for segment in stored:
             assert isinstance(segment.kv, ChunkKV)
-            key = ChunkKey.of(segment.kv.token_ids, prefix_ids=segment.kv.prefix_ids, model=fusor.fingerprint)
+            kv = segment.kv
+            key = ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, context=kv.context, model=fusor.fingerprint)
             store.put(key, segment.kv)
             self.keys.append(key)
         self.resident = stored

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.store import ChunkKey, ConfigError, InputError
+from cacheblend.store import ChunkKey, ConfigError, InputError, context_digest
 
 IDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5)
 FIELDS = st.fixed_dictionaries(
@@ -19,6 +19,7 @@ FIELDS = st.fixed_dictionaries(
         "prefix_ids": st.lists(st.integers(0, 3), max_size=3),
         "model": st.text(max_size=3),
         "namespace": st.text(max_size=3),
+        "context": st.text(max_size=3),
     }
 )
 
@@ -30,6 +31,23 @@ def test_golden() -> None:
     packed = b"".join(struct.pack("<q", len(field)) + field for field in fields)
     assert str(key) == hashlib.sha256(packed).hexdigest()
     assert str(key) == "ea06e461f0ae8dc95419057c970a7bf3f600736a015af32c30bff772a2fb6d69"
+
+
+def test_golden_context() -> None:
+    """A context counts behind the other fields, and no context is none of them, so that older keys stay."""
+    packed = [struct.pack("<q", 2) + struct.pack("<2q", 8, 9), struct.pack("<q", 3) + struct.pack("<3q", 5, 6, 7)]
+    context = context_digest([8, 9], [[5, 6], [7]])
+    assert context == hashlib.sha256(b"".join(packed)).hexdigest()[:32]
+    fields = [struct.pack("<q", 1), b"m", b"raw", b"", struct.pack("<q", 5), b"", context.encode()]
+    key = b"".join(struct.pack("<q", len(field)) + field for field in fields)
+    assert str(ChunkKey.of([5], model="m", context=context)) == hashlib.sha256(key).hexdigest()
+    assert ChunkKey.of([5], model="m", context=context_digest([], [])) == ChunkKey.of([5], model="m")
+
+
+def test_contexts_differ() -> None:
+    """Filler and earlier text do not pass for each other; how the earlier text is cut into chunks does not count."""
+    assert context_digest([1, 2], []) != context_digest([], [[1, 2]]) != context_digest([1], [[2]])
+    assert context_digest([1], [[2, 3]]) == context_digest([1], [[2], [3]])
 
 
 def test_fields_can_be_read_back() -> None:

@@ -75,12 +75,13 @@ def test_put_twice(open_store) -> None:
     assert store.stats().pending_writes == 0
 
 
-@pytest.mark.parametrize("wrong", ["model", "prefix", "text", "context"])
+@pytest.mark.parametrize("wrong", ["model", "prefix", "context", "text"])
 def test_kv_of_another_key(open_store, wrong: str) -> None:
-    """KV of another model, prefix, text or context than the key's is refused, and nothing is stored."""
+    """KV of another model, prefix, context or text than the key's is refused, and nothing is stored."""
     _, kv = make_chunk(1)
     fields = {"prefix_ids": kv.prefix_ids, "model": MODEL}
-    fields |= {"model": {"model": "other"}, "prefix": {"prefix_ids": (9,)}, "text": {}, "context": {"context": "c"}}[wrong]
+    others = {"model": {"model": "other"}, "prefix": {"prefix_ids": (9,)}, "context": {"context": "other"}, "text": {}}
+    fields |= others[wrong]
     key = ChunkKey.of([5] if wrong == "text" else kv.token_ids, **fields)
     store = open_store()
     with pytest.raises(InputError, match="own token_ids, prefix_ids, context and model"):
