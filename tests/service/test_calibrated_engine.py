@@ -126,10 +126,16 @@ def test_ratio_0(calibrated_engine: OpenEngine, calibration: Calibration) -> Non
 def test_of_another_model(calibrated_engine: OpenEngine, calibration: Calibration, caplog: pytest.LogCaptureFixture) -> None:
     """Another model's or prefix's calibration is none of this engine's, silently; its name on this one's file is told."""
     for field in ("model", "prefix"):
-        assert taken(calibrated_engine(replace(calibration, **{field: "f" * 64}))) == (FusionConfig().recompute_ratio, FusionConfig().selector)
+        assert taken(calibrated_engine(replace(calibration, **{field: "f" * 64}))) == (
+            FusionConfig().recompute_ratio,
+            FusionConfig().selector,
+        )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     same_name = calibration.model[:16] + "f" * 48
-    assert taken(calibrated_engine(replace(calibration, model=same_name))) == (FusionConfig().recompute_ratio, FusionConfig().selector)
+    assert taken(calibrated_engine(replace(calibration, model=same_name))) == (
+        FusionConfig().recompute_ratio,
+        FusionConfig().selector,
+    )
     assert "another model" in caplog.text
 
 
