@@ -65,7 +65,8 @@ class Fusion:
         everywhere_N = torch.arange(len(prompt), device=decoder.device)
         rotary = decoder.rotary(everywhere_N, decoder.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
-        if prompt.reusable_tokens and getattr(self._selector, "reads_attention", False):
+        asks = prompt.reusable_tokens > 0 and decoder.geometry.layers > 1  # of one layer the stored KV is exact
+        if asks and getattr(self._selector, "reads_attention", False):
             # 1. The question looks at the stored KV.
             self._source.start(prompt, decoder.geometry, reuse_layer_0=True)
             yield from self._ask(token_ids_N, rotary, questions)

@@ -46,7 +46,7 @@ _FOLDER_ALONE = "use the model's own folder (config.json and safetensors) instea
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a GGUF file says of itself.
+    """Header of a GGUF file.
 
     Attributes:
         architecture: llama.cpp's name of the family.
@@ -74,12 +74,12 @@ def has_tokenizer_files(folder: Path) -> bool:
 
 
 def models_folder() -> Path:
-    """Where converted models are kept."""
+    """Folder of the converted models."""
     return user_cache_folder() / "models"
 
 
 def converted_folder(name: str, gguf_sha256: str) -> Path:
-    """Where the conversion of a GGUF file belongs; it may not exist yet."""
+    """Folder of a GGUF file's conversion; it may not exist yet."""
     return models_folder() / f"{name[:80]}-{gguf_sha256[:16]}"
 
 
@@ -222,7 +222,7 @@ def check_packages() -> None:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """What a GGUF file says of itself, if the model in it can be blended.
+    """Read a GGUF file's header, and check that the model in it can be blended.
 
     Raises:
         InputError: not a GGUF file, a damaged one, or a part of one; a package is missing.
@@ -260,7 +260,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> Iterator[str]:
-    """What of a model transformers would leave out without a word."""
+    """Name what transformers would silently leave out of a model."""
     if int(fields.get(f"{architecture}.expert_count", 0)) > 0:
         yield "it is a mixture of experts"
     scaling = str(fields.get(f"{architecture}.rope.scaling.type", "none"))

@@ -70,7 +70,7 @@ class KnownModel:
 
     @property
     def folder(self) -> Path:
-        """Where it is kept once it is fetched."""
+        """Its folder, once it is fetched."""
         return converted_folder(self.name, self.gguf_sha256)
 
     @property

@@ -21,7 +21,7 @@ _TOKENIZER = ("tokenizer*.json", "*.model", "vocab*", "*.tiktoken")
 
 
 def locate_model(path_or_hub_id: str) -> str:
-    """What transformers loads for a model: its folder, where it is on this machine; else the hub id.
+    """Find what transformers loads for a model: its folder, if it is on this machine; else the hub id.
 
     A GGUF file is converted when it is used for the first time, see `convert_gguf`.
 

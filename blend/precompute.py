@@ -27,7 +27,7 @@ DOCUMENT_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkContext:
-    """What chunks' KV is computed after, behind the prefix that is the same for all of them.
+    """Context of chunks' KV, after the prefix that is the same for all of them.
 
     Args:
         filler_ids: token ids of filler passages, the same for every chunk; they end as a chunk does. None: nothing.

@@ -202,7 +202,7 @@ class ExplicitPositions:
 
 
 class Oracle(_ChosenOnce):
-    """The tokens whose stored KV is farthest from full prefill's, weighed by full prefill's own attention: for analysis.
+    """The tokens whose stored KV is farthest from full prefill's, weighed by the question's attention: for analysis.
 
     Args:
         ratio: share of the reusable tokens.
@@ -221,11 +221,9 @@ class Oracle(_ChosenOnce):
 ONCE = Schedule(0.0, first_layer=1)
 
 
-# By the name that configurations use: makes the selector of a ratio and a spread of gradual filtering, and says on which
-# schedule the loading controller counts.
 @dataclass(frozen=True, slots=True)
 class NamedSelector:
-    """A selector that has a name.
+    """A selector by the name that configurations use.
 
     Args:
         make: the selector of a ratio and a spread.

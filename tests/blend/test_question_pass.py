@@ -8,6 +8,7 @@ import pytest
 import torch
 from prompts import BOS, chunk, draw_ids
 from tiny_models import tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment, SelectionStep
 from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS, question_rows
@@ -95,3 +96,14 @@ def test_rows_are_the_start_and_the_question() -> None:
     assert rows(Segment(BOS), stored, Segment(draw_ids(3, seed=2))) == [0, 11, 12, 13]
     assert rows(Segment(BOS), stored) == [0, 10]
     assert rows(Segment(BOS), stored, Segment(draw_ids(100, seed=2))) == [0, *range(111 - MAX_QUESTION_TOKENS, 111)]
+
+
+def test_a_model_of_one_layer_asks_nothing() -> None:
+    """Its stored KV is exact, so there is no layer to ask, and the blend gives full prefill's logits."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 97}
+    fusor = Fusor(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **shape)).eval())
+    ids, question = draw_ids(12, seed=1), draw_ids(4, seed=2)
+    fused = fusor.fuse([Segment(BOS), Segment(ids, fusor.precompute(ids, BOS)), Segment(question)])
+    assert fused.selection == ()
+    torch.testing.assert_close(fused.logits, fusor.prefill([*BOS, *ids, *question]).logits, rtol=1e-4, atol=1e-5)
