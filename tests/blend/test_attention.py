@@ -35,20 +35,33 @@ def dense(
     run=st.integers(1, 9),
     gap=st.integers(1, 20),
     kept=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=150, deadline=None)
 def test_blocks_equal_the_dense_mask(
-    data: st.DataObject, keys: int, window: int | None, softcap: float | None, block: int, run: int, gap: int, kept: bool
+    data: st.DataObject,
+    keys: int,
+    window: int | None,
+    softcap: float | None,
+    block: int,
+    run: int,
+    gap: int,
+    kept: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Any rows, window, soft-capping, block size and cuts between blocks give what one dense exact mask gives.
 
-    So does the next layer of the same rows, whose window may be another, with the masks kept or made anew.
+    So does the next layer of the same rows, whose window may be another, with the masks kept or made anew. In bfloat16 what is
+    rounded on the way (scores and weights, 8 bits each) shows.
     """
     scattered = st.sets(st.integers(0, keys - 1), min_size=1)
     to_the_end = st.integers(0, keys // 4).map(lambda first: set(range(first, keys)))
     rows = torch.tensor(sorted(data.draw(scattered | to_the_end)))
     generator = torch.Generator().manual_seed(keys)
-    q, k, v = (torch.randn(1, heads, n, 8, generator=generator) for heads, n in ((4, len(rows)), (2, keys), (2, keys)))
+    q, k, v = (
+        torch.randn(1, heads, n, 8, generator=generator).to(dtype) for heads, n in ((4, len(rows)), (2, keys), (2, keys))
+    )
+    atol = 1e-5 if dtype == torch.float32 else 5e-2
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_ROWS, "cpu", block)
         patch.setattr(attention, "LONG_RUN", run)
@@ -57,7 +70,9 @@ def test_blocks_equal_the_dense_mask(
         same_rows = Rows.of(rows, torch.device("cpu"))
         for seen in (window, None, window):
             mine = attend(q, k, v, same_rows, scaling=0.3, window=seen, softcap=softcap)
-            assert torch.allclose(mine, dense(q, k, v, rows, seen, softcap), atol=1e-5)
+            exact = dense(q.float(), k.float(), v.float(), rows, seen, softcap)
+            assert mine.dtype == dtype
+            assert torch.allclose(mine.float(), exact, atol=atol)
 
 
 def test_keys_behind_the_last_row_are_not_read() -> None:
