@@ -223,18 +223,32 @@ app.command("load")(cli_load.load)
 
 
 @app.command("report")
-def report(runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")]) -> None:
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    figure: Annotated[
+        Path | None, typer.Option(help="Also draw KL against TTFT, a panel a run, as FILE.png with FILE.csv beside it.")
+    ] = None,
+) -> None:
     """Print runs as Markdown tables, and several side by side.
 
-    Example: cacheblend eval report runs/world-* > results.md
+    Examples:
+        cacheblend eval report runs/world-* > results.md
+
+        cacheblend eval report runs/musique --figure loss.png
     """
+    from .figures.quality_ttft import draw_losses
     from .load import is_load_run, load_report, read_summary
+    from .run import RunFolder, summarize
     from .run import report as make_report
 
     loads = [run for run in runs if is_load_run(run)]
     others = [run for run in runs if run not in loads]
     parts = [*([make_report(others)] if others else []), *(load_report(read_summary(run)) for run in loads)]
     typer.echo("\n".join(parts), nl=False)
+    if figure is not None:
+        if figure.suffix != ".png" or not others:
+            raise ConfigError("figure", str(figure), "a .png, of runs that measured quality")
+        draw_losses(figure.parent, figure.stem, [summarize(RunFolder(run)) for run in others])
 
 
 @app.command("figures")

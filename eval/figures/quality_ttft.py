@@ -1,7 +1,8 @@
-"""Quality against TTFT by method (paper figures 12 and 13), and by recompute ratio (figure 16)."""
+"""Quality against TTFT by method (paper figures 12 and 13), by recompute ratio (figure 16), and what is lost against TTFT."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,4 +67,35 @@ def draw_ratios(folder: Path, name: str, summary: dict[str, Any], ratios: list[f
         for ratio in ratios
     ]
     rows.append([REFERENCE, "", *(methods[REFERENCE][ALL][key] for key, _ in measures)])
+    return save_figure(folder, name, figure, header, rows)
+
+
+def draw_losses(folder: Path, name: str, summaries: Sequence[dict[str, Any]]) -> Path:
+    """First-token KL from full recompute against TTFT: a panel a run, a line a method over its ratios; down and left is better.
+
+    Args:
+        folder: where to.
+        name: of the files.
+        summaries: of runs that have full_recompute, which a dashed line stands for.
+    """
+    figure, axes = new_figure(len(summaries))
+    rows: list[tuple[object, ...]] = []
+    for axis, summary in zip(axes, summaries, strict=True):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for label, of_class in summary["methods"].items():
+            found = of_class[ALL]
+            ttft_s, kl_nats = found["ttft_s_median"], found["first_token_kl_nats"]
+            rows.append((Path(summary["model"]).name, summary["data_set"], label, ttft_s, found["compute_share"], kl_nats))
+            if label == REFERENCE:
+                axis.axvline(ttft_s, linestyle="--", color="gray", label=REFERENCE)
+            elif kl_nats is not None:  # MapReduce and MapRerank answer from other prompts
+                lines.setdefault(label.partition("@")[0], []).append((ttft_s, kl_nats))
+        for label, points in lines.items():
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        axis.set_yscale("log")
+        axis.set_xlabel("TTFT, median (s)")
+        axis.set_ylabel("KL of the first token (nats)")
+        axis.set_title(f"{Path(summary['model']).name}, {summary['data_set']}, {summary['cases']} cases", fontsize="medium")
+    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    header = ("model", "data_set", "method", "ttft_s_median", "compute_share", "first_token_kl_nats")
     return save_figure(folder, name, figure, header, rows)

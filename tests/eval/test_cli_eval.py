@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def test_a_data_set_runs_every_method(run: CommandLine, model_dir: Path, tmp_pat
     code, out, err = run("multinews", *common, "--out", tmp_path / "three")
     assert code == 0, err
     assert 0 <= json.loads(out)["methods"]["blend"]["all"]["rouge_l"] <= 1
+    code, _, err = run("report", tmp_path / "one", tmp_path / "three", "--figure", tmp_path / "loss.png")
+    assert code == 0, err
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    header, *rows = csv.reader((tmp_path / "loss.csv").read_text().splitlines())
+    assert len(rows) == 5 + len(at_a_ratio) * 2 + 4
+    drawn = {row[header.index("method")]: row[header.index("first_token_kl_nats")] for row in rows}
+    assert float(drawn["full_recompute"]) == 0 < float(drawn["full_reuse"])
+    assert drawn["map_reduce"] == ""
+    assert run("report", tmp_path / "one", "--figure", tmp_path / "loss.svg")[0] == 2
 
 
 def test_options_shape_the_prompt(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
