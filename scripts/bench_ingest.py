@@ -88,7 +88,6 @@ class Bench:
         self.directory, self.file = directory, directory / "documents.jsonl"
         self.fusor = Fusor.from_pretrained(choice.model, dtype=DTYPES[dtype])
         self.embedder = SentenceTransformerEmbedder()
-        context = chunk_context(self.fusor, self.config.context_filler, self.config.context_document_tokens)
         self.documents: list[list[tuple[int, ...]]] = []  # token ids of chunks
         with self.engine("split") as engine, self.file.open("w", encoding="utf-8") as file:
             for document in articles(seed):
@@ -98,6 +97,7 @@ class Bench:
                 self.documents.append([tuple(chunk.token_ids) for chunk in split])
                 file.write(json.dumps(document) + "\n")
         head = PromptBuilder(self.fusor.tokenizer, self.config.instruction).head
+        context = chunk_context(self.fusor, self.config.context_filler, self.config.context_document_tokens, len(head))
         before, self.shared = (*head, *context.filler_ids), ()
         if len(before) >= SHARED_PREFIX_TOKENS:
             before, self.shared = (), before
