@@ -225,10 +225,15 @@ def _attend_block(
     if softcap is None and not (q_HXD.device.type == "cpu" and q_HXD.dtype in HALF):
         q_1HXD, k_1HKD, v_1HKD = q_HXD[None], k_HKD[None], v_HKD[None]
         return scaled_dot_product_attention(q_1HXD, k_1HKD, v_1HKD, attn_mask=bias_XK[None, None], scale=scaling)[0]
+    return torch.matmul(attention_weights(q_HXD, k_HKD, bias_XK, hidden_from, scaling, softcap), v_HKD)
+
+
+def attention_weights(
+    q_HXD: torch.Tensor, k_HKD: torch.Tensor, bias_XK: torch.Tensor, hidden_from: int, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Softmax weights (H, X, K) of rows over keys, in the queries' dtype; for the arguments see `attend` and `Block`."""
     scores_HXK = torch.matmul(q_HXD * scaling, k_HKD.transpose(1, 2))
-    if softcap is None:
-        scores_HXK[..., hidden_from:] += bias_XK[:, hidden_from:]
-        return torch.matmul(torch.softmax(scores_HXK, dim=-1, out=scores_HXK), v_HKD)
-    scores_HXK = torch.tanh(scores_HXK / softcap) * softcap + bias_XK
-    weights_HXK = torch.softmax(scores_HXK, dim=-1, dtype=torch.float32).to(q_HXD.dtype)
-    return torch.matmul(weights_HXK, v_HKD)
+    if softcap is not None:
+        scores_HXK = torch.tanh(scores_HXK / softcap) * softcap
+    scores_HXK[..., hidden_from:] += bias_XK[:, hidden_from:]
+    return torch.softmax(scores_HXK, dim=-1, out=scores_HXK)

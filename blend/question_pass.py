@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import Rows
+from .attention import Rows, attention_weights
 from .layer_source import LayerKV
 from .segment import Prompt
 
@@ -70,19 +70,17 @@ class QuestionPass:
         """Attention output (1, S, Q, D); sets `attention_N`."""
         heads, groups = k.shape[1], q.shape[1] // k.shape[1]
         q_HXD, k_HKD, v_HKD = q[0].unflatten(0, (heads, groups)).flatten(1, 2), k[0], v[0]
-        scores_HXK = torch.matmul(q_HXD, k_HKD.transpose(1, 2)).float() * kw["scaling"]
-        if softcap := kw.get("softcap"):
-            scores_HXK = torch.tanh(scores_HXK / softcap) * softcap
-        weights_HXK = torch.softmax(scores_HXK + self._bias_SK(len(self._rows)).repeat(groups, 1), dim=-1)
-        attention_K = weights_HXK.unflatten(1, (groups, -1))[:, :, -1].mean((0, 1))
+        bias_XK = self._bias_SK(q.dtype).repeat(groups, 1)
+        weights_HXK = attention_weights(q_HXD, k_HKD, bias_XK, 0, kw["scaling"], kw.get("softcap"))
+        attention_K = weights_HXK.unflatten(1, (groups, -1))[:, :, -1].float().mean((0, 1))
         if self._readable_K is None:
             self.attention_N += attention_K
         else:
             self.attention_N.index_add_(0, self._readable_K, attention_K)
-        out_HGSD: torch.Tensor = torch.matmul(weights_HXK.to(v.dtype), v_HKD).unflatten(1, (groups, -1))
+        out_HGSD: torch.Tensor = torch.matmul(weights_HXK, v_HKD).unflatten(1, (groups, -1))
         return out_HGSD.flatten(0, 1).transpose(0, 1)[None]
 
-    def _bias_SK(self, rows: int) -> torch.Tensor:
+    def _bias_SK(self, dtype: torch.dtype) -> torch.Tensor:
         """0 where a row sees a key, -inf elsewhere."""
         key_K = torch.arange(len(self.attention_N), device=self.attention_N.device)
         if self._readable_K is not None:
@@ -91,4 +89,4 @@ class QuestionPass:
         hidden_SK = key_K > row_S1
         if self._window is not None:
             hidden_SK |= key_K <= row_S1 - self._window
-        return torch.zeros(rows, len(key_K), device=key_K.device).masked_fill_(hidden_SK, -torch.inf)
+        return torch.zeros(hidden_SK.shape, dtype=dtype, device=key_K.device).masked_fill_(hidden_SK, -torch.inf)
