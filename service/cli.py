@@ -12,6 +12,7 @@ from cacheblend.store.errors import CacheBlendError, ConfigError, InputError
 
 from . import cli_ask, cli_documents, cli_ingest, cli_model, cli_plan, cli_profile, cli_serve, cli_store
 from .cli_options import stderr
+from .terminal import VisibleFormatter, visible
 
 app = typer.Typer(
     name="cacheblend",
@@ -38,11 +39,9 @@ def _options(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, errors alone.")] = False,
 ) -> None:
     stderr.quiet = quiet
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING, handlers=[handler])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,12 +53,13 @@ def main(arguments: list[str] | None = None) -> None:
     except (CacheBlendError, OSError) as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)", file=sys.stderr)
+        unforeseen = f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)"
+        print(visible(unforeseen), file=sys.stderr)
         sys.exit(1)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cacheblend.blend import SELECTORS, FusionConfig
 
 from .config import EngineConfig
 from .ingester import Progress as OnProgress
+from .terminal import PlainConsole, visible_json
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 ENGINE = "Engine"
@@ -158,14 +158,13 @@ AllowUnverified = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress and logs on stderr.")]
 
-stderr = Console(stderr=True)
-stdout = Console()
+stderr = PlainConsole(stderr=True)
+stdout = PlainConsole()
 
 
 def print_json(value: Mapping[str, object]) -> None:
     """One JSON object on stdout."""
-    json.dump(value, sys.stdout, ensure_ascii=False, allow_nan=False, default=str)
-    sys.stdout.write("\n")
+    sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")
 
 
 def hush_libraries() -> None:

@@ -78,7 +78,8 @@ def serve(
     ] = SERVING["guard_floor"],
     guard_window: Annotated[int, _option("guard_window", "Checked requests of the mean.", GUARD)] = SERVING["guard_window"],
     max_tokens: Annotated[
-        int, _option("max_tokens", "Most tokens to generate, unless a request says otherwise.", LIMITS)
+        int | None,
+        _option("max_tokens", "Most tokens of an answer, unless its request says otherwise; left out, as many as fit.", LIMITS),
     ] = DEFAULTS["max_tokens"],
     recompute_ratio: Annotated[
         float | None, _option("recompute_ratio", "0..1; left out, the controller picks it.", options.ENGINE)

@@ -155,7 +155,6 @@ def test_usage_errors_exit_with_2(run: CommandLine, passages: Path, tmp_path: Pa
     cases = [
         (run.on_store("ask", "  "), "is empty; ask"),
         (run.on_store("ask", QUESTION, "--top-k", "0"), "top_k"),
-        (run.on_store("ask", QUESTION, "--top-k", "999"), "999"),
         (run.on_store("ask", QUESTION, "--recompute-ratio", "1.5"), "0 to 1"),
         (run.on_store("ask", QUESTION, "--method", "magic"), "full_reuse"),
         (run.on_store("ask", QUESTION, "--max-tokens", "0"), "max_tokens"),

@@ -18,7 +18,7 @@ def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A chat of one question gives `Engine.answer`'s text, and usage tells what was cached and recomputed."""
     alone = engine.answer(QUESTION, top_k=TOP_K, max_tokens=20)
     chat = openai_client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=20, extra_body={"top_k": TOP_K, "return_chunks": True}
+        model=MODEL, messages=MESSAGES, max_tokens=20, extra_body={"num_chunks": TOP_K, "return_chunks": True}
     )
     assert chat.choices[0].message.content == alone.text
     assert chat.choices[0].finish_reason in ("stop", "length")
@@ -41,7 +41,7 @@ def test_a_conversation(openai_client: openai.OpenAI) -> None:
     def chat(*turns: str, cache_salt: str = "") -> Any:
         roles = ("system", "user", "assistant", "user")
         messages: Any = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
-        extra = {"top_k": 0, "cache_salt": cache_salt, "method": "prefix_cache"}
+        extra = {"num_chunks": 0, "cache_salt": cache_salt, "method": "prefix_cache"}
         return openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, extra_body=extra)
 
     turns = ("Answer as a good friend does. " * 8, QUESTION)
@@ -83,7 +83,7 @@ def test_turns(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A system message takes the instruction's place, earlier turns stand before the chunks, and content may come in parts."""
 
     def prompt_tokens(messages: list[dict[str, object]]) -> int:
-        chat = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body={"top_k": 1})
+        chat = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body={"num_chunks": 1})
         return chat.usage.prompt_tokens
 
     plain = prompt_tokens(MESSAGES)
