@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from cacheblend.store.errors import CacheBlendError, ConfigError, InputError
 
 from . import cli_ask, cli_documents, cli_ingest, cli_model, cli_plan, cli_profile, cli_serve, cli_store
-from .cli_options import stderr
+from .cli_options import stderr, stdout
 from .terminal import VisibleFormatter, visible
 
 app = typer.Typer(
@@ -33,10 +34,19 @@ app.add_typer(cli_documents.app, name="documents")
 app.add_typer(cli_store.app, name="store")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        stdout.print(f"cacheblend {version('cacheblend')}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and debug logs.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, errors alone.")] = False,
+    version: Annotated[  # noqa: ARG001  # its callback prints it
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     stderr.quiet = quiet
     handler = logging.StreamHandler(sys.stderr)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend.store.errors import InputError
+from cacheblend.store.errors import InputError, RetrieverError
 
 from . import cli_options as options
 from .cli_options import DEFAULTS
@@ -76,7 +76,14 @@ def ask(
         max_tokens=max_tokens,
         allow_unverified=allow_unverified,
     )
-    with Engine(config) as engine:
+    try:
+        opened = Engine(config)
+    except RetrieverError as error:
+        if model is not None:
+            raise
+        hint = f"No --model was given, so this is the packaged reader; give the model that {store_dir} was made with"
+        raise InputError(f"{error}. {hint}") from error
+    with opened as engine:
         if chosen.wants_corpus:
             with options.progress_bars() as progress:
                 engine.ingest(bundled_corpus(), progress)

@@ -15,10 +15,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cacheblend.blend import SELECTORS, FusionConfig
+from cacheblend.store.errors import InputError
 
 from .config import EngineConfig
 from .ingester import Progress as OnProgress
-from .terminal import PlainConsole, visible_json
+from .terminal import PlainConsole, visible, visible_json
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 ENGINE = "Engine"
@@ -165,6 +166,17 @@ stdout = PlainConsole()
 def print_json(value: Mapping[str, object]) -> None:
     """One JSON object on stdout."""
     sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")
+
+
+def confirm(question: str) -> None:
+    """Ask on the terminal, and end the command unless the answer is yes.
+
+    Raises:
+        InputError: nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        raise InputError(f"{question} There is no terminal to ask on; give --yes")
+    typer.confirm(visible(question), abort=True, err=True)
 
 
 def hush_libraries() -> None:

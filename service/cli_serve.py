@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from cacheblend.store.errors import ConfigError
 
 from . import cli_options as options
 from .cli_options import DEFAULTS
@@ -126,6 +129,7 @@ def serve(
     from .own_thread import in_own_thread
     from .process_memory import keep_freed_memory
 
+    _check_address(host, port)
     keep_freed_memory()
     chosen = choose_model(model, chunk_tokens, store_dir)
     engine_config = EngineConfig(
@@ -176,6 +180,15 @@ def serve(
         if chosen.wants_corpus and not tables:
             in_own_thread(server.engines[""].ingest, bundled_corpus())
         run(server)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on before a model is loaded."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("port", port, f"{host}:{port} cannot be listened on ({reason}); give another --port or --host") from None
 
 
 def api_key(as_json: options.Json = False) -> None:

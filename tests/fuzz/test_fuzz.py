@@ -1,0 +1,30 @@
+"""Each fuzzing target for seconds; `scripts/fuzz.py` runs them for minutes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from targets import TARGETS
+
+EXAMPLES = {"bodies": 60, "entry-files": 60, "gguf": 40, "index-catalogues": 30, "json-lines": 200, "store-catalogues": 20}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what a damaged file keeps from being opened
+@pytest.mark.parametrize("target", TARGETS)
+def test_target(target: str) -> None:
+    """Nothing unforeseen happens, whatever a client or a disk gives."""
+    with TARGETS[target]() as check:
+
+        @settings(max_examples=EXAMPLES[target], deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.data())
+        def run(data: st.DataObject) -> None:
+            check(data)
+
+        run()
