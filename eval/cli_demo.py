@@ -29,8 +29,8 @@ CHUNK_TOKENS = 256
 MAX_TOKENS = 24
 
 NOTE = (
-    "prefix_cache has seen each of these very prompts, chunks in the same order, just before; over the same chunks in another order "
-    "it finds nothing. The logits are compared with full recompute's, not with a right answer."
+    "prefix_cache has seen each of these very prompts, chunks in the same order, just before; over the same chunks in another "
+    "order it finds nothing. The logits are compared with full recompute's, not with a right answer."
 )
 
 READER_NOTE = (

@@ -45,13 +45,13 @@ class PlainTokenizer:
         definition = json.loads(backend.to_str())
         model = definition["model"]
         unknown = {model.get("unk_token"), model.get("unk_id")}  # by content, or by id in Unigram models
-        controls = [
-            token for token in definition["added_tokens"] if token["special"] or token["content"].strip(_WHITE_SPACE)
-        ]
+        controls = [token for token in definition["added_tokens"] if token["special"] or token["content"].strip(_WHITE_SPACE)]
         for token in controls:
             token["special"] = True  # and special tokens are not read, below; taken out, they would move the others' ids
         self._controls = frozenset(
-            token["id"] for token in controls if len(token["content"]) > 1 and unknown.isdisjoint((token["content"], token["id"]))
+            token["id"]
+            for token in controls
+            if len(token["content"]) > 1 and unknown.isdisjoint((token["content"], token["id"]))
         )
         self._tokenizer = Tokenizer.from_str(json.dumps(definition))
         self._tokenizer.no_truncation()

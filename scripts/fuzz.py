@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Fuzzes what comes from clients and disks for minutes: `scripts/fuzz.py --minutes 30 bodies gguf`; all targets without a name.
 
-The targets are those of the tests (`tests/fuzz/targets.py`), which run each for seconds. What is found is printed as the smallest
-input that hypothesis can make of it, with the seed that finds it again. The last line on stdout is one JSON object.
+The targets are those of the tests (`tests/fuzz/targets.py`), which run each for seconds. What is found is printed as the
+smallest input that hypothesis can make of it, with the seed that finds it again. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fuzz"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS), *(str(TESTS / folder) for folder in ("fuzz", "service", "store"))]
 EXAMPLES = 500  # between two looks at the clock
 
 

@@ -188,7 +188,9 @@ def _check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError("port", port, f"{host}:{port} cannot be listened on ({reason}); give another --port or --host") from None
+        raise ConfigError(
+            "port", port, f"{host}:{port} cannot be listened on ({reason}); give another --port or --host"
+        ) from None
 
 
 def api_key(as_json: options.Json = False) -> None:

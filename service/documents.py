@@ -142,4 +142,4 @@ def _lost(stored: StoredDocument) -> DocumentStatus:
 
 
 def _unknown(id_: str) -> InputError:
-    return InputError(f"there is no document {id_!r}; list the documents to see which there are")
+    return InputError(f"there is no document {id_!r}; `cacheblend documents ls` lists them")

@@ -19,7 +19,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each line's place ("FILE, line N") and its JSON value; empty lines are left out. A name that ends in `.gz` is decompressed.
+    """Each line's place ("FILE, line N") and its JSON value, without empty lines; a file `*.gz` is decompressed.
 
     Memory holds one line, of at most `MOST_LINE_BYTES`, however small a compressed file is. A byte order mark is taken.
 

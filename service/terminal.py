@@ -21,13 +21,13 @@ _JSON_CONTROLS = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 
 
 def visible(text: str) -> str:
-    """Write control characters as their escapes, `\\x1b` for ESC; a line's end of any system becomes a line feed."""
+    """Write control characters as their escapes, ESC as backslash x1b; a line's end of any system becomes a line feed."""
     text = text.replace("\r\n", "\n")
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def visible_json(text: str) -> str:
-    """Write the control characters that JSON allows in a string as `\\u0080`, which reads back as the same value."""
+    """Write the control characters that JSON allows in a string as JSON escapes, which reads back as the same value."""
     return _JSON_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

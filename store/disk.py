@@ -13,7 +13,6 @@ from pathlib import Path
 
 from .errors import StoreDirectoryError, StoreError, StoreFullError
 
-
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
 

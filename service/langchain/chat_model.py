@@ -28,7 +28,7 @@ class ChatCacheBlend(BaseChatModel):
 
     Documents come as an option of the call: `model.invoke(messages, documents=docs)`, or `model.bind(documents=docs)` in a
     chain. They are LangChain documents, which `CacheBlendRetriever` or any other retriever finds, or mappings with `title` and
-    `text`. Without documents it is a plain chat model: nothing of a message's text is blended, whatever a template has put there.
+    `text`. Without documents it is a plain chat model: nothing of a message's text is blended, whatever a template put there.
     The fields but for `engine` are options of a call too: `model.bind(max_tokens=5)`.
 
     Args:

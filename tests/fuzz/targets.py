@@ -1,8 +1,8 @@
 """Fuzzing targets: what comes from clients and disks, altered at random, and what may become of it.
 
 A target is a context manager that gives a function of hypothesis data. The function draws an input and raises where something
-unforeseen happens: a wrong byte or text, an error that is none of the project's, a status of 500. `scripts/fuzz.py` runs a target
-for minutes, the tests for seconds.
+unforeseen happens: a wrong byte or text, an error that is none of the project's, a status of 500.
+`scripts/fuzz.py` runs a target for minutes, the tests for seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,16 +17,12 @@ from pathlib import Path
 
 import httpx
 import torch
-from hypothesis import strategies as st
-
-for folder in ("", "service", "store"):  # under pytest, each folder's conftest does it
-    sys.path.append(str(Path(__file__).parents[1] / folder))
-
 from api import MODEL, listening
 from chunks import make_chunk, same
 from engines import CHUNK_TOKENS, DOCUMENTS, make_model
 from fakes import FakeEmbedder, tiny_tokenizer
 from gguf_models import tiny_checkpoint, write_gguf
+from hypothesis import strategies as st
 
 from cacheblend.blend import Fusor
 from cacheblend.blend.gguf_file import read_header
@@ -75,6 +70,10 @@ def altered(data: st.DataObject, raw: bytes) -> bytes:
     return bytes(made)
 
 
+def _check_names(error: Exception, name: str) -> None:
+    assert name in str(error), f"{error} does not say which file it is about"
+
+
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A folder of a target's own, in memory where that is possible."""
@@ -96,7 +95,9 @@ def json_lines() -> Iterator[Check]:
         def check(data: st.DataObject) -> None:
             name = data.draw(st.sampled_from(["some.jsonl", "some.jsonl.gz", "some.txt", "some.md"]))
             if data.draw(st.booleans()):
-                values = data.draw(st.lists(JSON | st.fixed_dictionaries({"text": JSON, "id": JSON, "title": JSON}), max_size=3))
+                values = data.draw(
+                    st.lists(JSON | st.fixed_dictionaries({"text": JSON, "id": JSON, "title": JSON}), max_size=3)
+                )
                 raw = "".join(f"{json.dumps(value)}\n" for value in values).encode()
             else:
                 raw = altered(data, plain)
@@ -107,7 +108,7 @@ def json_lines() -> Iterator[Check]:
                 for document in read_documents(str(path)):
                     assert Document.of(document).text.strip()
             except InputError as error:
-                assert name in str(error)
+                _check_names(error, name)
 
         yield check
 
@@ -127,7 +128,7 @@ def entry_files() -> Iterator[Check]:
         direct = StoreConfig(directory=folder / "store", ram_budget_bytes=1, direct_reads=_has_direct_reads(folder))
 
         def check(data: st.DataObject) -> None:
-            # Whoever may write to the folder can write a right checksum too, and other token ids: then nothing may fail in another way.
+            # Who may write to the folder can write other token ids and their checksum too: then it may fail in no other way.
             is_forged = data.draw(st.booleans())
             raw = _forged_header(data, whole) if is_forged else altered(data, whole)
             with KVStore(data.draw(st.sampled_from([config, direct]))) as store:
@@ -153,7 +154,8 @@ def _forged_header(data: st.DataObject, whole: bytes) -> bytes:
     header = json.loads(whole[8 : 8 + length])
     entry = json.loads(header["__metadata__"]["entry"])
     for _ in range(data.draw(st.integers(1, 2))):
-        place = data.draw(st.sampled_from([header, header["__metadata__"], entry]))
+        places = [place for place in (header, header["__metadata__"], entry) if isinstance(place, dict) and place]
+        place = data.draw(st.sampled_from(places))
         place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
     if isinstance(header["__metadata__"], dict):
         text = json.dumps(entry)
@@ -175,7 +177,7 @@ def _has_direct_reads(folder: Path) -> bool:
 
 @contextmanager
 def store_catalogues() -> Iterator[Check]:
-    """A store's catalogue, marker and journal: an error of ours when it opens, or no wrong KV and a `verify` that comes back."""
+    """A store's catalogue, marker and journal: an error of ours when it opens, or no wrong KV, and `verify` comes back."""
     pairs = [make_chunk(seed) for seed in range(4)]
     with scratch() as folder:
         with KVStore(StoreConfig(directory=folder / "whole")) as store:
@@ -241,11 +243,13 @@ def gguf_files() -> Iterator[Check]:
         def check(data: st.DataObject) -> None:
             path = folder / "some.gguf"
             path.unlink(missing_ok=True)  # what a reader has mapped stays as it is
-            path.write_bytes(altered(data, whole[:header]) + whole[header:] if data.draw(st.booleans()) else altered(data, whole))
+            path.write_bytes(
+                altered(data, whole[:header]) + whole[header:] if data.draw(st.booleans()) else altered(data, whole)
+            )
             try:
                 read_header(path)
             except (InputError, UnsupportedModelError) as error:
-                assert "some.gguf" in str(error)
+                _check_names(error, path.name)
 
         yield check
 

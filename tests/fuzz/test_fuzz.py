@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from targets import TARGETS
 
 EXAMPLES = {"bodies": 60, "entry-files": 60, "gguf": 40, "index-catalogues": 30, "json-lines": 200, "store-catalogues": 20}

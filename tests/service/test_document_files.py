@@ -67,7 +67,7 @@ def test_a_fault_has_its_place_and_remedy(tmp_path: Path, raw: bytes, place: str
 @pytest.mark.parametrize("damage", ["cut", "flipped", "no gzip"])
 def test_a_damaged_gzip(tmp_path: Path, damage: str) -> None:
     """A gzip file that is not whole is said to be that, not to be of another encoding."""
-    whole = gzip.compress("".join(f'{{"text": "text {number ** 9}"}}\n' for number in range(2000)).encode())
+    whole = gzip.compress("".join(f'{{"text": "text {number**9}"}}\n' for number in range(2000)).encode())
     middle = len(whole) // 2
     broken = {
         "cut": whole[:-20],

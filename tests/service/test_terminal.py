@@ -17,8 +17,17 @@ from rich.text import Text
 from cacheblend.eval import cli
 from cacheblend.service.terminal import PlainConsole, VisibleFormatter, visible, visible_json
 
-# Clears the screen; names the window; writes to the clipboard; the same by C1; a link; a markup error; text that runs backwards.
-HOSTILE = ("\x1b[2J", "\x1b]0;owned\x07", "\x1b]52;c;cm0=\x07", "\x9b2J", "[link=http://evil.example]x[/link]", "[/]", "\u202ecod.exe")
+# Clears the screen; names the window; writes to the clipboard; clears it by C1; a link; a markup error; text backwards.
+LINK = "[link=http://evil.example]x[/link]"
+HOSTILE = (
+    "\x1b[2J",
+    "\x1b]0;owned\x07",
+    "\x1b]52;c;cm0=\x07",
+    "\x9b2J",
+    LINK,
+    "[/]",
+    "\u202ecod.exe",
+)
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -42,7 +51,7 @@ def test_documents_are_listed_and_shown(hostile_store: str, capsys: pytest.Captu
         assert bool(exit_.value.code) == ("no such" in command[-1])
         said += captured.out + captured.err
     assert not CONTROL.search(said)
-    for shown in ("[bold]", "[/]", r"some \x1b[2J text", r"\x9b2J", r"\u202ecod.exe", "[link=http://evil.example]x[/link]"):
+    for shown in ("[bold]", "[/]", r"some \x1b[2J text", r"\x9b2J", r"\u202ecod.exe", LINK):
         assert shown in said
     assert r"there is no document '\x1b[2J[/]no such'" in said
     with pytest.raises(SystemExit):

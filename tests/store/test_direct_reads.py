@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunks import HEADS, TOKENS, file_of, make_chunk
+from chunks import HEADS, TOKENS, file_of, make_chunk, same
 
 from cacheblend.store import ConfigError, DamagedEntryError, InputError, KVStore, StoreConfig
 from cacheblend.store.direct_read import leave_direct
@@ -134,8 +134,6 @@ def test_a_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             KVStore(StoreConfig(directory=tmp_path / "direct", direct_reads=True))
     with KVStore(StoreConfig(directory=tmp_path / "store", ram_budget_bytes=1, direct_reads=system == "macOS")) as store:
         store.put(KEY, KV)
-        got = store.get(KEY)
-        assert got is not None
-        assert all(torch.equal(one, other) for pair in zip(got.layers, KV.layers, strict=True) for one, other in zip(*pair, strict=True))
+        assert same(store.get(KEY), KV)
     assert set(asked) == ({(1,)} if system == "macOS" else set())
     assert not leave_direct(0)

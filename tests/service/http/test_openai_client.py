@@ -130,3 +130,17 @@ def test_models(openai_client: openai.OpenAI) -> None:
         openai_client.models.retrieve("gpt-5")
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         openai_client.chat.completions.create(model="gpt-5", messages=MESSAGES)
+
+
+def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> None:
+    """`num_chunks` retrieves, as many as there are; `top_k` is sampling's, as vLLM's clients send it."""
+    greedy = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8)
+    options = {"num_chunks": 999, "top_k": 1, "return_chunks": True}
+    many = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=options)
+    assert len(many.model_extra["cacheblend"]["chunks"]) == engine.retriever.chunk_count
+    for top_k in (1, 40, 0, -1):
+        sampled = openai_client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=8, temperature=1.5, extra_body={"top_k": top_k}
+        )
+        assert sampled.usage.prompt_tokens == greedy.usage.prompt_tokens
+        assert top_k != 1 or sampled.choices[0].message.content == greedy.choices[0].message.content
