@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import fields
@@ -186,11 +188,11 @@ def _check_address(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on before a model is loaded."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            "port", port, f"{host}:{port} cannot be listened on ({reason}); give another --port or --host"
-        ) from None
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            return  # a name that the server itself resolves in another way
+        allowed = f"{host}:{port} cannot be listened on ({os.strerror(error.errno)}); give another --port or --host"
+        raise ConfigError("port", port, allowed) from None
 
 
 def api_key(as_json: options.Json = False) -> None:
