@@ -188,6 +188,8 @@ def _check_address(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on before a model is loaded."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OverflowError:  # `HttpConfig` refuses it
+        return
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
             return  # a name that the server itself resolves in another way

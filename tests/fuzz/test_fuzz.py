@@ -16,7 +16,7 @@ def test_target(target: str) -> None:
     """Nothing unforeseen happens, whatever a client or a disk gives."""
     with TARGETS[target]() as check:
 
-        @settings(max_examples=EXAMPLES[target], deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=EXAMPLES[target], derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.data())
         def run(data: st.DataObject) -> None:
             check(data)
