@@ -187,7 +187,9 @@ def serve(
 def _check_address(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on before a model is loaded."""
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
     except OverflowError:  # `HttpConfig` refuses it
         return
     except OSError as error:
