@@ -13,11 +13,12 @@ import json
 import logging
 import os
 import shutil
+import struct
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from tokenizers import pre_tokenizers
@@ -41,6 +42,9 @@ ORIGIN = "origin.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+_COUNTS = ("expert_count", "attention.key_length", "attention.sliding_window")
+_STRING, _ARRAY = 8, 9  # kinds of GGUF values; those of fixed length:
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _FOLDER_ALONE = "use the model's own folder (config.json and safetensors) instead of the GGUF file"
 
 
@@ -235,6 +239,7 @@ def read_header(path: Path) -> GGUFHeader:
         if file.read(4) != b"GGUF":
             raise InputError(f"{path} is not a GGUF file: it does not begin with GGUF; give a GGUF file or a model directory")
     try:
+        _check_counts(path)
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if not _is_long(field)}
     except Exception as error:  # numpy, struct and unicode errors of all kinds, by where it was cut
@@ -244,6 +249,9 @@ def read_header(path: Path) -> GGUFHeader:
         raise UnsupportedModelError(
             f"{path} holds a model of architecture {architecture!r}; from GGUF these can be blended: {', '.join(ARCHITECTURES)}"
         )
+    for name in fields.keys() & {"split.count", *(f"{architecture}.{count}" for count in _COUNTS)}:
+        if not isinstance(fields[name], int):
+            raise InputError(f"{path} is damaged ({name} is {str(fields[name])[:60]!r}); fetch it again")
     if int(fields.get("split.count", 1)) > 1:
         raise InputError(f"{path} is one part of {fields['split.count']}; join them with llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -257,6 +265,50 @@ def read_header(path: Path) -> GGUFHeader:
         pre_tokenizer=str(fields.get("tokenizer.ggml.pre", "")),
         rope_factors=tuple(map(float, tensors["rope_freqs.weight"].data)) if "rope_freqs.weight" in tensors else (),
     )
+
+
+def _check_counts(path: Path) -> None:
+    """Refuse a header that promises more than the file holds: GGUFReader would make that many values, without end or memory.
+
+    Raises:
+        ValueError: so.
+    """
+    with path.open("rb") as file:
+        (version,) = struct.unpack("<4xI", _take(file, 8))
+        order = "<" if version & 0xFFFF else ">"
+        _, fields = struct.unpack(f"{order}QQ", _take(file, 16))
+        for _ in range(fields):
+            _skip_value(file, order, _STRING)
+            (kind,) = struct.unpack(f"{order}I", _take(file, 4))
+            _skip_value(file, order, kind)
+
+
+def _skip_value(file: BinaryIO, order: str, kind: int) -> None:
+    if kind == _STRING:
+        _skip(file, *struct.unpack(f"{order}Q", _take(file, 8)))
+    elif kind == _ARRAY:
+        item, count = struct.unpack(f"{order}IQ", _take(file, 12))
+        if item in _VALUE_BYTES:
+            _skip(file, _VALUE_BYTES[item] * count)
+        else:
+            for _ in range(count):
+                _skip_value(file, order, item)
+    elif kind in _VALUE_BYTES:
+        _skip(file, _VALUE_BYTES[kind])
+    else:
+        raise ValueError(f"{kind} is no kind of value")
+
+
+def _take(file: BinaryIO, count: int) -> bytes:
+    if len(found := file.read(count)) < count:
+        raise ValueError("it ends within its header")
+    return found
+
+
+def _skip(file: BinaryIO, count: int) -> None:
+    if count > os.fstat(file.fileno()).st_size - file.tell():
+        raise ValueError(f"it promises {count:,} bytes more than it has")
+    file.seek(count, os.SEEK_CUR)
 
 
 def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> Iterator[str]:

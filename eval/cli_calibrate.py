@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cacheblend.loader import Thresholds, write_calibration
 from cacheblend.service import cli_options as options
+from cacheblend.store.disk import make_folder
 from cacheblend.store.errors import ConfigError
 
 from .data import DocumentsSource, Preset
@@ -91,7 +92,7 @@ def calibrate(
         allow_unverified=allow_unverified,
     )
     run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"
-    engine.profile_dir.mkdir(parents=True, exist_ok=True)  # what cannot be kept shows before it is measured
+    make_folder(engine.profile_dir)  # what cannot be kept shows before it is measured
     fusor = load_fusor(config)
     with options.progress_bars() as progress:
         run = run_calibration(config, thresholds, run_folder, fusor, selectors=measured, on_progress=progress)

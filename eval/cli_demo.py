@@ -29,13 +29,13 @@ CHUNK_TOKENS = 256
 MAX_TOKENS = 24
 
 NOTE = (
-    "If the model has random weights (scripts/make_random_model.py), its words mean nothing: compare times, recomputed tokens "
-    "and logits here, not answers."
+    "prefix_cache has seen each of these very prompts, chunks in the same order, just before; over the same chunks in another "
+    "order it finds nothing. The logits are compared with full recompute's, not with a right answer."
 )
 
 READER_NOTE = (
     "The reader is small and its prompts are short, so there is little to save: `scripts/bench_fusor.py` shows times at 3,105 "
-    "tokens. It reads single facts, and has not learnt two_hop and compare (docs/experiments.md)."
+    "tokens, and docs/benchmarks.md how it answers by class of question."
 )
 _OF_PASSAGES = ("question", "documents", "repeats")
 _OF_MODELS = ("model", "passages", "store_dir", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")

@@ -1,4 +1,4 @@
-"""A LangChain chain whose retriever and chat model are CacheBlend's; the rest of the chain is as it was.
+"""A LangChain chain whose retriever and chat model are CacheBlend's; the documents go to the model as documents.
 
 python examples/langchain_chain.py --model path/to/model
 """

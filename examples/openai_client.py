@@ -24,7 +24,7 @@ def run(client: OpenAI, question: str = "How many days of leave are there?") -> 
         model=model,
         messages=[{"role": "user", "content": question}],
         stream=True,
-        extra_body={"top_k": 2},  # chunks; also: documents, method, recompute_ratio, cache_salt
+        extra_body={"num_chunks": 2},  # chunks; also: documents, method, recompute_ratio, cache_salt
     )
     text = ""
     for event in stream:

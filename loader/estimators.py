@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -56,8 +57,8 @@ class RecomputeEstimator:
         self.layers, self._schedule, self._logits_s = profile.layers, schedule, profile.logits_s
         whole = [sample for sample in profile.blend if sample.layer == 0]
         later = [sample for sample in profile.blend if sample.layer > 0]
-        self._prefill = fit([_of_length(sample.tokens) for sample in profile.prefill], [s.seconds for s in profile.prefill])
-        self._layer_0 = fit([_of_length(sample.rows) for sample in whole], [sample.seconds for sample in whole])
+        self._prefill = _fit_lengths([(sample.tokens, sample.seconds) for sample in profile.prefill])
+        self._layer_0 = _fit_lengths([(sample.rows, sample.seconds) for sample in whole])
         self._later = fit([_of_sample(sample) for sample in later], [sample.seconds for sample in later])
 
     def prefill_s(self, tokens: int) -> float:
@@ -137,6 +138,14 @@ def _least_squares(a_SF: NDArray[np.float64], b_S: NDArray[np.float64]) -> NDArr
                 best, best_error = np.zeros(a_SF.shape[1]), error
                 best[list(chosen)] = solved
     return best
+
+
+def _fit_lengths(samples: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
+    """`fit` by length. Of one measured length, seconds are proportional to it: a constant would promise the same of any."""
+    lengths = [tokens for tokens, _ in samples]
+    if len(set(lengths)) == 1:
+        return np.array([0.0, statistics.median(seconds for _, seconds in samples) / lengths[0], 0.0])
+    return fit([_of_length(tokens) for tokens in lengths], [seconds for _, seconds in samples])
 
 
 def _of_length(tokens: int) -> list[float]:

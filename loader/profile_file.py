@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cacheblend.store.disk import make_folder, private_opener
 from cacheblend.store.errors import ProfileError
 
 from .profile import Profile, profile_name
@@ -75,8 +76,9 @@ def write_object(path: Path, values: Mapping[str, Any], what: str) -> None:
     """
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        make_folder(path.parent)
+        with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
+            file.write(json.dumps(values, indent=1, allow_nan=False) + "\n")
         temporary.replace(path)
     except OSError as error:
         raise ProfileError(f"the {what} cannot be written to {path.parent}: {error}; give a folder that can be") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ QUESTION_TOKENS = 32
 # The first layers of a blend show all that later ones do: layer 0 runs whole, layer 1 projects every row and drops most,
 # layer 2 does not check, layer 3 does again.
 LAYERS_TIMED = 5
+logger = logging.getLogger(__name__)
 PATIENCE_S = 2.0
 
 Progress = Callable[[str, int, int], None]
@@ -84,6 +86,9 @@ def measure_profile(
             report("profile", done, (repeats + 1) * len(lengths) + 1)
             if turn == 0 and prefill[turn][-1].seconds > PATIENCE_S:
                 break
+        if left_out := lengths[len(prefill[0]) :]:
+            named = ", ".join(map(str, left_out))
+            logger.warning("lengths %s were left out: a prefill of %d tokens took over %g s", named, tokens, PATIENCE_S)
         lengths = lengths[: len(prefill[0])]
     geometry = fusor.decoder.geometry
     profile = Profile(

@@ -13,6 +13,7 @@ import torch
 
 from cacheblend.blend import KVGeometry, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store.disk import make_folder
 
 from .config import LoaderConfig
 from .layer_loader import LayerLoader
@@ -37,7 +38,7 @@ def measure_tiers(
         chunk_tokens: the larger chunk size; the smaller is an eighth of it.
         repeats: loads of each size; the median counts.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     fits = max(1, MOST_BYTES // (CHUNKS * geometry.layers * geometry.layer_bytes(1)))
     sizes = sorted({max(1, min(chunk_tokens, fits) // 8), min(chunk_tokens, fits)})
     read_s: dict[str, list[float]] = {"ram": [], "nvme": []}
@@ -95,7 +96,9 @@ def _load_s(store: KVStore, keys: list[ChunkKey], geometry: KVGeometry, config: 
 
 
 def drop_page_cache(paths: Iterable[Path]) -> None:
-    """Have the system forget its copies of files that are on disk."""
+    """Have the system forget its copies of files that are on disk; does nothing on macOS, which cannot."""
+    if not hasattr(os, "posix_fadvise"):
+        return
     for path in paths:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

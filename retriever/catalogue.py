@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cacheblend.store.disk import make_private_file
 from cacheblend.store.errors import InputError, RetrieverError
 
 from .chunk import Chunk
@@ -81,6 +82,8 @@ class Catalogue:
     def __init__(self, path: Path | None, settings: Mapping[str, str]) -> None:
         self._where = "memory" if path is None else str(path)
         self._settings = dict(settings)
+        if path is not None:
+            make_private_file(path)
         with self._errors():
             # isolation_level=None: transactions are begun and ended by _write alone.
             self._db = sqlite3.connect(

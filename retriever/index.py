@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from cacheblend.store.disk import private_opener
 from cacheblend.store.errors import RetrieverError
 
 _HEADER = struct.Struct("<8sq16s")  # magic, generation, xxh3-128 of what follows
@@ -62,7 +63,7 @@ class VectorIndex:
         payload = faiss.serialize_index(self._index).tobytes()
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "wb", opener=private_opener) as file:
                 file.write(_HEADER.pack(_MAGIC, generation, xxhash.xxh3_128_digest(payload)))
                 file.write(payload)
                 file.flush()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from cacheblend.store.disk import make_folder
 from cacheblend.store.errors import RetrieverError
 
 from .catalogue import Catalogue
@@ -51,7 +52,7 @@ def merge_indexes(sources: Sequence[Path], target: Path, *, on_progress: Callabl
         if not settings:
             return 0
         try:
-            target.mkdir(parents=True, exist_ok=True)
+            make_folder(target)
         except OSError as error:
             raise RetrieverError(f"cannot make {target}: {error.strerror}; choose another directory") from error
         into = open_one(target, settings)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cacheblend.store.disk import make_folder
 from cacheblend.store.errors import InputError, RetrieverError
 
 from .catalogue import Catalogue, CataloguedDocument
@@ -69,7 +70,7 @@ class Retriever:
         self._lock = threading.RLock()  # over catalogue and index, not over embedding
         if config.directory is not None:
             try:
-                config.directory.mkdir(parents=True, exist_ok=True)
+                make_folder(config.directory)
             except OSError as error:
                 raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
         self._catalogue = Catalogue(
@@ -163,10 +164,10 @@ class Retriever:
             return self._catalogue.chunks(document_id)
 
     def search(self, question: str, top_k: int) -> list[ScoredChunk]:
-        """The `top_k` chunks nearest a question, nearest first; among equals the one added first.
+        """The `top_k` chunks nearest a question, or all where there are fewer, nearest first; among equals the one added first.
 
         Raises:
-            InputError: the question is empty, or there are not `top_k` chunks.
+            InputError: the question is empty, top_k below 1, or there are no chunks at all.
             RetrieverError: the embedder or the directory cannot be used.
 
         """
@@ -175,16 +176,16 @@ class Retriever:
         if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
             raise InputError(f"top_k={top_k!r} is not allowed: ask for a whole number of chunks, at least 1")
         with self._lock, self._catalogue.snapshot():
-            self._check_top_k(top_k)
+            self._searchable()
         vector_D = self._embed([question])[0]
         with self._lock, self._catalogue.snapshot():
-            index = self._check_top_k(top_k)  # again: others may have deleted chunks meanwhile
+            index = self._searchable()  # again: others may have deleted chunks meanwhile
             if index.dimensions != len(vector_D):
                 raise RetrieverError(
                     f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
-            ids, distances = index.search(vector_D, top_k)
+            ids, distances = index.search(vector_D, min(top_k, len(index)))
             return [ScoredChunk(self._catalogue.chunk(id_), distance) for id_, distance in zip(ids, distances, strict=True)]
 
     def close(self) -> None:
@@ -231,14 +232,10 @@ class Retriever:
             )
         return vectors_ND
 
-    def _check_top_k(self, top_k: int) -> VectorIndex:
+    def _searchable(self) -> VectorIndex:
         index = self._index.current()
         if index is None or len(index) == 0:
             raise InputError("there are no documents to search; ingest some first")  # no path: the service tells it to callers
-        if top_k > len(index):
-            raise InputError(
-                f"top_k={top_k} is more than the {len(index)} chunks there are; ask for fewer or ingest more documents"
-            )
         return index
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -11,7 +12,8 @@ import typer
 from cacheblend.store.errors import CacheBlendError, ConfigError, InputError
 
 from . import cli_ask, cli_documents, cli_ingest, cli_model, cli_plan, cli_profile, cli_serve, cli_store
-from .cli_options import stderr
+from .cli_options import stderr, stdout
+from .terminal import VisibleFormatter, visible
 
 app = typer.Typer(
     name="cacheblend",
@@ -32,17 +34,24 @@ app.add_typer(cli_documents.app, name="documents")
 app.add_typer(cli_store.app, name="store")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        stdout.print(f"cacheblend {version('cacheblend')}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and debug logs.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, errors alone.")] = False,
+    version: Annotated[  # noqa: ARG001  # its callback prints it
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     stderr.quiet = quiet
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING, handlers=[handler])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,12 +63,13 @@ def main(arguments: list[str] | None = None) -> None:
     except (CacheBlendError, OSError) as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)", file=sys.stderr)
+        unforeseen = f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)"
+        print(visible(unforeseen), file=sys.stderr)
         sys.exit(1)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend.store.errors import InputError
+from cacheblend.store.errors import InputError, RetrieverError
 
 from . import cli_options as options
 from .cli_options import DEFAULTS
@@ -17,11 +17,13 @@ def ask(
     model: options.OptionalModel = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     method: Annotated[str, typer.Option(help="blend, full_recompute, prefix_cache or full_reuse.")] = "blend",
-    top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
+    top_k: Annotated[int, typer.Option(help="Chunks to retrieve, or as many as there are.")] = 6,
     recompute_ratio: Annotated[
         float | None, typer.Option(help="Share of the reused tokens to recompute, 0..1; left out, the controller picks it.")
     ] = DEFAULTS["recompute_ratio"],
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = DEFAULTS["max_tokens"],
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate; left out, as many as fit in the model's context.")
+    ] = DEFAULTS["max_tokens"],
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     device: options.Device = DEFAULTS["device"],
@@ -74,7 +76,14 @@ def ask(
         max_tokens=max_tokens,
         allow_unverified=allow_unverified,
     )
-    with Engine(config) as engine:
+    try:
+        opened = Engine(config)
+    except RetrieverError as error:
+        if model is not None:
+            raise
+        hint = f"No --model was given, so this is the packaged reader; give the model that {store_dir} was made with"
+        raise InputError(f"{error}. {hint}") from error
+    with opened as engine:
         if chosen.wants_corpus:
             with options.progress_bars() as progress:
                 engine.ingest(bundled_corpus(), progress)

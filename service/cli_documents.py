@@ -79,7 +79,7 @@ def delete(
     with _open(store_dir) as documents:
         if not yes:
             status, _ = documents.show(id_)
-            typer.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?", abort=True, err=True)
+            options.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?")
         _tell(documents.delete(id_), "deleted", as_json)
 
 

@@ -67,8 +67,12 @@ def ingest(
         context_filler=context_filler,
         context_document_tokens=context_document_tokens,
     )
-    with Engine(config) as engine, IngestProgress(options.stderr, stream, size) as progress:
-        report = engine.ingest_stream(stream, progress.update)
+    try:
+        with Engine(config) as engine, IngestProgress(options.stderr, stream, size) as progress:
+            report = engine.ingest_stream(stream, progress.update)
+    except KeyboardInterrupt:
+        options.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
+        raise
     if as_json:
         options.print_json(report.as_dict())
         return

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cacheblend.blend import SELECTORS, FusionConfig
+from cacheblend.store.errors import InputError
 
 from .config import EngineConfig
 from .ingester import Progress as OnProgress
+from .terminal import PlainConsole, visible, visible_json
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 ENGINE = "Engine"
@@ -158,14 +159,24 @@ AllowUnverified = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress and logs on stderr.")]
 
-stderr = Console(stderr=True)
-stdout = Console()
+stderr = PlainConsole(stderr=True)
+stdout = PlainConsole()
 
 
 def print_json(value: Mapping[str, object]) -> None:
     """One JSON object on stdout."""
-    json.dump(value, sys.stdout, ensure_ascii=False, allow_nan=False, default=str)
-    sys.stdout.write("\n")
+    sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")
+
+
+def confirm(question: str) -> None:
+    """Ask on the terminal, and end the command unless the answer is yes.
+
+    Raises:
+        InputError: nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        raise InputError(f"{question} There is no terminal to ask on; give --yes")
+    typer.confirm(visible(question), abort=True, err=True)
 
 
 def hush_libraries() -> None:

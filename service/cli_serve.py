@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from cacheblend.store.errors import ConfigError
 
 from . import cli_options as options
 from .cli_options import DEFAULTS
@@ -78,7 +83,8 @@ def serve(
     ] = SERVING["guard_floor"],
     guard_window: Annotated[int, _option("guard_window", "Checked requests of the mean.", GUARD)] = SERVING["guard_window"],
     max_tokens: Annotated[
-        int, _option("max_tokens", "Most tokens to generate, unless a request says otherwise.", LIMITS)
+        int | None,
+        _option("max_tokens", "Most tokens of an answer, unless its request says otherwise; left out, as many as fit.", LIMITS),
     ] = DEFAULTS["max_tokens"],
     recompute_ratio: Annotated[
         float | None, _option("recompute_ratio", "0..1; left out, the controller picks it.", options.ENGINE)
@@ -125,6 +131,7 @@ def serve(
     from .own_thread import in_own_thread
     from .process_memory import keep_freed_memory
 
+    _check_address(host, port)
     keep_freed_memory()
     chosen = choose_model(model, chunk_tokens, store_dir)
     engine_config = EngineConfig(
@@ -175,6 +182,21 @@ def serve(
         if chosen.wants_corpus and not tables:
             in_own_thread(server.engines[""].ingest, bundled_corpus())
         run(server)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on before a model is loaded."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+    except OverflowError:  # `HttpConfig` refuses it
+        return
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            return  # a name that the server itself resolves in another way
+        allowed = f"{host}:{port} cannot be listened on ({os.strerror(error.errno)}); give another --port or --host"
+        raise ConfigError("port", port, allowed) from None
 
 
 def api_key(as_json: options.Json = False) -> None:

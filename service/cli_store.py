@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from cacheblend.store import KVStore, StoreConfig
-from cacheblend.store.errors import StoreDirectoryError
+from cacheblend.store.errors import InputError
 
 from . import cli_options as options
 from .config import KV_FOLDER
@@ -130,7 +130,7 @@ def clear(
     with open_store(store_dir) as store:
         entries = len(store.ls())
         if not yes:
-            typer.confirm(f"Remove {entries} entries from {store_dir}?", abort=True, err=True)
+            options.confirm(f"Remove {entries} entries from {store_dir}?")
         store.clear()
     if as_json:
         options.print_json({"removed": entries})
@@ -170,11 +170,11 @@ def open_store(store_dir: Path) -> KVStore:
     """The store of a folder, looked at without evicting from it.
 
     Raises:
-        StoreDirectoryError: the folder holds no store.
+        InputError: the folder holds no store.
     """
     directory = store_dir / KV_FOLDER
     if not directory.is_dir():
-        raise StoreDirectoryError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
+        raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
     return KVStore(StoreConfig(directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
 
 

@@ -68,7 +68,7 @@ class EngineConfig:
             "none" or a file; see `chunk_context`. Another filler's KV is not found again.
         context_document_tokens: a document is read in windows of so many tokens, so that a chunk's KV is computed after the
             document's earlier text; 0 for none of it. KV of another size may not be found again.
-        max_tokens: most tokens to generate, unless a question says otherwise.
+        max_tokens: most tokens to generate, unless a question says otherwise; None for as many as fit in the model's positions.
         allow_unverified: take a model of an unverified family if the built-in check passes.
         loader: look-ahead and controller settings.
 
@@ -96,7 +96,7 @@ class EngineConfig:
     instruction: str = INSTRUCTION
     context_filler: str = "auto"
     context_document_tokens: int = DOCUMENT_TOKENS
-    max_tokens: int = 32
+    max_tokens: int | None = None
     allow_unverified: bool = False
     loader: LoaderConfig = field(default_factory=LoaderConfig)
 
@@ -120,7 +120,8 @@ class EngineConfig:
             raise ConfigError("codec", self.codec, f"one of {', '.join(CODECS)}")
         if self.holes not in HOLES:
             raise ConfigError("holes", self.holes, f"one of {', '.join(HOLES)}")
-        check_max_tokens(self.max_tokens)
+        if self.max_tokens is not None:
+            check_max_tokens(self.max_tokens)
         for name in ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes"):
             check_bytes(name, getattr(self, name))
         check_share("unsalted_share", self.unsalted_share)

@@ -154,25 +154,28 @@ class Engine:
         max_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        sampling_top_k: int = 0,
         layout: Layout | None = None,
     ) -> Answer:
         """Answer a question over the `top_k` nearest chunks, or over the documents given, in their order.
 
         Args:
             question: in words.
-            top_k: chunks to retrieve; the nearest one's document stands first, its chunks in its own order.
+            top_k: chunks to retrieve, or as many as there are; the nearest one's document stands first, its chunks in its own
+                order.
             method: "blend", "full_recompute", "prefix_cache" or "full_reuse"; all run the very same token ids.
             documents: bring your own retriever: these are split and used whole, and nothing is searched. A `Chunk` of this
                 engine's retriever is used as it is.
             recompute_ratio: for "blend", 0..1; None takes the config's, or else the loading controller's choice.
-            max_tokens: most tokens to generate; None takes the config's.
+            max_tokens: most tokens to generate; None takes the config's, or else as many as fit behind the prompt.
             temperature: 0 is greedy; above, tokens are sampled.
             top_p: sample from the most likely tokens of this total probability.
+            sampling_top_k: sample from so many most likely tokens; 0 for all.
             layout: what stands around the chunks; None puts the config's instruction before and the question behind them. With
                 a layout, `top_k=0` retrieves nothing.
 
         Raises:
-            InputError: an empty question or document, or top_k outside 1..the chunks there are.
+            InputError: an empty question or document, a top_k below 1, or no documents to search.
             PromptTooLongError: prompt and answer are longer than the model's positions.
             ConfigError: an unknown method, or a number outside its range.
         """
@@ -186,6 +189,7 @@ class Engine:
                 max_tokens=max_tokens,
                 temperature=temperature,
                 top_p=top_p,
+                sampling_top_k=sampling_top_k,
                 layout=layout,
             )
             return self.complete(prepared)[0]
@@ -218,6 +222,7 @@ class Engine:
         max_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        sampling_top_k: int = 0,
         layout: Layout | None = None,
     ) -> PreparedRequest:
         """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model."""
@@ -225,8 +230,9 @@ class Engine:
         started = time.perf_counter()
         self._prefiller.check_method(method)
         max_tokens = self.config.max_tokens if max_tokens is None else max_tokens
-        check_max_tokens(max_tokens)
-        sampling = sampling_options(temperature, top_p)
+        if max_tokens is not None:
+            check_max_tokens(max_tokens)
+        sampling = sampling_options(temperature, top_p, sampling_top_k)
         if recompute_ratio is None:
             recompute_ratio = self.config.recompute_ratio
         self.config.fusion_config(recompute_ratio)
@@ -236,7 +242,7 @@ class Engine:
         found = [scored.chunk for scored in chunks]
         pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
         pieces = replace(pieces, earlier=self._contexts.of_prompt(found))
-        check_length(pieces, max_tokens, self.fusor.max_positions)
+        max_tokens = check_length(pieces, max_tokens, self.fusor.max_positions)
         return PreparedRequest(
             method=method,
             recompute_ratio=recompute_ratio,

@@ -13,12 +13,14 @@ from rich.console import Console
 from .document_stream import DocumentStream, StreamSize
 
 LINE_EVERY_S = 10.0
+CHARACTERS_PER_TOKEN = 4.0  # until a batch of documents says how many there are
 
 
 class IngestProgress:
     """A line that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
 
-    The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end.
+    The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
+    is done is told by the computed tokens: documents are read, and counted, a batch at a time.
 
     Args:
         console: where to.
@@ -28,7 +30,8 @@ class IngestProgress:
 
     def __init__(self, console: Console, stream: DocumentStream, size: StreamSize | None) -> None:
         self._console, self._stream, self._size = console, stream, size
-        self._skipped_characters = 0
+        self._skipped_characters = self._done_characters = 0
+        self._done_documents = self._done_tokens = 0
         self._started = time.monotonic()
         self._next_line = time.monotonic() + LINE_EVERY_S
         self._opened = ExitStack()
@@ -38,7 +41,9 @@ class IngestProgress:
         """What was done so far; `StreamProgress`."""
         now = time.monotonic()
         if not tokens:
-            self._skipped_characters, self._started = self._stream.characters, now
+            self._skipped_characters, self._started = self._stream.characters * (documents > 0), now
+        if documents != self._done_documents:  # a batch ended, and the next one is not read yet
+            self._done_documents, self._done_characters, self._done_tokens = documents, self._stream.characters, tokens
         if self._status is not None:
             self._status.update(self.line(documents, tokens, now))
         elif now >= self._next_line:
@@ -51,9 +56,11 @@ class IngestProgress:
         parts = [f"{documents:,}{of} documents", f"{tokens:,} tokens"]
         if tokens and (seconds := now - self._started) > 0:
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
-            characters = self._stream.characters - self._skipped_characters
-            if self._size is not None and characters:
-                left_s = seconds * (self._size.characters - self._stream.characters) / characters
+            of_done = self._done_characters - self._skipped_characters
+            per_token = of_done / self._done_tokens if self._done_tokens and of_done else CHARACTERS_PER_TOKEN
+            done = self._done_characters + (tokens - self._done_tokens) * per_token
+            if self._size is not None and done > self._skipped_characters:
+                left_s = seconds * max(0.0, self._size.characters - done) / (done - self._skipped_characters)
                 parts.append(f"{timedelta(seconds=round(left_s))} left")
         return ", ".join(parts)
 

@@ -9,6 +9,8 @@ from cacheblend.store.errors import PromptTooLongError
 
 from .prompt import PromptPieces
 
+MOST_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
+
 
 def check_chunks(documents: Iterable[Document], splitter: Splitter, positions: int | None, prefix_tokens: int) -> None:
     """Refuse documents that the model cannot read chunk by chunk.
@@ -34,15 +36,23 @@ def check_chunks(documents: Iterable[Document], splitter: Splitter, positions: i
             )
 
 
-def check_length(pieces: PromptPieces, max_tokens: int, positions: int | None) -> None:
-    """Refuse a prompt that leaves no room for its answer.
+def check_length(pieces: PromptPieces, max_tokens: int | None, positions: int | None) -> int:
+    """Refuse a prompt that leaves no room for its answer; gives the most tokens of the answer.
+
+    Args:
+        pieces: the prompt.
+        max_tokens: asked for; None for what fits behind the prompt.
+        positions: the model's; None for any number, and then what fits is `MOST_NEW_TOKENS`.
 
     Raises:
         PromptTooLongError: prompt and answer are longer than the model's positions.
     """
     tokens = len(pieces.token_ids)
-    if positions is not None and tokens + max_tokens > positions:
+    if positions is None:
+        return MOST_NEW_TOKENS if max_tokens is None else max_tokens
+    if tokens + (max_tokens or 1) > positions:
         raise PromptTooLongError(
-            f"{tokens} prompt tokens and {max_tokens} to generate are more than the model's {positions} positions; "
-            "lower top_k or max_tokens, or ingest smaller chunks"
+            f"{tokens} prompt tokens and {max_tokens or 1} to generate are more than the model's {positions} positions; "
+            "take fewer chunks or lower max_tokens, or ingest smaller chunks"
         )
+    return positions - tokens if max_tokens is None else max_tokens

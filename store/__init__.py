@@ -1,5 +1,12 @@
 """Keeps the KV of every text chunk, by content hash, in RAM and on NVMe."""
 
+try:
+    import fcntl as _fcntl  # noqa: F401  # the locks between processes
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "CacheBlend needs Linux or macOS: its store locks and syncs files as POSIX has it. On Windows run it in WSL 2."
+    ) from error
+
 from .block_hash import BLOCK_TOKENS, BlockChain, chain_root
 from .catalogue import CatalogueEntry
 from .chunk import ChunkKV, LayerPair

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from .disk import make_private_file
 from .errors import StoreDirectoryError, StoreFullError
 
 BUSY_TIMEOUT_S = 30.0
@@ -27,6 +28,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        make_private_file(path)
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
         with self._errors():
             self._writer = self._connect()

@@ -1,10 +1,11 @@
-"""Reads and writes past the page cache (O_DIRECT).
+"""Reads and writes past the page cache: O_DIRECT on Linux, F_NOCACHE on macOS.
 
-Address, offset and length of such a read or write are whole blocks, so it needs aligned memory.
+With O_DIRECT address, offset and length of such a read or write are whole blocks, so it needs aligned memory.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -25,10 +26,27 @@ def make_direct(fd: int) -> None:
     """Have reads and writes of a descriptor pass the page cache by.
 
     Raises:
-        OSError: the file system has none such.
+        OSError: the file system or the system has none such.
 
     """
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    if hasattr(os, "O_DIRECT"):
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    elif (no_cache := getattr(fcntl, "F_NOCACHE", None)) is not None:
+        fcntl.fcntl(fd, no_cache, 1)
+    else:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def leave_direct(fd: int) -> bool:
+    """Go through the page cache from now on: after a write that was cut short, or with larger blocks; False if so before.
+
+    With F_NOCACHE there are no blocks to keep to, and nothing to leave.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
 
 
 def check_direct_reads(folder: Path) -> None:

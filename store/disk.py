@@ -1,12 +1,45 @@
-"""Names that last, and what a failed write means to the user."""
+"""Files on the disk: who may read them, names that last, and what a failed write means to the user.
+
+What is written holds the documents' text, or KV from which it can be told, so that nobody but the owner may read it, whatever
+the umask is. A folder that was there before keeps its mode.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import StoreDirectoryError, StoreError, StoreFullError
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, that only their owner may use; those that are there stay as they are.
+
+    Raises:
+        OSError: it cannot be made, or is a file.
+    """
+    if not folder.is_dir():
+        if not folder.parent.exists():
+            make_folder(folder.parent)
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+
+
+def private_opener(path: str, flags: int) -> int:
+    """`opener` of `open` for a file that only its owner may read."""
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+
+def make_private_file(path: Path) -> None:
+    """Make an empty file for a library that would make it with the umask's mode; what is in the way, the library tells.
+
+    A file that is there is not opened: closing it would free the locks that SQLite holds on it in this process.
+    """
+    with suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
 
 
 def sync_folder(folder: Path) -> None:

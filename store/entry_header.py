@@ -99,8 +99,17 @@ class EntryHeader:
             )
             if table != _table(info):
                 raise ValueError("the table of tensors is not the one of the entry")
-            return cls(info, entry["checksums"])
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            checksums = entry["checksums"]
+            if not isinstance(checksums, list) or [type(each) for each in checksums] != [str] * info.layers:
+                raise ValueError("there is not a checksum for each layer")
+            for name, kind in (("token_ids", int), ("prefix_ids", int), ("model", str), ("namespace", str)):
+                values = entry[name] if kind is int else [entry[name]]
+                if not isinstance(values, list) or any(type(value) is not kind for value in values):
+                    raise ValueError(f"{name} is {str(entry[name])[:60]!r}")
+            if not isinstance(info.model, str | None):
+                raise ValueError(f"kv_model is {str(info.model)[:60]!r}")
+            return cls(info, checksums)
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__} {error}") from error
 
 

@@ -10,7 +10,6 @@ errno of a full disk, and align the data to 8 bytes where direct reads want a bl
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .direct_read import BLOCK_BYTES, aligned_blocks, make_direct
-from .disk import sync_folder, write_error
+from .direct_read import BLOCK_BYTES, aligned_blocks, leave_direct, make_direct
+from .disk import FILE_MODE, sync_folder, write_error
 from .entry import EncodedEntry
 
 
@@ -48,7 +47,7 @@ def write_files(files: Sequence[NewFile]) -> None:
         written: list[tuple[NewFile, int]] = []
         for file in files:
             with _errors(file.final):
-                fd = os.open(file.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                fd = os.open(file.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
                 opened.callback(os.close, fd)
                 _write_file(fd, file)
                 written.append((file, fd))
@@ -89,12 +88,5 @@ def _write(fd: int, rest: memoryview) -> None:
         try:
             rest = rest[os.write(fd, rest) :]
         except OSError as error:
-            if error.errno != errno.EINVAL or not _leave_direct(fd):
+            if error.errno != errno.EINVAL or not leave_direct(fd):
                 raise
-
-
-def _leave_direct(fd: int) -> bool:
-    """Write through the page cache from now on: after a write that was cut short, or with larger blocks; False if so before."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return bool(flags & os.O_DIRECT)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .disk import write_error
+from .disk import FILE_MODE, write_error
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
             raise write_error(path, error) from error
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .disk import sync_folder, write_error
+from .disk import make_folder, private_opener, sync_folder, write_error
 from .errors import StoreDirectoryError
 
 STORE_FORMAT = 1
@@ -54,12 +54,12 @@ class StoreFolder:
         if root.exists() and not root.is_dir():
             raise StoreDirectoryError(f"{root} is a file, not a store; name a folder")
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
             if not self._marker.exists():
                 self._make()
             self._check()
             for folder in (self._entries, self.writing, self.damaged):
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
             if not os.access(root, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
@@ -75,7 +75,7 @@ class StoreFolder:
         missing = [folder for folder in {path.parent for path in paths} if not folder.is_dir()]
         try:
             for folder in missing:
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
             if missing:
                 sync_folder(self._entries)
         except OSError as error:
@@ -104,7 +104,7 @@ class StoreFolder:
             )
         # Renamed into place: a crash leaves no half-written marker, which would make the folder a stranger.
         new = self.root / f"{_NEW_MARKER}.{os.getpid()}"
-        with new.open("w") as file:
+        with open(new, "w", encoding="utf-8", opener=private_opener) as file:
             file.write(json.dumps({"kind": _KIND, "format": STORE_FORMAT}) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from .disk import write_error
+from .disk import FILE_MODE, write_error
 
 
 class WriteLock:
@@ -24,7 +24,7 @@ class WriteLock:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
             raise write_error(path, error) from error
         self._threads = threading.RLock()

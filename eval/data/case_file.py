@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheblend.service.json_lines import read_json_lines
 from cacheblend.store.errors import InputError
 
 from .example import Example, Passage, Task
@@ -24,21 +23,14 @@ def read_examples(path: Path) -> Iterator[Example]:
     Raises:
         InputError: a line that is not JSON or no example, named by file and line; a file that cannot be read.
     """
-    number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _example(line, f"{path}, line {number}")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read behind line {number}: {error}; give a whole UTF-8 file") from error
+        for where, value in read_json_lines(path):
+            yield _example(value, where)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}; give a whole UTF-8 file") from error
 
 
-def _example(line: str, where: str) -> Example:
-    try:
-        raw = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+def _example(raw: Any, where: str) -> Example:
     if not isinstance(raw, dict):
         raise InputError(f"{where}: not an example {SCHEMA}")
     passages, answers = raw.get("passages"), raw.get("answers")

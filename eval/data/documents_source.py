@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service.document_files import read_documents
+from cacheblend.service.json_lines import parse_json
 from cacheblend.store.errors import ConfigError, InputError
 
 from .chunk_questions import chunk_questions
@@ -132,7 +132,7 @@ def read_questions(path: Path) -> Iterator[Example]:
     if path.suffix not in (".jsonl", ".txt"):
         raise InputError(f"{path} is no file of questions; give a .jsonl or a .txt file")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}; give a UTF-8 file with a question a line") from error
     for number, line in enumerate(lines, start=1):
@@ -142,10 +142,7 @@ def read_questions(path: Path) -> Iterator[Example]:
 
 def _question(line: str, path: Path, number: int) -> Example:
     where = f"{path}, line {number}"
-    try:
-        raw = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    raw = parse_json(line, where)
     if not isinstance(raw, dict):
         raise InputError(f"{where}: not a question {QUESTION_SCHEMA}")
     question, answers, identifier = raw.get("question"), raw.get("answers"), raw.get("id")

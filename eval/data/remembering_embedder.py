@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend.retriever import Embedder
+from cacheblend.store.disk import make_private_file
 from cacheblend.store.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class RememberingEmbedder:
         rows = [(key, vector_D.astype("<f4").tobytes()) for key, vector_D in made.items()]
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
+            make_private_file(self._file)
             with closing(self._open()) as database, database:
                 database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
         except (OSError, sqlite3.Error) as error:

@@ -23,7 +23,7 @@ from .report import chunk_report, plan_report, usage
 from .schemas import ChatBody, CompletionBody, GenerationBody
 from .server import Server
 
-DEFAULT_TOP_K = 6
+DEFAULT_NUM_CHUNKS = 6
 LOOK_FOR_CLIENT_S = 0.5  # how often a request that does not stream is checked for its client
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
@@ -37,19 +37,19 @@ async def chat(body: ChatBody, request: Request) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     messages = [message.message() for message in body.messages]
-    top_k = await run_in_threadpool(_top_k, engine, body, DEFAULT_TOP_K)
-    layout = server.layouts.chat(messages, with_chunks=top_k > 0 or body.documents is not None)
+    num_chunks = await run_in_threadpool(_num_chunks, engine, body, DEFAULT_NUM_CHUNKS)
+    layout = server.layouts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return await _respond(body, request, ChatShape(body.model), layout, messages[-1].content, top_k, max_tokens)
+    return await _respond(body, request, ChatShape(body.model), layout, messages[-1].content, num_chunks, max_tokens)
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
-    """Continue a text, behind the documents given or, with `top_k`, the chunks nearest it."""
+    """Continue a text, behind the documents given or, with `num_chunks`, the chunks nearest it."""
     server: Server = request.app.state.server
-    top_k = body.top_k or 0
+    num_chunks = body.num_chunks or 0
     layout = server.layouts.completion(body.prompt)
-    return await _respond(body, request, TextShape(body.model), layout, body.prompt, top_k, body.max_tokens)
+    return await _respond(body, request, TextShape(body.model), layout, body.prompt, num_chunks, body.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class TextShape:
         return {"text": text, "logprobs": None}
 
 
-def _top_k(engine: Engine, body: GenerationBody, default: int) -> int:
+def _num_chunks(engine: Engine, body: GenerationBody, default: int) -> int:
     """What was asked for, or as much of the default as there is."""
     if body.documents is not None:
-        if body.top_k:
-            raise ApiError(400, "top_k: leave it out beside documents, which are all used", param="top_k")
+        if body.num_chunks:
+            raise ApiError(400, "num_chunks: leave it out beside documents, which are all used", param="num_chunks")
         return 0
-    return min(default, engine.retriever.chunk_count) if body.top_k is None else body.top_k
+    return min(default, engine.retriever.chunk_count) if body.num_chunks is None else body.num_chunks
 
 
 async def _respond(
@@ -102,7 +102,7 @@ async def _respond(
     shape: ChatShape | TextShape,
     layout: FixedLayout,
     question: str,
-    top_k: int,
+    num_chunks: int,
     max_tokens: int | None,
 ) -> Response:
     server: Server = request.app.state.server
@@ -119,13 +119,14 @@ async def _respond(
         engine.prepare,
         question,
         layout=layout,
-        top_k=top_k,
+        top_k=num_chunks,
         method=body.method,
         documents=documents,
         recompute_ratio=body.recompute_ratio,
         max_tokens=max_tokens,
         temperature=body.temperature or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
+        sampling_top_k=body.top_k or 0,
     )
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 

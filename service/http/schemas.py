@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from ..chat_layout import Message
 
 MOST_STOP_STRINGS = 4
-MOST_TOP_K = 1000
+MOST_NUM_CHUNKS = 1000
 
 
 def _unicode(text: str) -> str:
@@ -83,6 +83,7 @@ class GenerationBody(StrictModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = 0.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # of sampling, as in vLLM; 0 and -1 are all tokens
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Annotated[StopString, Tag("text")] | Annotated[StopList, Tag("list")], TextOrList] | None = None
     user: str | None = None
@@ -92,7 +93,7 @@ class GenerationBody(StrictModel):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     # RAG
     documents: list[DocumentBody] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOP_K)] | None = None
+    num_chunks: Annotated[int, Field(ge=0, le=MOST_NUM_CHUNKS)] | None = None
     method: str = "blend"
     recompute_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     cache_salt: Salt = ""

@@ -11,7 +11,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
-from pydantic import ConfigDict, SkipValidation
+from pydantic import ConfigDict, PrivateAttr, SkipValidation
 
 from cacheblend.retriever import Chunk
 from cacheblend.store.errors import InputError
@@ -19,6 +19,7 @@ from cacheblend.store.errors import InputError
 from ..chat_layout import ChatLayouts, Message
 from ..engine import Engine
 
+CALL_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
 ROLES = {"system": "system", "human": "user", "ai": "assistant"}
 
 
@@ -27,7 +28,8 @@ class ChatCacheBlend(BaseChatModel):
 
     Documents come as an option of the call: `model.invoke(messages, documents=docs)`, or `model.bind(documents=docs)` in a
     chain. They are LangChain documents, which `CacheBlendRetriever` or any other retriever finds, or mappings with `title` and
-    `text`. Without documents it is a plain chat model.
+    `text`. Without documents it is a plain chat model: nothing of a message's text is blended, whatever a template put there.
+    The fields but for `engine` are options of a call too: `model.bind(max_tokens=5)`.
 
     Args:
         engine: open.
@@ -35,6 +37,7 @@ class ChatCacheBlend(BaseChatModel):
         recompute_ratio: see `Engine.answer`.
         max_tokens: see `Engine.answer`.
         temperature: see `Engine.answer`.
+        top_p: see `Engine.answer`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -43,6 +46,8 @@ class ChatCacheBlend(BaseChatModel):
     recompute_ratio: float | None = None
     max_tokens: int | None = None
     temperature: float = 0.0
+    top_p: float = 1.0
+    _layouts: ChatLayouts | None = PrivateAttr(default=None)
 
     @property
     def _llm_type(self) -> str:
@@ -61,20 +66,17 @@ class ChatCacheBlend(BaseChatModel):
         documents: Sequence[Document | Mapping[str, object]] | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        if kwargs:
-            named = ", ".join(sorted(kwargs))
-            raise InputError(f"{named}: not an option of ChatCacheBlend; give documents, stop, or a field of it")
+        if unknown := ", ".join(sorted(kwargs.keys() - set(CALL_OPTIONS))):
+            raise InputError(f"{unknown}: not an option of ChatCacheBlend; give documents, stop, {', '.join(CALL_OPTIONS)}")
         turns = [_turn(message) for message in messages]
-        layouts = ChatLayouts(self.engine.fusor.tokenizer, self.engine.config.instruction)
+        if self._layouts is None:
+            self._layouts = ChatLayouts(self.engine.fusor.tokenizer, self.engine.config.instruction)
         answer = self.engine.answer(
             turns[-1].content if turns else "",
-            layout=layouts.chat(turns, with_chunks=documents is not None),
+            layout=self._layouts.chat(turns, with_chunks=documents is not None),
             top_k=0,
             documents=None if documents is None else [self._chunk_or_text(document) for document in documents],
-            method=self.method,
-            recompute_ratio=self.recompute_ratio,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
+            **{name: kwargs.get(name, getattr(self, name)) for name in CALL_OPTIONS},
         )
         text = answer.text
         for end in stop or ():

@@ -17,7 +17,7 @@ class CacheBlendRetriever(BaseRetriever):
 
     Args:
         engine: open; its documents are ingested.
-        top_k: chunks to find.
+        top_k: chunks to find, or as many as there are.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -105,6 +105,29 @@ def test_the_tokenizer_of_another_model(llama_file: Path) -> None:
         load_tokenizer(str(llama_file))
 
 
+@pytest.mark.parametrize("kind", ["array", "text"])
+def test_a_header_that_promises_more_than_there_is(llama_file: Path, kind: str) -> None:
+    """A count or a length beyond the file is refused at once, not filled up until the memory is."""
+    raw = bytearray(llama_file.read_bytes())
+    if kind == "array":
+        name = b"tokenizer.ggml.token_type"
+        at = raw.index(name) + len(name) + 4 + 4  # behind the kinds of the value and of its items
+    else:
+        name = b"general.name"
+        at = raw.index(name) + len(name) + 4
+    raw[at : at + 8] = (2**40).to_bytes(8, "little")
+    llama_file.write_bytes(raw)
+    with pytest.raises(InputError, match=r"tiny\.gguf is truncated or damaged .*bytes more than it has"):
+        gguf_file.read_header(llama_file)
+
+
+def test_a_detail_of_another_kind(tmp_path: Path) -> None:
+    """A text where a number belongs is damage, not an unforeseen error."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), "llama", expert_count="many")
+    with pytest.raises(InputError, match=r"m\.gguf is damaged \(llama\.expert_count is 'many'\)"):
+        gguf_file.read_header(path)
+
+
 def test_another_architecture(tmp_path: Path) -> None:
     """An architecture that was not verified is refused by name, before anything is loaded."""
     path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), "llama", name="mamba")

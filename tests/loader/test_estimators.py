@@ -46,6 +46,19 @@ def test_a_quadratic_is_found_again(coefficients: tuple[float, float, float], to
     assert RecomputeEstimator(profile, Schedule(0.3)).prefill_s(tokens) == pytest.approx(seconds(tokens), rel=1e-4)
 
 
+def test_one_length_is_not_taken_for_any_other() -> None:
+    """Of one measured length, other lengths cost in proportion, a full prefill and layer 0 alike; not the same."""
+    profile = linear_profile()
+    one = dataclasses.replace(
+        profile,
+        prefill=(PrefillSample(tokens=256, seconds=1.75),),
+        blend=tuple(sample for sample in profile.blend if sample.layer or sample.tokens == 100),
+    )
+    estimator = RecomputeEstimator(one, Schedule(0.3))
+    assert estimator.prefill_s(3072) == pytest.approx(12 * 1.75)
+    assert estimator.layer_s(1.0, 2000, 0)[0] == pytest.approx(2 * estimator.layer_s(1.0, 1000, 0)[0])
+
+
 @given(
     measured=st.lists(st.tuples(st.integers(1, 10**4), st.floats(1e-7, 10)), min_size=1, max_size=5, unique_by=lambda m: m[0]),
     tokens=st.integers(0, 10**4),

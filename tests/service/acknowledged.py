@@ -138,7 +138,7 @@ def _check_served(client: httpx.Client, id_: str) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": shown["content"][0]["text"]}],  # the words of one chunk: it is the nearest
-        "top_k": 1,
+        "num_chunks": 1,
         "max_tokens": 1,
         "return_chunks": True,
     }

@@ -29,7 +29,7 @@ MALFORMED: list[tuple[str, str, bytes | dict[str, Any], int]] = [
     ("POST", CHAT, b"[" * 5000, 400),
     ("POST", CHAT, {"model": MODEL, "messages": "no list"}, 400),
     ("POST", CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 10**30}, 400),
-    ("POST", CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True, "top_k": 10**6}, 400),
+    ("POST", CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True, "num_chunks": 10**6}, 400),
     ("POST", CHAT, {"model": "other", "messages": [{"role": "user", "content": "x"}]}, 404),
     ("POST", TEXT_COMPLETION, {"model": MODEL, "prompt": "word " * 20_000}, 400),
     ("POST", TEXT_COMPLETION, b"x" * 2**21, 413),
@@ -140,12 +140,12 @@ class LoadMix:
         await self._answer(CHAT, {**self._options(), "messages": [_user(self._question())], "documents": documents})
 
     async def _ask_by_retrieval(self) -> None:
-        top_k = self._random.randint(1, 8)
-        await self._answer(CHAT, {**self._options(), "messages": [_user(self._question())], "top_k": top_k})
+        num_chunks = self._random.randint(1, 8)
+        await self._answer(CHAT, {**self._options(), "messages": [_user(self._question())], "num_chunks": num_chunks})
 
     async def _converse(self) -> None:
         messages: list[dict[str, str]] = [{"role": "system", "content": "Answer in few words, from what is given."}]
-        options = {**self._options(), "top_k": self._random.choice((0, 2))}
+        options = {**self._options(), "num_chunks": self._random.choice((0, 2))}
         for _ in range(3):
             messages.append(_user(self._question()))
             text = await self._answer(CHAT, {**options, "messages": messages})
@@ -155,12 +155,12 @@ class LoadMix:
 
     async def _complete_text(self) -> None:
         await self._answer(
-            TEXT_COMPLETION, {**self._options(), "prompt": self._question(), "top_k": self._random.randint(0, 3)}
+            TEXT_COMPLETION, {**self._options(), "prompt": self._question(), "num_chunks": self._random.randint(0, 3)}
         )
 
     async def _cancel(self) -> None:
         """Go away before the answer, or in the middle of it."""
-        body = {**self._options(), "messages": [_user(self._question())], "top_k": 4, "max_tokens": 100, "stream": True}
+        body = {**self._options(), "messages": [_user(self._question())], "num_chunks": 4, "max_tokens": 100, "stream": True}
         if self._random.random() < 0.5:
             with contextlib.suppress(httpx.TimeoutException):
                 await self._client.post(CHAT, json={**body, "stream": self._random.random() < 0.5}, timeout=0.1)

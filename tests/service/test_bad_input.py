@@ -7,6 +7,7 @@ from fakes import FakeEmbedder
 
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.lengths import MOST_NEW_TOKENS, check_length
 from cacheblend.store.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
 
 
@@ -21,7 +22,7 @@ from cacheblend.store.errors import CacheBlendError, ConfigError, InputError, Pr
         ({"top_k": 0}, InputError, "top_k=0 is not allowed"),
         ({"top_k": -1}, InputError, "top_k=-1"),
         ({"top_k": 1.5}, InputError, "top_k=1.5"),
-        ({"top_k": 10_000}, InputError, r"top_k=10000 is more than the \d+ chunks"),
+        ({"sampling_top_k": -2}, ConfigError, "top_k=-2"),
         ({"documents": []}, InputError, "documents is empty"),
         ({"documents": [{"title": "t", "text": " "}]}, InputError, "empty text"),
         ({"documents": [{"title": "t"}]}, InputError, 'no "text"'),
@@ -37,7 +38,7 @@ from cacheblend.store.errors import CacheBlendError, ConfigError, InputError, Pr
         ({"max_tokens": 1.5}, ConfigError, "max_tokens=1.5"),
         ({"max_tokens": True}, ConfigError, "max_tokens=True"),
         ({"max_tokens": POSITIONS}, PromptTooLongError, rf"and {POSITIONS} to generate are more than the model's {POSITIONS}"),
-        ({"documents": [{"text": "word " * 600}]}, PromptTooLongError, "lower top_k or max_tokens"),
+        ({"documents": [{"text": "word " * 600}]}, PromptTooLongError, "fewer chunks or lower max_tokens"),
         ({"temperature": -1.0}, ConfigError, "temperature=-1.0"),
         ({"temperature": float("inf")}, ConfigError, "temperature=inf"),
         ({"top_p": 0.0}, ConfigError, "top_p=0.0"),
@@ -59,6 +60,24 @@ def test_the_longest_prompt(engine: Engine) -> None:
     assert 0 < len(answer.token_ids) <= POSITIONS - tokens
     with pytest.raises(PromptTooLongError):
         engine.answer(QUESTION, top_k=TOP_K, max_tokens=POSITIONS - tokens + 1)
+
+
+def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
+    """Where neither question nor config says how long, an answer may fill the model's positions; the config's limit holds."""
+    engine = open_ingested(max_tokens=None)
+    for top_k in (1, 3):
+        prepared = engine.prepare(QUESTION, top_k=top_k)
+        assert len(prepared.pieces.token_ids) + prepared.max_tokens == POSITIONS
+    assert engine.prepare(QUESTION, top_k=1, max_tokens=7).max_tokens == 7
+    with pytest.raises(PromptTooLongError, match="1 to generate are more than"):
+        engine.prepare(QUESTION, documents=[{"text": "word " * 600}])
+    assert check_length(prepared.pieces, None, None) == MOST_NEW_TOKENS
+
+
+def test_top_k_of_sampling(engine: Engine) -> None:
+    """Sampling from the one most likely token is greedy, at any temperature."""
+    greedy = engine.answer(QUESTION, top_k=TOP_K)
+    assert engine.answer(QUESTION, top_k=TOP_K, temperature=2.0, sampling_top_k=1).token_ids == greedy.token_ids
 
 
 def test_nothing_ingested(open_engine: OpenEngine) -> None:

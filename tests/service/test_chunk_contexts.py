@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,41 @@ def test_no_other_tenants_text(open_engine: OpenEngine, tmp_path: Path) -> None:
     assert salted_keys(engine, [document], "mine") == expected
     assert salted_keys(engine, [*BROUGHT, document], "mine")[-len(expected) + 1 :] == expected[1:]
     assert salted_keys(engine, [document], "another")[1:-1] != expected[1:-1]  # the namespace is part of a key
+
+
+def test_what_a_client_brings_shapes_no_ingested_kv(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """Whatever clients bring first, under a document's id, with its chunks after text of theirs, its KV is as in a new store.
+
+    Without a salt, so that the keys' namespace is the same; the KV of what they brought is there when the document comes.
+    """
+    document = {"id": "long", "title": "a title", "text": str(LONG["text"])}
+    clean = open_engine(store_dir=tmp_path / "clean")
+    clean.ingest([document])
+    chunks = clean.retriever.chunks("long")
+    engine = open_engine()
+    hostile = "class while " * CHUNK_TOKENS
+    brought: list[Sequence[dict[str, object] | Chunk]] = [
+        [{**document, "text": hostile + chunks[3].text + chunks[4].text}],
+        [{**document, "title": hostile, "text": chunks[3].text}],
+        [replace(chunks[0], text=hostile, token_ids=chunks[5].token_ids), chunks[3], chunks[4]],
+        [{"text": chunk.text} for chunk in reversed(chunks[2:6])],
+    ]
+    for documents in brought:
+        ask(engine, documents=documents, max_tokens=1)
+        engine.drain()
+    assert stored(engine)
+    engine.ingest([document])
+    assert stored(clean) <= stored(engine)
+    for key in stored(clean):
+        ours, theirs = clean.store.get(key), engine.store.get(key)
+        assert ours is not None
+        assert theirs is not None
+        assert_same_kv(theirs, ours)
+    for documents in brought:
+        ask(engine, documents=documents, max_tokens=1)
+    answers = [ask(one, documents=one.retriever.chunks("long")[2:5]) for one in (clean, engine)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[1].plan.misses == 0
 
 
 def test_the_context_stays_within_the_model(open_engine: OpenEngine) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import socket
 from pathlib import Path
 
 import pytest
-from engines import DOCUMENTS, QUESTION
+from engines import DOCUMENTS, POSITIONS, QUESTION
 
 from cacheblend.eval import cli
 from cacheblend.retriever import DEFAULT_EMBEDDER
 from cacheblend.service.default_model import bundled_corpus
-from cacheblend.store.errors import StoreError
+from cacheblend.store.errors import CacheBlendError
+
+EOS = 1  # of the tiny model
 
 
 class Outcome:
@@ -114,7 +118,7 @@ def test_documents(run: CommandLine, passages: Path) -> None:
     unknown = run("documents", "delete", first["id"], *store, "--yes")
     assert unknown.code == 2
     assert "documents ls" in unknown.err
-    assert run("documents", "ls", "--store-dir", str(run.store / "nowhere")).code == 1
+    assert run("documents", "ls", "--store-dir", str(run.store / "nowhere")).code == 2
 
 
 def test_verify_finds_damage(run: CommandLine, passages: Path) -> None:
@@ -142,7 +146,7 @@ def test_demo_compares_four_methods(run: CommandLine, passages: Path) -> None:
     assert methods["prefix_cache"]["logit_difference"] < 1e-4
     assert methods["full_reuse"]["tokens_recomputed"] < methods["blend"]["tokens_recomputed"]
     assert methods["blend"]["tokens_recomputed"] < methods["full_recompute"]["tokens_recomputed"] == demo_tokens(methods)
-    assert "mean nothing" in demo["note"]
+    assert "prefix_cache has seen" in demo["note"]
 
 
 def demo_tokens(methods: dict[str, dict[str, float]]) -> float:
@@ -155,7 +159,6 @@ def test_usage_errors_exit_with_2(run: CommandLine, passages: Path, tmp_path: Pa
     cases = [
         (run.on_store("ask", "  "), "is empty; ask"),
         (run.on_store("ask", QUESTION, "--top-k", "0"), "top_k"),
-        (run.on_store("ask", QUESTION, "--top-k", "999"), "999"),
         (run.on_store("ask", QUESTION, "--recompute-ratio", "1.5"), "0 to 1"),
         (run.on_store("ask", QUESTION, "--method", "magic"), "full_reuse"),
         (run.on_store("ask", QUESTION, "--max-tokens", "0"), "max_tokens"),
@@ -193,11 +196,8 @@ def test_a_bad_line_is_named(run: CommandLine, tmp_path: Path) -> None:
     assert not run.store.exists()
 
 
-def test_failures_exit_with_1(run: CommandLine, passages: Path, tmp_path: Path) -> None:
-    """A folder that holds no store is a failure: exit code 1 and one line."""
-    outcome = run("store", "ls", "--store-dir", str(tmp_path / "nowhere"))
-    assert outcome.code == 1
-    assert outcome.err.startswith("error: ")
+def test_failures_exit_with_1(run: CommandLine, passages: Path) -> None:
+    """A store's folder that holds something else is a failure: exit code 1 and one line."""
     (run.store / "kv").mkdir(parents=True)
     (run.store / "kv" / "letter.txt").write_text("not a store")
     outcome = run.on_store("ingest", str(passages))
@@ -208,8 +208,58 @@ def test_failures_exit_with_1(run: CommandLine, passages: Path, tmp_path: Path) 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     """With `--debug` the error itself is raised."""
-    with pytest.raises(StoreError):
+    with pytest.raises(CacheBlendError):
         cli.main(["--debug", "store", "ls", "--store-dir", str(tmp_path / "nowhere")])
+
+
+def test_no_store_is_a_usage_error(run: CommandLine, tmp_path: Path) -> None:
+    """Every command that needs a store says so with exit code 2."""
+    for command in (["ask", "?", "--model", str(run.model)], ["store", "ls"], ["store", "verify"], ["documents", "ls"]):
+        outcome = run(*command, "--store-dir", str(tmp_path / "nowhere"))
+        assert (outcome.code, outcome.out) == (2, "")
+        assert "store" in outcome.err
+
+
+def test_a_question_about_too_few_chunks(run: CommandLine, passages: Path) -> None:
+    """The default of six chunks, or any number above the corpus, takes what there is; an answer is as long as it fits."""
+    report = run.on_store("ingest", str(passages), "--json").json
+    for more in ([], ["--top-k", "999"]):
+        answer = run.on_store("ask", QUESTION, "--json", *more).json
+        assert len(answer["chunks"]) == min(report["chunks"], 999 if more else 6)
+        is_full = answer["plan"]["prompt_tokens"] + len(answer["token_ids"]) == POSITIONS
+        assert is_full or answer["token_ids"][-1] == EOS
+
+
+def test_the_model_of_a_store_is_asked_for(run: CommandLine, passages: Path) -> None:
+    """Without --model, over a store of another model, the error says that the packaged reader was meant, and what to give."""
+    run.on_store("ingest", str(passages))
+    outcome = run("ask", QUESTION, "--store-dir", str(run.store))
+    assert outcome.code == 2
+    assert "No --model was given" in outcome.err
+
+
+def test_nobody_to_ask(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal a removal says that --yes is needed, and removes nothing."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    run.on_store("ingest", str(passages))
+    id_ = str(DOCUMENTS[0]["id"])
+    for command in (["documents", "delete", id_], ["store", "clear"]):
+        outcome = run(*command, "--store-dir", str(run.store))
+        assert outcome.code == 2
+        assert "give --yes" in outcome.err
+    assert run("documents", "show", id_, "--store-dir", str(run.store), "--json").json["stored_chunks"]
+
+
+def test_what_the_command_line_says(run: CommandLine) -> None:
+    """A key comes with the table that its hash belongs in; the version; a busy port is one line, before the model is loaded."""
+    assert "put the hash in [tenants.NAME];" in run("api-key").out.replace("\n", " ")
+    assert run("--version").out.startswith("cacheblend 0.")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        outcome = run("serve", "--model", str(run.model / "nowhere"), "--store-dir", str(run.store), "--port", port)
+    assert outcome.code == 2
+    assert f"127.0.0.1:{port} cannot be listened on (Address already in use" in outcome.err
+    assert len(outcome.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,11 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert progress.line(9, 5000, now) == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
         progress.update(10, 6000)
     assert capsys.readouterr().err == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left\n"
+    with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(1, 4000)) as progress:
+        stream.characters = 4000  # one long document, read at once
+        progress.update(0, 0)
+        progress.update(0, 100)
+        assert progress.line(0, 100, now + 10) == "0 of 1 documents, 100 tokens, 10 tokens/s, 0:01:30 left"
     with IngestProgress(Console(stderr=True), stream, None) as progress:
         assert progress.line(0, 0, now) == "0 documents, 0 tokens"
         assert progress.line(1, 70, now + 10) == "1 documents, 70 tokens, 7 tokens/s"

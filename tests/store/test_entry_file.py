@@ -198,3 +198,28 @@ def test_files_of_older_versions_have_no_context(older: object) -> None:
     text = json.dumps(description)
     table["__metadata__"] = {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
     assert EntryHeader.parse(json.dumps(table).encode(), str(key)).info.context == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("checksums", None),
+        ("checksums", ["00"]),
+        ("checksums", [1, 2, 3]),
+        ("token_ids", ["1"]),
+        ("prefix_ids", "12"),
+        ("model", 7),
+    ],
+)
+def test_a_header_of_other_kinds(tmp_path: Path, name: str, value: object) -> None:
+    """A description that fits its own checksum and is none of ours is damage when the file is opened, not an error later."""
+    key, kv = make_chunk(1)
+    path = write(tmp_path, EncodedEntry.of(key, kv))
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    text = json.dumps({**json.loads(header["__metadata__"]["entry"]), name: value})
+    header["__metadata__"] = {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+    path.write_bytes(raw[:8] + json.dumps(header).encode().ljust(length) + raw[8 + length :])
+    with pytest.raises(DamagedEntryError, match="damaged header"):
+        EntryFile.open(path, str(key))

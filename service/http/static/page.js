@@ -24,8 +24,8 @@ function body(method, stream) {
     messages: [{ role: "user", content: $("question").value }],
     method,
     stream,
-    top_k: Number($("top_k").value),
-    max_tokens: Number($("max_tokens").value),
+    num_chunks: Number($("num_chunks").value),
+    max_tokens: $("max_tokens").value === "" ? null : Number($("max_tokens").value),
     recompute_ratio: ratio === "" ? null : Number(ratio),
     return_chunks: true,
   });

@@ -28,7 +28,7 @@ WRONG: dict[str, list[object]] = {
     "list": ["x", 7, True, {}, [7], [None]],
 }
 FIELDS = {
-    "whole number": ("max_tokens", "top_k"),
+    "whole number": ("max_tokens", "num_chunks"),
     "number": ("temperature", "top_p", "recompute_ratio"),
     "text": ("model", "method", "cache_salt"),
     "flag": ("stream", "return_chunks"),

@@ -44,8 +44,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"stop": ["a"] * 9}, 400, "stop", "at most 4"),
         ({"method": "magic"}, 400, "method", "full_recompute"),
         ({"recompute_ratio": 2}, 400, "recompute_ratio", "less than or equal to 1"),
-        ({"top_k": 999}, 400, None, "top_k=999"),
-        ({"top_k": 2, "documents": [{"text": "x"}]}, 400, "top_k", "documents"),
+        ({"num_chunks": 9999}, 400, "num_chunks", "less than or equal to 1000"),
+        ({"top_k": -2}, 400, "top_k", "greater than or equal to -1"),
+        ({"num_chunks": 2, "documents": [{"text": "x"}]}, 400, "num_chunks", "documents"),
         ({"documents": []}, 400, None, "documents is empty"),
         ({"documents": [{"text": "x"}] * 6}, 400, "documents", "max_documents=5"),
         ({"documents": [{"title": "x"}]}, 400, "documents.0.text", "required"),
@@ -148,7 +149,7 @@ def test_an_unforeseen_error_says_nothing_of_the_inside(
 
 def test_disconnecting_cancels(client: httpx.Client, server: Server) -> None:
     """A client that goes away in the middle of a stream frees its place at once."""
-    body = {**CHAT, "max_tokens": 380, "stream": True, "top_k": 1}
+    body = {**CHAT, "max_tokens": 380, "stream": True, "num_chunks": 1}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         next(response.iter_lines())
         assert server.scheduler.state.decoding == 1

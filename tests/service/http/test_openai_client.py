@@ -18,7 +18,7 @@ def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A chat of one question gives `Engine.answer`'s text, and usage tells what was cached and recomputed."""
     alone = engine.answer(QUESTION, top_k=TOP_K, max_tokens=20)
     chat = openai_client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=20, extra_body={"top_k": TOP_K, "return_chunks": True}
+        model=MODEL, messages=MESSAGES, max_tokens=20, extra_body={"num_chunks": TOP_K, "return_chunks": True}
     )
     assert chat.choices[0].message.content == alone.text
     assert chat.choices[0].finish_reason in ("stop", "length")
@@ -41,7 +41,7 @@ def test_a_conversation(openai_client: openai.OpenAI) -> None:
     def chat(*turns: str, cache_salt: str = "") -> Any:
         roles = ("system", "user", "assistant", "user")
         messages: Any = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
-        extra = {"top_k": 0, "cache_salt": cache_salt, "method": "prefix_cache"}
+        extra = {"num_chunks": 0, "cache_salt": cache_salt, "method": "prefix_cache"}
         return openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, extra_body=extra)
 
     turns = ("Answer as a good friend does. " * 8, QUESTION)
@@ -83,7 +83,7 @@ def test_turns(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A system message takes the instruction's place, earlier turns stand before the chunks, and content may come in parts."""
 
     def prompt_tokens(messages: list[dict[str, object]]) -> int:
-        chat = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body={"top_k": 1})
+        chat = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body={"num_chunks": 1})
         return chat.usage.prompt_tokens
 
     plain = prompt_tokens(MESSAGES)
@@ -130,3 +130,19 @@ def test_models(openai_client: openai.OpenAI) -> None:
         openai_client.models.retrieve("gpt-5")
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         openai_client.chat.completions.create(model="gpt-5", messages=MESSAGES)
+
+
+def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> None:
+    """`num_chunks` retrieves, as many as there are; `top_k` is sampling's, as vLLM's clients send it."""
+    for document in DOCUMENTS[2:]:  # what is left fits into one prompt
+        engine.documents.delete(str(document["id"]))
+    greedy = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8)
+    options = {"num_chunks": 999, "top_k": 1, "return_chunks": True}
+    many = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=options)
+    assert len(many.model_extra["cacheblend"]["chunks"]) == engine.retriever.chunk_count
+    for top_k in (1, 40, 0, -1):
+        sampled = openai_client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=8, temperature=1.5, extra_body={"top_k": top_k}
+        )
+        assert sampled.usage.prompt_tokens == greedy.usage.prompt_tokens
+        assert top_k != 1 or sampled.choices[0].message.content == greedy.choices[0].message.content

@@ -55,9 +55,9 @@ def test_counters(client: httpx.Client, engine: Engine) -> None:
         return float(found[1]) if found else 0.0
 
     before = value('cacheblend_store_hits_total{tier="nvme"}') + value('cacheblend_store_hits_total{tier="ram"}')
-    assert client.post("/v1/chat/completions", json={**CHAT, "top_k": 3, "cache_salt": "secret-salt"}).status_code == 200
+    assert client.post("/v1/chat/completions", json={**CHAT, "num_chunks": 3, "cache_salt": "secret-salt"}).status_code == 200
     engine.drain()
-    answer = client.post("/v1/chat/completions", json={**CHAT, "top_k": 3}).json()
+    answer = client.post("/v1/chat/completions", json={**CHAT, "num_chunks": 3}).json()
     assert client.post("/v1/chat/completions", json={}).status_code == 400
     assert value('cacheblend_requests_total{method="blend",outcome="length"}') == 2
     assert value('cacheblend_ttft_seconds_count{method="blend"}') == 2

@@ -1,0 +1,83 @@
+"""What others wrote does not drive the operator's terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+
+import pytest
+from engines import CHUNK_TOKENS, OpenEngine
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table
+from rich.text import Text
+
+from cacheblend.eval import cli
+from cacheblend.service.terminal import PlainConsole, VisibleFormatter, visible, visible_json
+
+# Clears the screen; names the window; writes to the clipboard; clears it by C1; a link; a markup error; text backwards.
+LINK = "[link=http://evil.example]x[/link]"
+HOSTILE = (
+    "\x1b[2J",
+    "\x1b]0;owned\x07",
+    "\x1b]52;c;cm0=\x07",
+    "\x9b2J",
+    LINK,
+    "[/]",
+    "\u202ecod.exe",
+)
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture
+def hostile_store(open_engine: OpenEngine) -> str:
+    """The folder of a store whose documents' ids, titles and texts are hostile."""
+    engine = open_engine(chunk_tokens=CHUNK_TOKENS)
+    engine.ingest([{"id": f"[bold]{bad}", "title": bad, "text": f"some {bad} text"} for bad in HOSTILE])
+    engine.close()
+    return str(engine.config.store_dir)
+
+
+def test_documents_are_listed_and_shown(hostile_store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids, titles and texts are printed as they are, markup and all, with every control character escaped, errors too."""
+    commands = [["ls"], *(["show", f"[bold]{bad}"] for bad in HOSTILE), ["show", "\x1b[2J[/]no such"]]
+    said = ""
+    for command in commands:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["documents", *command, "--store-dir", hostile_store])
+        captured = capsys.readouterr()
+        assert bool(exit_.value.code) == ("no such" in command[-1])
+        said += captured.out + captured.err
+    assert not CONTROL.search(said)
+    for shown in ("[bold]", "[/]", r"some \x1b[2J text", r"\x9b2J", r"\u202ecod.exe", LINK):
+        assert shown in said
+    assert r"there is no document '\x1b[2J[/]no such'" in said
+    with pytest.raises(SystemExit):
+        cli.main(["documents", "ls", "--store-dir", hostile_store, "--json"])
+    listed = capsys.readouterr().out
+    assert not CONTROL.search(listed.rstrip("\n"))
+    assert [document["title"] for document in json.loads(listed)["documents"]] == list(HOSTILE)
+
+
+@given(text=st.text(st.characters(exclude_categories=()), max_size=40))
+def test_a_console_writes_no_control_character(text: str) -> None:
+    """Strings, styled text and tables alike; a table's frame stays whole; JSON reads back as what it was."""
+    console = PlainConsole(file=io.StringIO(), width=400, force_terminal=False)
+    table = Table("title", "second")
+    table.add_row(text, "x")
+    for shown in (text, Text(text), table):
+        console.print(shown)
+    written = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert not CONTROL.search(written)
+    written.encode()
+    assert len({len(line) for line in written.splitlines() if line.startswith(("┏", "└"))}) == 1
+    assert json.loads(visible_json(json.dumps(text, ensure_ascii=False))) == text
+    assert visible(visible(text)) == visible(text)
+
+
+def test_log_lines() -> None:
+    """A log line with a document's id is escaped as well."""
+    record = logging.LogRecord("name", logging.WARNING, "path", 1, "left out %s", ("\x1b[2J",), None)
+    assert VisibleFormatter("%(message)s").format(record) == r"left out \x1b[2J"
