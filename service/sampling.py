@@ -7,12 +7,14 @@ from typing import Any
 
 from cacheblend.store.errors import ConfigError
 
+LEAST_TEMPERATURE = 1e-5  # logits over less leave float32's range, and the likeliest token is drawn anyway
+
 
 def sampling_options(temperature: float, top_p: float) -> dict[str, Any]:
     """Options for `Fusor.generate`.
 
     Args:
-        temperature: 0 is greedy; above, tokens are sampled.
+        temperature: below `LEAST_TEMPERATURE` greedy; above, tokens are sampled.
         top_p: sample from the most likely tokens of this total probability.
 
     Raises:
@@ -22,6 +24,6 @@ def sampling_options(temperature: float, top_p: float) -> dict[str, Any]:
         raise ConfigError("temperature", temperature, "0 (greedy) or above")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise ConfigError("top_p", top_p, "above 0, at most 1")
-    if temperature == 0:
+    if temperature < LEAST_TEMPERATURE:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

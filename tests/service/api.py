@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 from engines import wait_until
 
-from cacheblend.service.http import Server, create_app
+from cacheblend.service.http import Server
+from cacheblend.service.http.run import uvicorn_config
 
 MODEL = "tiny"
 
@@ -21,7 +22,7 @@ def listening(server: Server) -> Iterator[str]:
     """The address at which a server listens."""
     with contextlib.closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
-        process = uvicorn.Server(uvicorn.Config(create_app(server), log_config=None, ws="none", lifespan="off"))
+        process = uvicorn.Server(uvicorn_config(server))
         thread = threading.Thread(target=process.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -89,7 +89,9 @@ def test_bad_bodies(client: httpx.Client, content: bytes, status: int, named: st
 
 def test_a_long_body_in_pieces(client: httpx.Client) -> None:
     """A body whose length is not told is counted, and refused at the limit."""
-    response = client.post("/v1/documents", content=(b"x" * 1000 for _ in range(50)))
+    response = client.post(
+        "/v1/documents", content=(b"x" * 1000 for _ in range(50)), headers={"Content-Type": "application/json"}
+    )
     assert response.status_code == 413
     assert error_of(response)["code"] == "body_too_long"
 
