@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .config import HttpConfig
 from .errors import ApiError, error_response
 
-MOST_DROPPED_BYTES = 256 * 2**20
 STALL_S = 20.0  # without a byte of a body
 BODY_S = 300.0  # for the whole of it
-DROP_S = 30.0  # for the whole of one that is refused
 
 
 class BodyLimit:
@@ -34,7 +31,10 @@ class BodyLimit:
             body = await self._read(scope, receive)
         except ApiError as error:
             response = error_response(error)
-            response.headers["Connection"] = "close"
+            if error.status == 408:
+                response.headers["Connection"] = (
+                    "close"  # else what comes of the body is dropped, and the client sees the answer
+                )
             await response(scope, receive, send)
             return
         if body is None:
@@ -56,7 +56,6 @@ class BodyLimit:
         name, most_bytes = self._limit(scope)
         too_long = ApiError(413, f"the body is longer than {name}={most_bytes}; send less, or in parts", code="body_too_long")
         if _told_bytes(scope) > most_bytes:
-            await drop_body(scope, receive)
             raise too_long
         parts, read_bytes = list[bytes](), 0
         try:
@@ -69,9 +68,6 @@ class BodyLimit:
                     parts.append(message.get("body", b""))
                     read_bytes += len(parts[-1])
                     if read_bytes > most_bytes:
-                        parts.clear()
-                        if message.get("more_body", False):
-                            await drop_body(scope, receive)
                         raise too_long
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -84,26 +80,6 @@ class BodyLimit:
         if not scope["path"].startswith("/v1/documents") and self._http.max_completion_bytes < most_bytes:
             most_bytes, name = self._http.max_completion_bytes, "max_completion_bytes"
         return name, most_bytes
-
-
-async def drop_body(scope: Scope, receive: Receive) -> None:
-    """Read a refused request's body to its end and keep nothing of it.
-
-    A connection that is closed on a client in the middle of its body loses the answer. One that tells more than
-    `MOST_DROPPED_BYTES`, or asks before it sends (`Expect: 100-continue`), is answered at once; one that takes longer than
-    `DROP_S`, then.
-    """
-    asks_first = any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
-    if asks_first or _told_bytes(scope) > MOST_DROPPED_BYTES:
-        return
-    dropped = 0
-    with suppress(TimeoutError):
-        async with asyncio.timeout(DROP_S):
-            while dropped <= MOST_DROPPED_BYTES:
-                message = await receive()
-                dropped += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
 
 
 def _told_bytes(scope: Scope) -> int:

@@ -17,10 +17,11 @@ HEAD_S = 10.0  # from the connection, or its next request's first byte, to the e
 class TimedConnection(H11Protocol):
     """Closes what does not get on before a request is there; from then on `BodyLimit` and the app have their own times.
 
-    A head that is not whole after `HEAD_S` is answered with 408, and a connection without a byte is closed. Where there are
-    `limit_concurrency` connections, the one that is longest without a request is closed for the new one, so that idle ones
-    shut nobody out; where all of them have requests, the new one is answered with 503. What is no HTTP is answered in the
-    API's error shape.
+    A head that is not whole after `HEAD_S` is answered with 408. A connection without a byte is closed, and so is one that
+    still sends the body of a request that was answered: uvicorn drops that, so that the client comes to see the answer. Where
+    there are `limit_concurrency` connections, the one that is longest without a request is closed for the new one, so that
+    idle ones shut nobody out; where all of them have requests, the new one is answered with 503. What is no HTTP is answered
+    in the API's error shape.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own

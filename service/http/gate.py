@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cacheblend.retriever.document import NO_ID
 
 from ..engine import Engine
-from .body_limit import drop_body
 from .config import HOST_NAME, HttpConfig
 from .errors import ApiError, error_response, shortened
 from .page import FILES
@@ -33,7 +32,8 @@ class Gate:
     - 403: a write from a web page of another origin that `cors_origins` does not name.
     - 400: a body that is not said to be JSON, which a browser sends without asking first; a path with control characters.
 
-    Of a body that is refused so, nothing is kept, see `drop_body`. What is let through has `tenant` and `engine` in its state.
+    The answer does not wait for the body; what comes of it is dropped. What is let through has `tenant` and `engine` in its
+    state.
 
     Args:
         app: what is behind the gate.
@@ -57,7 +57,6 @@ class Gate:
         try:
             self._check(scope)
         except ApiError as error:
-            await drop_body(scope, receive)
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -12,17 +12,17 @@ import uvicorn
 from engines import wait_until
 
 from cacheblend.service.http import Server
-from cacheblend.service.http.run import uvicorn_config
+from cacheblend.service.http.run import MOST_CONNECTIONS, uvicorn_config
 
 MODEL = "tiny"
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[str]:
+def listening(server: Server, most_connections: int = MOST_CONNECTIONS) -> Iterator[str]:
     """The address at which a server listens."""
     with contextlib.closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
-        process = uvicorn.Server(uvicorn_config(server))
+        process = uvicorn.Server(uvicorn_config(server, most_connections))
         thread = threading.Thread(target=process.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
