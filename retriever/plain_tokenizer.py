@@ -15,12 +15,15 @@ from cacheblend.store.errors import RetrieverError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CUT_CHARACTERS = 2**17
+
 
 class PlainTokenizer:
     """A private copy of a Hugging Face tokenizer that adds no special tokens, reads none in the text, and never truncates.
 
     A copy, because the tokenizer's owner may change its truncation or special-token settings from another thread while it
-    is in use here. Special tokens are not read because a document that contains `</s>` must not end a prompt.
+    is in use here. Special tokens are not read because a document that contains `</s>` must not end a prompt. Texts are given
+    to it as batches of one: for a text alone it holds Python's lock, and so stops every other thread, for a second a megabyte.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer, or the `tokenizers.Tokenizer` inside one.
@@ -45,7 +48,6 @@ class PlainTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """Token ids of `text` alone."""
-        # A batch of one: `encode` holds Python's lock, and so stops every other thread, for seconds where the text is long.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def cut(self, text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
@@ -53,18 +55,41 @@ class PlainTokenizer:
 
         Pieces are slices of `text`, not decoded tokens: decoding would turn a character whose bytes lie on both sides of a
         border into U+FFFD, and drop leading spaces with some tokenizers. Such a character goes whole to the later piece.
-        Without overlap the pieces joined are exactly `text`; a text without tokens gives no piece.
+        Without overlap the pieces joined are exactly `text`; a text without tokens gives no piece. A long text is tokenised in
+        slices of `CUT_CHARACTERS`, each from the start of the last one's last piece: at once it would take 300 bytes a byte.
         """
+        spans: list[tuple[int, int]] = []
+        start, size = 0, CUT_CHARACTERS
+        while True:
+            found = self._spans(text[start : start + size], max_tokens, overlap_tokens)
+            if start + size >= len(text):
+                spans.extend((start + first, start + end) for first, end in found)
+                return [text[first:end] for first, end in spans]
+            if not found or found[-1][0] == 0:  # not one piece that the slice's end has not cut
+                size *= 2
+                continue
+            spans.extend((start + first, start + end) for first, end in found[:-1])
+            start, size = start + found[-1][0], CUT_CHARACTERS
+
+    def _spans(self, text: str, max_tokens: int, overlap_tokens: int) -> list[tuple[int, int]]:
+        """Where each piece begins and ends."""
         offsets = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
         if not offsets:
             return []
         # LangChain counts and slices tokens; each token is its number here, and "decoding" looks up where it starts.
         # Borders never run backwards, whatever a normaliser does to offsets, so that no text is lost or doubled.
         borders = list(accumulate([0, *(start for start, _ in offsets[1:]), len(text)], max))
+        spans: list[tuple[int, int]] = []
+
+        def decode(numbers: list[int]) -> str:
+            spans.append((borders[numbers[0]], borders[numbers[-1] + 1]))
+            return ""
+
         split = TokenSplit(
             chunk_overlap=overlap_tokens,
             tokens_per_chunk=max_tokens,
             encode=lambda _: list(range(len(offsets))),
-            decode=lambda numbers: text[borders[numbers[0]] : borders[numbers[-1] + 1]],
+            decode=decode,
         )
-        return split_text_on_tokens(text=text, tokenizer=split)
+        split_text_on_tokens(text=text, tokenizer=split)
+        return [(first, end) for first, end in spans if first < end]
