@@ -2,12 +2,15 @@
 #              for the packaged reader, which needs no network; MODEL=dir [PASSAGES=file] for a model of yours
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
+# make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world loader retriever service service/http service/langchain service/serving store
 MODEL ?=
+LOWEST := .venv-lowest/bin
+LOWEST_TESTS ?=
 
-.PHONY: demo check lint types imports test format bench figures clean
+.PHONY: demo check check-lowest lint types imports test format bench figures clean
 
 demo: $(BIN)/.linked
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
@@ -28,6 +31,9 @@ imports: $(BIN)/.linked
 test: $(BIN)/.linked
 	$(BIN)/python -m pytest
 
+check-lowest: $(LOWEST)/.linked
+	$(LOWEST)/python -m pytest $(LOWEST_TESTS)
+
 format: $(BIN)/.linked
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -39,7 +45,7 @@ figures: $(BIN)/.linked
 	$(BIN)/cacheblend eval figures --out figures $(if $(READER),--model $(READER)) $(FIGURES_ARGS)
 
 clean:
-	rm -rf .venv .demo build dist *.egg-info
+	rm -rf .venv .venv-lowest .demo build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -53,4 +59,12 @@ $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
 # time changes when a file comes or goes, and the links are made anew.
 $(BIN)/.linked: $(BIN)/.installed $(PACKAGES)
 	$(BIN)/python -m pip install --quiet --no-deps --editable . --config-settings editable_mode=strict
+	touch $@
+
+$(LOWEST)/.linked: pyproject.toml scripts/lowest_versions.py scripts/install_torch.sh $(PACKAGES)
+	$(PYTHON) -m venv .venv-lowest
+	scripts/install_torch.sh $(LOWEST)/python
+	$(LOWEST)/python -m pip install --quiet packaging
+	$(LOWEST)/python scripts/lowest_versions.py > .venv-lowest/lowest.txt
+	$(LOWEST)/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev,eval,gguf,offline]" --config-settings editable_mode=strict
 	touch $@

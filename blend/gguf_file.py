@@ -162,7 +162,7 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
     beside = has_tokenizer_files(path.parent)
     if not header.has_tokenizer and not beside:
         raise InputError(_no_tokenizer(path))
-    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path.parent), **source, dtype=torch.float32, output_loading_info=True
@@ -200,10 +200,10 @@ def load_gguf_tokenizer(path: Path) -> Any:
     if not has_tokenizer_files(path.parent):
         if not has_tokenizer_files(folder):  # it was converted beside tokenizer files that are gone
             raise InputError(_no_tokenizer(path))
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent))
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(f"the tokenizer beside {path} cannot be read: {error}; mend or remove its files") from error
     if tokenizer.vocab_size > config["vocab_size"]:  # without added tokens, of which a text model may lack some

@@ -17,6 +17,7 @@ from .fingerprint import fingerprint_directory, fingerprint_module
 from .gguf_file import convert_gguf, is_gguf, load_gguf_tokenizer
 from .known_models import KNOWN_MODELS, fetched_folder
 
+NO_CODE = {"trust_remote_code": False}  # left out, transformers asks at a terminal, and runs it where one says yes
 _TOKENIZER = ("tokenizer*.json", "*.model", "vocab*", "*.tiktoken")
 
 
@@ -64,8 +65,12 @@ def load_model(
     try:
         if not isinstance(dtype, torch.dtype):
             dtype = choose_dtype(_checkpoint_dtype(name, kwargs), device)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
     except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{name!r} needs Python code of its own, which is never run; use another model"
+            ) from error
         if "Unrecognized" in str(error) or "model type" in str(error):
             raise UnsupportedModelError(f"transformers knows no causal LM for {name!r}: {error}") from error
         raise InputError(f"the model {name!r} cannot be loaded: {error}") from error
@@ -103,14 +108,14 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
     if Path(name).is_dir() and not any(file.is_file() for pattern in _TOKENIZER for file in Path(name).glob(pattern)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, **_where(kwargs))
+        return AutoTokenizer.from_pretrained(name, **_where(kwargs), **NO_CODE)
     except (OSError, ValueError, KeyError, ImportError):
         return None
 
 
 def _checkpoint_dtype(name: str, kwargs: dict[str, Any]) -> torch.dtype | None:
     """The dtype that a model's config names, if it names one."""
-    config: Any = kwargs.get("config") or AutoConfig.from_pretrained(name, **_where(kwargs))
+    config: Any = kwargs.get("config") or AutoConfig.from_pretrained(name, **_where(kwargs), **NO_CODE)
     named = config.get_text_config(decoder=True).dtype or config.dtype
     return named if isinstance(named, torch.dtype) else getattr(torch, str(named), None)
 

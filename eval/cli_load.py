@@ -159,7 +159,7 @@ def _tokenizer(model: str) -> tuple[Any, int | None]:
 
     tokenizer = load_tokenizer(model)
     try:
-        config = AutoConfig.from_pretrained(locate_model(model))
+        config = AutoConfig.from_pretrained(locate_model(model), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(
             f"no model at {model!r} ({error}); give --model a directory, a GGUF file, a hub id or a known name"

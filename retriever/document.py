@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cacheblend.store.errors import InputError
 
 HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
+# C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.
+NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +19,14 @@ class Document:
     """A document to split and index.
 
     Args:
-        id: the caller's name for it; adding the same id again replaces it.
+        id: the caller's name for it, without control characters; adding the same id again replaces it.
         title: may be empty; stands in front of the first chunk only.
         text: must hold more than white space.
 
     `version` is the hash of title and text: another version under the same id is another document.
 
     Raises:
-        InputError: a field is not text, cannot be encoded as UTF-8, or id or text is empty.
+        InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, or id has a control character.
 
     """
 
@@ -41,6 +44,8 @@ class Document:
                 value.encode()
             except UnicodeEncodeError as error:
                 raise InputError(f"document {self.id!r}: {name} is not Unicode ({error.reason}); clean it first") from None
+        if NO_ID.search(self.id):
+            raise InputError(f"document {self.id!r}: id has a control character or U+FFFD; take one without")
         if not self.id.strip():
             raise InputError(f"document {self.id!r} has an empty id; give it one, or leave id out to have its content's hash")
         if not self.text.strip():

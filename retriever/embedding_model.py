@@ -42,10 +42,10 @@ def load_embedding_model(name: str, device: str | None) -> SentenceTransformer:
     try:
         if from_hub:
             try:
-                return SentenceTransformer(source, device=device, local_files_only=True)
+                return SentenceTransformer(source, device=device, local_files_only=True, trust_remote_code=False)
             except (OSError, ValueError):  # not in the cache
                 _ask_hub(source)
-        return SentenceTransformer(source, device=device)
+        return SentenceTransformer(source, device=device, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise RetrieverError(f"embedder {name!r} cannot be loaded from {source}: {error}; {_REMEDY}") from error
     finally:

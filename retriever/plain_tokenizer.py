@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _WHITE_SPACE = " \t\n\r\u2581"  # the last stands for a space in SentencePiece vocabularies
+CUT_CHARACTERS = 2**17
 
 
 class PlainTokenizer:
@@ -25,7 +26,9 @@ class PlainTokenizer:
     A copy, because the tokenizer's owner may change its truncation or special-token settings from another thread while it
     is in use here. Control tokens are not read because a document that contains `</s>` must not end a prompt, nor one that
     contains `<think>` or `<tool_call>` begin a thought or a call: all added tokens are control tokens, whether the tokenizer
-    calls them special or not, but for white space, which some tokenizers add as tokens of its own, and the unknown token.
+    calls them special or not, but for white space, which some tokenizers add as tokens of its own, and the unknown token. Texts
+    are given to it as batches of one: for a text alone it holds Python's lock, and so stops every other thread, for a second a
+    megabyte.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer, or the `tokenizers.Tokenizer` inside one.
@@ -68,21 +71,44 @@ class PlainTokenizer:
 
         Pieces are slices of `text`, not decoded tokens: decoding would turn a character whose bytes lie on both sides of a
         border into U+FFFD, and drop leading spaces with some tokenizers. Such a character goes whole to the later piece.
-        Without overlap the pieces joined are exactly `text`; a text without tokens gives no piece.
+        Without overlap the pieces joined are exactly `text`; a text without tokens gives no piece. A long text is tokenised in
+        slices of `CUT_CHARACTERS`, each from the start of the last one's last piece: at once it would take 300 bytes a byte.
         """
+        spans: list[tuple[int, int]] = []
+        start, size = 0, CUT_CHARACTERS
+        while True:
+            found = self._spans(text[start : start + size], max_tokens, overlap_tokens)
+            if start + size >= len(text):
+                spans.extend((start + first, start + end) for first, end in found)
+                return [text[first:end] for first, end in spans]
+            if not found or found[-1][0] == 0:  # not one piece that the slice's end has not cut
+                size *= 2
+                continue
+            spans.extend((start + first, start + end) for first, end in found[:-1])
+            start, size = start + found[-1][0], CUT_CHARACTERS
+
+    def _spans(self, text: str, max_tokens: int, overlap_tokens: int) -> list[tuple[int, int]]:
+        """Where each piece begins and ends."""
         starts = [start for _, start in self._encode(text)]
         if not starts:
             return []
         # LangChain counts and slices tokens; each token is its number here, and "decoding" looks up where it starts.
         # Borders never run backwards, whatever a normaliser does to offsets, so that no text is lost or doubled.
         borders = list(accumulate([0, *starts[1:], len(text)], max))
+        spans: list[tuple[int, int]] = []
+
+        def decode(numbers: list[int]) -> str:
+            spans.append((borders[numbers[0]], borders[numbers[-1] + 1]))
+            return ""
+
         split = TokenSplit(
             chunk_overlap=overlap_tokens,
             tokens_per_chunk=max_tokens,
             encode=lambda _: list(range(len(starts))),
-            decode=lambda numbers: text[borders[numbers[0]] : borders[numbers[-1] + 1]],
+            decode=decode,
         )
-        return split_text_on_tokens(text=text, tokenizer=split)
+        split_text_on_tokens(text=text, tokenizer=split)
+        return [(first, end) for first, end in spans if first < end]
 
     def _encode(self, text: str, start: int = 0) -> list[tuple[int, int]]:
         """Token ids and where in the text each starts.
@@ -90,7 +116,7 @@ class PlainTokenizer:
         Some vocabularies hold a control token as a word of theirs, and find it in plain text: there the text is cut behind the
         word's first character, and both parts are encoded alone; one that came of a single character is left out.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         pairs = list(zip(encoding.ids, (start + first for first, _ in encoding.offsets), strict=True))
         if self._controls.isdisjoint(encoding.ids):
             return pairs

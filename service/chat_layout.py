@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.store.errors import InputError
 
+from .lengths import check_characters
 from .prompt import AFTER_QUESTION, BEFORE_QUESTION, PromptPieces
 
 
@@ -48,11 +49,13 @@ class ChatLayouts:
     Args:
         tokenizer: the model's fast tokenizer.
         instruction: text in front of the chunks where there are chunks and no system message.
+        positions: the model's, for `check_characters`; None for any number.
     """
 
-    def __init__(self, tokenizer: Any, instruction: str) -> None:
+    def __init__(self, tokenizer: Any, instruction: str, positions: int | None = None) -> None:
         self._tokenizer, self._instruction = tokenizer, instruction
         self._plain = PlainTokenizer(tokenizer)
+        self._positions, self._longest_token = positions, max(map(len, tokenizer.get_vocab()))
         self._bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
 
     def chat(self, messages: Sequence[Message], *, with_chunks: bool) -> FixedLayout:
@@ -60,7 +63,9 @@ class ChatLayouts:
 
         Raises:
             InputError: the last message is not the user's, one is empty, or the model's template refuses the turns.
+            PromptTooLongError: see `check_characters`.
         """
+        check_characters((message.content for message in messages), self._positions, self._longest_token)
         if not messages or messages[-1].role != "user":
             raise InputError("messages: the last one must be the user's question")
         for place, message in enumerate(messages):
@@ -82,7 +87,9 @@ class ChatLayouts:
 
         Raises:
             InputError: an empty prompt.
+            PromptTooLongError: see `check_characters`.
         """
+        check_characters((prompt,), self._positions, self._longest_token)
         if not prompt:
             raise InputError("prompt is empty; give some text to continue")
         return FixedLayout(self._bos, self._ids(prompt), may_be_continued=False)

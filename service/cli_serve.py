@@ -63,7 +63,13 @@ def serve(
     cors_origins: Annotated[
         list[str] | None, _option("cors_origins", "A web origin whose pages may call the API; repeat for more.")
     ] = None,
-    max_body_bytes: Annotated[int, _option("max_body_bytes", "Larger requests are refused.", LIMITS)] = HTTP["max_body_bytes"],
+    allowed_hosts: Annotated[
+        list[str] | None, _option("allowed_hosts", "A host name that requests may be addressed to; repeat for more.")
+    ] = None,
+    max_body_bytes: Annotated[int, _option("max_body_bytes", "Larger uploads are refused.", LIMITS)] = HTTP["max_body_bytes"],
+    max_completion_bytes: Annotated[int, _option("max_completion_bytes", "Larger questions are refused.", LIMITS)] = HTTP[
+        "max_completion_bytes"
+    ],
     max_documents: Annotated[int, _option("max_documents", "Documents of one call.", LIMITS)] = HTTP["max_documents"],
     max_running: Annotated[int, _option("max_running", "Requests that hold a KV cache at once.", LIMITS)] = SERVING[
         "max_running"
@@ -173,8 +179,10 @@ def serve(
         port=port,
         model_name=model_name,
         max_body_bytes=max_body_bytes,
+        max_completion_bytes=max_completion_bytes,
         max_documents=max_documents,
         cors_origins=tuple(cors_origins or ()),
+        allowed_hosts=tuple(allowed_hosts or ()),
     )
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))

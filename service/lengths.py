@@ -56,3 +56,22 @@ def check_length(pieces: PromptPieces, max_tokens: int | None, positions: int | 
             "take fewer chunks or lower max_tokens, or ingest smaller chunks"
         )
     return positions - tokens if max_tokens is None else max_tokens
+
+
+def check_characters(texts: Iterable[str], positions: int | None, longest_token: int) -> None:
+    """Refuse texts that cannot fit, before they are tokenised, which takes seconds and gigabytes for some tens of megabytes.
+
+    Args:
+        texts: of one prompt.
+        positions: the model's; None for any number.
+        longest_token: characters of the longest one. A tokenizer that drops characters could fit more; nobody needs that.
+
+    Raises:
+        PromptTooLongError: so many characters are more tokens than the model's positions.
+    """
+    characters = sum(map(len, texts))
+    if positions is not None and characters > positions * longest_token:
+        raise PromptTooLongError(
+            f"{characters} characters are more than the model's {positions} positions, since no token has more than "
+            f"{longest_token}; shorten the messages"
+        )

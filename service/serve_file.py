@@ -28,9 +28,12 @@ def read_serve_file(file: Path, known: Collection[str]) -> dict[str, Any]:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not TOML: {error}") from error
-    for name, value in values.items():
+    for name in values:  # whose value may be a key in the wrong place, and is not shown
         if name not in known and name != "tenants":
-            raise ConfigError(name, value, f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables")
+            raise ConfigError("option", name, f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables")
+    if "tenants" in values and (not isinstance(values["tenants"], dict) or not values["tenants"]):
+        remedy = f"{file} must have a [tenants.NAME] table for each, or no tenants at all, which opens the API to everybody"
+        raise ConfigError("tenants", type(values["tenants"]).__name__, remedy)
     return values
 
 
@@ -42,15 +45,19 @@ def tenants_of(tables: Mapping[str, Any]) -> list[TenantConfig]:
     """
     tenants = []
     for name, table in tables.items():
-        given = dict(table) if isinstance(table, Mapping) else {"": table}
-        for field, value in given.items():
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"tenants.{name}", type(table).__name__, f"a [tenants.NAME] table of {', '.join(TENANT_FIELDS)}")
+        given = dict(table)
+        for field in given:  # whose value may be the key itself, and is not shown
             if field not in TENANT_FIELDS:
-                raise ConfigError(f"tenants.{name}.{field}", value, f"one of {', '.join(TENANT_FIELDS)}")
+                raise ConfigError(f"tenants.{name}", field, f"its fields are {', '.join(TENANT_FIELDS)}")
         for field, declared in TENANT_FIELDS.items():
             if declared.default is MISSING and field not in given:
                 raise ConfigError(
                     f"tenants.{name}.{field}", None, "it is needed; `cacheblend api-key` makes a key and its hash"
                 )
         keys = given.pop("api_key_sha256")
+        if not isinstance(keys, str | list):
+            raise ConfigError(f"tenants.{name}.api_key_sha256", type(keys).__name__, "a hash, or a list of hashes")
         tenants.append(TenantConfig(name=name, api_key_sha256=(keys,) if isinstance(keys, str) else tuple(keys), **given))
     return tenants

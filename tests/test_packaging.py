@@ -1,9 +1,14 @@
-"""The distribution's list of packages, written by hand, is whole."""
+"""The distribution's list of packages, written by hand, is whole, and so are the floors of what it depends on."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("blend", "eval", "loader", "retriever", "service", "store")
@@ -22,3 +27,15 @@ def test_every_package_is_listed() -> None:
     for name in (name for name in mapped if name.count(".") == 1):
         assert "py.typed" in tool["setuptools"]["package-data"][name]
         assert (mapped[name] / "py.typed").is_file()
+
+
+def test_floors() -> None:
+    """Everything but torch has a floor, closed to the versions that are known to be open, and not above what is installed."""
+    script = ROOT / "scripts" / "lowest_versions.py"
+    listed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.split()
+    floors = {name: Version(floor) for name, floor in (line.split("==") for line in listed)}
+    for name, mended in {"starlette": "1.3.0", "fastapi": "0.132.0", "sentence-transformers": "6.0.0"}.items():
+        assert floors[name] >= Version(mended), name
+    for name in ("starlette", "fastapi", "uvicorn", "pydantic", "tokenizers", "transformers"):
+        assert floors[name] <= Version(importlib.metadata.version(name)), name
+    assert "torch" not in floors

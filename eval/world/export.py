@@ -32,7 +32,9 @@ def load_reader(folder: Path) -> LlamaForCausalLM:
         InputError: there is none.
     """
     try:
-        network = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        network = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} holds no reader ({error}); give a folder that train_reader.py wrote") from error
     if not isinstance(network, LlamaForCausalLM):

@@ -19,6 +19,7 @@ from ..chat_layout import FixedLayout
 from ..engine import Engine
 from ..serving import Done, Event, Failed, Piece, ServedRequest
 from .errors import ApiError, error_body
+from .json_body import JsonRoute
 from .report import chunk_report, plan_report, usage
 from .schemas import ChatBody, CompletionBody, GenerationBody
 from .server import Server
@@ -28,7 +29,7 @@ LOOK_FOR_CLIENT_S = 0.5  # how often a request that does not stream is checked f
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
 }
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", responses=ANSWERS)
@@ -38,7 +39,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     engine: Engine = request.state.engine
     messages = [message.message() for message in body.messages]
     num_chunks = await run_in_threadpool(_num_chunks, engine, body, DEFAULT_NUM_CHUNKS)
-    layout = server.layouts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
+    layout = await run_in_threadpool(server.layouts.chat, messages, with_chunks=num_chunks > 0 or body.documents is not None)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return await _respond(body, request, ChatShape(body.model), layout, messages[-1].content, num_chunks, max_tokens)
 
@@ -48,7 +49,7 @@ async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, behind the documents given or, with `num_chunks`, the chunks nearest it."""
     server: Server = request.app.state.server
     num_chunks = body.num_chunks or 0
-    layout = server.layouts.completion(body.prompt)
+    layout = await run_in_threadpool(server.layouts.completion, body.prompt)
     return await _respond(body, request, TextShape(body.model), layout, body.prompt, num_chunks, body.max_tokens)
 
 

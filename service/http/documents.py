@@ -15,9 +15,10 @@ from ..documents import DocumentStatus
 from ..engine import Engine
 from ..own_thread import in_own_thread
 from .errors import ApiError
+from .json_body import JsonRoute
 from .schemas import IngestBody, PinBody, ReplaceBody
 
-router = APIRouter(prefix="/v1/documents")
+router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
 _Result = TypeVar("_Result")
 
 

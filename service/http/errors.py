@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +23,8 @@ from cacheblend.store.errors import (
 )
 
 logger = logging.getLogger(__name__)
+MOST_SHOWN = 80
+NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
 
 
 class ApiError(CacheBlendError):
@@ -62,11 +65,12 @@ def error_body(error: Exception) -> dict[str, Any]:
         (DeadlineError, "deadline_exceeded"),
         (StoreFullError, "store_full"),
     )
-    return _body(status, str(error), None, next((code for kind, code in codes if isinstance(error, kind)), None))
+    message = NO_ROOM if isinstance(error, StoreFullError) else str(error)  # whose own has the folder
+    return _body(status, message, None, next((code for kind, code in codes if isinstance(error, kind)), None))
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
+    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -79,31 +83,25 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        if isinstance(first.get("input"), bytes):  # it was not read as JSON
-            sent = request.headers.get("content-type") or "no Content-Type"
-            return error_response(ApiError(400, f"the body came with {_short(sent)}; send JSON with application/json"))
-        names = [part for part in first["loc"] if part not in ("body", "query", "path")]
-        place = [str(name).encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
-        if first["type"] == "json_invalid":
-            return error_response(ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"))
-        param = ".".join(place) or None
-        given = "" if first["type"] == "missing" else f", got {_short(first.get('input'))}"
-        return error_response(ApiError(400, f"{param or 'the body'}: {first['msg']}{given}", param=param, code="invalid_value"))
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return error_response(validation_error(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        known = {
-            404: f"there is no {request.method} {request.url.path}",
-            405: f"{request.method} is not for {request.url.path}",
-        }
-        message = known.get(error.status_code, str(error.detail))
-        if error.status_code == 400 and error.__cause__ is not None:
-            message = f"the body cannot be read as JSON: {_why_unreadable(error.__cause__)}"
-        response = error_response(ApiError(error.status_code, message))
+        method, path = request.method[:MOST_SHOWN], shortened(request.scope["path"])
+        known = {404: f"there is no {method} {path}", 405: f"{method} is not for {path}"}
+        response = error_response(ApiError(error.status_code, known.get(error.status_code, str(error.detail))))
         response.headers.update(error.headers or {})
         return response
+
+
+def validation_error(first: Mapping[str, Any]) -> ApiError:
+    """The error of a field, from the first that pydantic found."""
+    names = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [str(name)[:MOST_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
+    param = ".".join(place) or None
+    given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}{given}", param=param, code="invalid_value")
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -119,14 +117,7 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), status, headers)
 
 
-def _why_unreadable(cause: BaseException) -> str:
-    if isinstance(cause, RecursionError):
-        return "it is nested too deep"
-    if isinstance(cause, UnicodeDecodeError):
-        return f"it is not {cause.encoding} ({cause.reason} at byte {cause.start})"
-    return str(cause).partition(";")[0]  # of a number with thousands of digits; behind it Python advises the server
-
-
-def _short(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def shortened(value: object) -> str:
+    """What a client sent, in ASCII and at most `MOST_SHOWN` characters, for a message."""
+    text = ascii(value[: 2 * MOST_SHOWN] if isinstance(value, str | bytes | list) else value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."

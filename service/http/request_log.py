@@ -60,8 +60,8 @@ class RequestLog:
                 "request",
                 extra={
                     "fields": {
-                        "method": scope["method"],
-                        "path": scope["path"],
+                        "method": scope["method"][:16],
+                        "path": getattr(scope.get("route"), "path", None),  # the route's template, which has no ids
                         "status": status or None,  # None: the client went away before there was one
                         "seconds": round(time.perf_counter() - started, 4),
                     }

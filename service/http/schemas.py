@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from ..chat_layout import Message
 
 MOST_STOP_STRINGS = 4
 MOST_NUM_CHUNKS = 1000
+MOST_MESSAGES = 1000
+MOST_PARTS = 1000
+MOST_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 
 
 def _unicode(text: str) -> str:
@@ -25,7 +28,7 @@ Text = Annotated[str, AfterValidator(_unicode)]
 Salt = Annotated[Text, StringConstraints(max_length=256)]
 StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
-StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)]
+StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS, fail_fast=True)]
 # Says which of two forms a value has, so that an error speaks of that one.
 TextOrList = Discriminator(lambda value: "list" if isinstance(value, list) else "text")
 
@@ -34,6 +37,13 @@ class StrictModel(BaseModel):
     """A field that is not known is refused: what has no effect must not look as if it had."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"has {len(given)} fields, more than {MOST_FIELDS}")
+        return given
 
 
 class DocumentBody(BaseModel):
@@ -52,11 +62,14 @@ class TextPart(StrictModel):
     text: Text
 
 
+Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+
 class MessageBody(StrictModel):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[Text, Tag("text")] | Annotated[list[TextPart], Tag("list")], TextOrList]
+    content: Annotated[Annotated[Text, Tag("text")] | Annotated[Parts, Tag("list")], TextOrList]
     name: str | None = None
 
     def message(self) -> Message:
@@ -69,6 +82,12 @@ class StreamOptions(StrictModel):
     """What a stream ends with."""
 
     include_usage: bool = False
+
+
+class ResponseFormat(StrictModel):
+    """What the answer looks like; text alone is taken."""
+
+    type: Literal["text"]
 
 
 class GenerationBody(StrictModel):
@@ -90,9 +109,9 @@ class GenerationBody(StrictModel):
     n: Literal[1] | None = 1
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     # RAG
-    documents: list[DocumentBody] | None = None
+    documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`
     num_chunks: Annotated[int, Field(ge=0, le=MOST_NUM_CHUNKS)] | None = None
     method: str = "blend"
     recompute_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -107,10 +126,10 @@ class GenerationBody(StrictModel):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Literal[False] | None = False
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    response_format: ResponseFormat | None = None
     metadata: dict[str, Any] | None = None
     store: Literal[False] | None = False
 
@@ -128,7 +147,7 @@ class CompletionBody(GenerationBody):
 class IngestBody(StrictModel):
     """`POST /v1/documents`."""
 
-    documents: Annotated[list[DocumentBody], Field(min_length=1)]
+    documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
 
 
 class ReplaceBody(StrictModel):

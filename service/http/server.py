@@ -69,7 +69,8 @@ class Server:
                     )
                 )
             any_engine = next(iter(self.engines.values()))
-            self.layouts = ChatLayouts(any_engine.fusor.tokenizer, engine_config.instruction)
+            fusor = any_engine.fusor
+            self.layouts = ChatLayouts(fusor.tokenizer, engine_config.instruction, fusor.max_positions)
             self.metrics = Metrics(self.model_name)
 
             def ended(request: ServedRequest, how: Done | Failed | None) -> None:

@@ -48,9 +48,10 @@ class TenantConfig:
         if not self.api_key_sha256:
             raise ConfigError(f"tenants.{self.name}.api_key_sha256", (), "give the hash of at least one key")
         for digest in self.api_key_sha256:
-            if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+                given = "what is given (not shown, it may be a key)"
                 raise ConfigError(
-                    f"tenants.{self.name}.api_key_sha256", digest, "64 hex digits; `cacheblend api-key` prints them"
+                    f"tenants.{self.name}.api_key_sha256", given, "64 hex digits; `cacheblend api-key` prints them"
                 )
         for budget in BUDGETS:
             if (budget_bytes := getattr(self, budget)) is not None:

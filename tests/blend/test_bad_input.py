@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -237,3 +238,17 @@ def test_a_model_saved_without_its_tokenizer(tmp_path: Path) -> None:
         == Fusor.from_pretrained(str(tmp_path)).fingerprint
         != Fusor.from_pretrained(str(tmp_path), dtype=torch.bfloat16).fingerprint
     )
+
+
+def test_code_that_comes_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that needs code of its own is refused; nobody at a terminal is asked whether to run it, and it does not run."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).write_text('x')\n")
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "its-own", "auto_map": auto_map}))
+    with pytest.raises(UnsupportedModelError, match="code of its own, which is never run"):
+        Fusor.from_pretrained(str(tmp_path))
+    assert not asked
+    assert not ran.exists()

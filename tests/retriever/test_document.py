@@ -38,6 +38,9 @@ def test_version_follows_title_and_text() -> None:
         ({"id": " ", "text": "x"}, "empty id"),
         ({"id": "d7", "text": "\ud800"}, "'d7': text is not Unicode"),
         ({"text": "\ud800"}, "text is not Unicode"),
+        ({"id": "a\nb", "text": "x"}, "'a\\nb': id has a control character"),
+        ({"id": "\x9b2J", "text": "x"}, "id has a control character"),
+        ({"id": "\ufffd", "text": "x"}, "id has a control character"),
     ],
 )
 def test_bad_document_is_refused(raw: object, says: str) -> None:

@@ -1,5 +1,6 @@
 """The real all-MiniLM-L6-v2 from its offline package, and where models come from."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +76,13 @@ def test_unknown_model_is_refused_quietly(capfd: pytest.CaptureFixture[str]) -> 
     with pytest.raises(RetrieverError, match=r"nobody/no-such-model.*cacheblend\[offline\]"):
         SentenceTransformerEmbedder("nobody/no-such-model").encode(["x"])
     assert capfd.readouterr() == ("", "")
+
+
+def test_code_that_comes_with_an_embedder(tmp_path: Path) -> None:
+    """A folder whose modules are its own Python code is refused, and the code does not run."""
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).write_text('x')\nclass Own: ...\n")
+    (tmp_path / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "own.Own"}]))
+    with pytest.raises(RetrieverError, match="cannot be loaded"):
+        SentenceTransformerEmbedder(str(tmp_path)).encode(["x"])
+    assert not ran.exists()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from cacheblend.retriever import Chunk, Document, RetrieverConfig, Splitter
+from cacheblend.retriever import Chunk, Document, PlainTokenizer, RetrieverConfig, Splitter, plain_tokenizer
 from cacheblend.store.errors import InputError, RetrieverError
 
 # What a chunk may have above chunk_tokens and the separator's tokens: up to three bytes of a character that the border would
@@ -105,3 +105,27 @@ def test_slow_tokenizer_is_refused() -> None:
     """A tokenizer without character offsets is refused with the remedy."""
     with pytest.raises(RetrieverError, match="fast tokenizer"):
         Splitter(object(), RetrieverConfig())  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize(("max_tokens", "overlap"), [(7, 0), (7, 3), (300, 0)])
+def test_a_long_text_is_tokenised_in_slices(monkeypatch: pytest.MonkeyPatch, max_tokens: int, overlap: int) -> None:
+    """A long text is never given to the tokenizer whole, loses nothing, and has about the pieces that it has in one go."""
+    plain = PlainTokenizer(tiny_tokenizer())
+    text = " ".join(f"word{number} und Straße, {number}" for number in range(1000))
+    whole = plain.cut(text, max_tokens, overlap)
+    lengths: list[int] = []
+
+    class Spy:
+        def encode_batch(self, texts: list[str], **options: bool) -> object:
+            lengths.extend(map(len, texts))
+            return real.encode_batch(texts, **options)
+
+    real, plain._tokenizer = plain._tokenizer, Spy()  # type: ignore[assignment]  # a stand-in
+    monkeypatch.setattr(plain_tokenizer, "CUT_CHARACTERS", 500)
+    sliced = plain.cut(text, max_tokens, overlap)
+    assert overlap or "".join(sliced) == text
+    assert sliced[0] == whole[0]
+    assert len(sliced) == pytest.approx(len(whole), rel=0.02)
+    assert max(len(real.encode(piece, add_special_tokens=False).ids) for piece in sliced) <= max_tokens + 4
+    assert max(lengths) <= 500 * (1 if max_tokens < 100 else 8)
+    assert len(lengths) > 3

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from engines import wait_until
 
-from cacheblend.service.http import Server, create_app
+from cacheblend.service.http import Server
+from cacheblend.service.http.run import MOST_CONNECTIONS, uvicorn_config
 
 MODEL = "tiny"
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[str]:
-    """The address at which a server listens."""
+def listening(
+    server: Server, most_connections: int = MOST_CONNECTIONS, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None
+) -> Iterator[str]:
+    """The address at which a server listens; `on_loop` runs beside it on its event loop."""
     with contextlib.closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
-        process = uvicorn.Server(uvicorn.Config(create_app(server), log_config=None, ws="none", lifespan="off"))
-        thread = threading.Thread(target=process.run, kwargs={"sockets": [listener]})
+        process = uvicorn.Server(uvicorn_config(server, most_connections))
+
+        async def serve() -> None:
+            beside = None if on_loop is None else asyncio.create_task(on_loop())
+            await process.serve([listener])
+            if beside is not None:
+                beside.cancel()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         try:
             wait_until(lambda: process.started)

@@ -82,6 +82,14 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nsalt_share = 2', ConfigError, "acme.salt_share=2"),
         ("salt_share = 0.6", ConfigError, "at most 1 with unsalted_share=0.5"),
         ("prefix_budget_bytes = 0", ConfigError, "prefix_budget_bytes=0"),
+        ("max_completion_bytes = 0", ConfigError, "max_completion_bytes=0"),
+        ('allowed_hosts = ["https://a.example"]', ConfigError, "without a port"),
+        ("[tenants]", ConfigError, "opens the API to everybody"),
+        ("tenants = [1]", ConfigError, "table for each"),
+        ("tenants = 1", ConfigError, "table for each"),
+        ("[tenants]\nacme = 1", ConfigError, "tenants.acme='int'"),
+        ("[tenants.acme]\napi_key_sha256 = 1", ConfigError, "a list of hashes"),
+        ("[tenants.acme]\napi_key_sha256 = [1]", ConfigError, "64 hex digits"),
     ],
 )
 @pytest.mark.usefixtures("served")
@@ -91,6 +99,17 @@ def test_bad_files(tmp_path: Path, text: str, error: type[Exception], named: str
     file.write_text(f"{text}\n" if text.startswith("[") else f'model = "m"\n{text}\n')
     with pytest.raises(error, match=named):
         CliRunner().invoke(cli.app, ["serve", "-m", "m", "--config", str(file)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("text", ["[tenants.a]\napi_key = 'K'", "[tenants.a]\napi_key_sha256 = 'K'", "api_key = 'K'"])
+@pytest.mark.usefixtures("served")
+def test_a_key_in_the_wrong_place_is_not_shown(tmp_path: Path, text: str) -> None:
+    """What may be a key itself is in no error message, which a log keeps."""
+    file = tmp_path / "c.toml"
+    file.write_text(text.replace("'K'", '"cb-secret"'))
+    with pytest.raises(ConfigError) as refused:
+        CliRunner().invoke(cli.app, ["serve", "-m", "m", "--config", str(file)], catch_exceptions=False)
+    assert "cb-secret" not in str(refused.value)
 
 
 def test_the_file_of_deploy(served: list[Any]) -> None:

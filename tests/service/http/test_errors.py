@@ -14,6 +14,7 @@ from engines import DOCUMENTS, QUESTION, wait_until
 from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.serving import ServingConfig
+from cacheblend.store.errors import StoreFullError
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 
@@ -90,7 +91,9 @@ def test_bad_bodies(client: httpx.Client, content: bytes, status: int, named: st
 
 def test_a_long_body_in_pieces(client: httpx.Client) -> None:
     """A body whose length is not told is counted, and refused at the limit."""
-    response = client.post("/v1/documents", content=(b"x" * 1000 for _ in range(50)))
+    response = client.post(
+        "/v1/documents", content=(b"x" * 1000 for _ in range(50)), headers={"Content-Type": "application/json"}
+    )
     assert response.status_code == 413
     assert error_of(response)["code"] == "body_too_long"
 
@@ -145,6 +148,22 @@ def test_an_unforeseen_error_says_nothing_of_the_inside(
     assert "secret" not in response.text
     assert error_of(response)["code"] == "internal_error"
     assert response.headers["X-Request-Id"] == "mine-1"
+
+
+def test_no_room_says_nothing_of_the_inside(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk is a 507 without the folder, which the log has."""
+
+    def fail(*_: object) -> None:
+        raise StoreFullError("no room on the disk for /srv/tenants/acme/kv")
+
+    monkeypatch.setattr(engine, "ingest", fail)
+    response = client.post("/v1/documents", json={"documents": [{"id": "a", "text": "x"}]})
+    assert response.status_code == 507
+    assert error_of(response)["code"] == "store_full"
+    assert "acme" not in response.text
+    assert "/srv/tenants/acme/kv" in caplog.text
 
 
 def test_disconnecting_cancels(client: httpx.Client, server: Server) -> None:

@@ -140,6 +140,19 @@ def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> 
     assert lines[0]["status"] == 200
 
 
+def test_the_log_has_no_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A request's log line has its route, and nothing of what its client wrote into path or method."""
+    caplog.set_level(logging.INFO, "cacheblend.service.http.request_log")
+    client.get("/v1/documents/secret-id")
+    client.get("/secret-path")
+    client.request("SECRET" * 100, "/healthz")
+    wait_until(lambda: len(caplog.records) >= 3)
+    fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert [one["path"] for one in fields] == ["/v1/documents/{id_:path}", None, "/healthz"]
+    assert "secret" not in str(fields)
+    assert len(str(fields)) < 500
+
+
 def test_cors_is_closed(client: httpx.Client, engine: Engine) -> None:
     """No other site's page may read the API, unless its origin is named."""
     origin = {"Origin": "https://example.org"}

@@ -1,0 +1,160 @@
+"""What is refused by the headers alone: wrong hosts, keys, origins and kinds of body."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
+from fakes import FakeEmbedder
+
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.http import HttpConfig, Server, TenantConfig
+from cacheblend.service.http.gate import PUBLIC_PATHS
+from cacheblend.service.http.tenants import hash_key
+
+JSON = {"Content-Type": "application/json"}
+KEY = "cb-key"
+UPLOAD = {"documents": [{"id": "new", "text": "new words"}]}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1}
+
+
+@pytest.fixture
+def tenant_address(model_dir: Path, tmp_path: Path) -> Iterator[str]:
+    """A server whose API needs a key."""
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
+    tenants = [TenantConfig(name="one", api_key_sha256=(hash_key(KEY),))]
+    with (
+        Server(config, http=HttpConfig(model_name=MODEL), tenants=tenants, embedder=FakeEmbedder()) as server,
+        listening(server) as address,
+    ):
+        yield address
+
+
+def code_of(response: httpx.Response) -> tuple[int, str | None]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def exchange(address: str, sent: bytes) -> bytes:
+    """The first bytes that come back for what is sent."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(sent)
+        return connection.recv(65536)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1@evil.example", ""])
+def test_another_name_than_ours(client: httpx.Client, host: str) -> None:
+    """A request to another host name, as a rebound web page sends it, is refused on every route, and changes nothing."""
+    for method, path in (("GET", "/v1/documents"), ("GET", "/"), ("GET", "/metrics"), ("DELETE", "/v1/documents/for")):
+        assert code_of(client.request(method, path, headers={"Host": host})) == (421, "unknown_host")
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert code_of(client.post("/v1/documents", json=UPLOAD, headers=headers)) == (421, "unknown_host")
+    assert len(client.get("/v1/documents").json()["data"]) == len(DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("http", "taken", "refused"),
+    [
+        (HttpConfig(), ["localhost", "LOCALHOST.:80", "127.0.0.1:1", "[::1]:9"], ["192.168.1.5", "0.0.0.0", "::1"]),
+        (HttpConfig(host="rag.example"), ["rag.example:8000"], ["example", "a.rag.example"]),
+        (HttpConfig(host="fd00::1"), ["[fd00::1]:8000"], ["[fd00::2]"]),
+        (HttpConfig(host="0.0.0.0"), ["192.168.1.5:8000", "[fd00::1]", "localhost"], ["rag.example", "1.2.3.4.example"]),
+        (HttpConfig(allowed_hosts=("Rag.example",)), ["rag.example", "localhost"], ["other.example"]),
+    ],
+)
+def test_names_that_are_ours(engine: Engine, http: HttpConfig, taken: list[str], refused: list[str]) -> None:
+    """Names of this machine, of the address listened on and of the config are taken; with all addresses, any address."""
+    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
+        for host in taken:
+            assert httpx.get(f"{address}/healthz", headers={"Host": host}).status_code == 200, host
+        for host in refused:
+            assert httpx.get(f"{address}/healthz", headers={"Host": host}).status_code == 421, host
+
+
+def test_tenants_may_have_any_name(tenant_address: str) -> None:
+    """Where a key is needed a request is taken under any name, which a proxy in front may have."""
+    headers = {"Authorization": f"Bearer {KEY}", "Host": "rag.example"}
+    assert httpx.get(f"{tenant_address}/v1/documents", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://localhost.evil.example", "http://127.0.0.1:1"])
+def test_pages_from_elsewhere(client: httpx.Client, origin: str) -> None:
+    """A page of another origin changes nothing, though the browser asked for leave, and reads what is open to all."""
+    headers = {"Origin": origin}
+    assert code_of(client.post("/v1/documents", json=UPLOAD, headers=headers)) == (403, "foreign_origin")
+    assert code_of(client.delete("/v1/documents/for", headers=headers)) == (403, "foreign_origin")
+    assert code_of(client.post("/v1/chat/completions", json=CHAT, headers=headers)) == (403, "foreign_origin")
+    assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_pages_of_ours(client: httpx.Client, engine: Engine) -> None:
+    """The service's own page, and those of named origins, write; a named one is answered with leave to read it."""
+    own = {"Origin": str(client.base_url).rstrip("/")}
+    assert client.post("/v1/chat/completions", json=CHAT, headers=own).status_code == 200
+    origin = {"Origin": "https://app.example"}
+    http = HttpConfig(model_name=MODEL, cors_origins=("https://app.example",))
+    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
+        response = httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=origin, timeout=60)
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, origin["Origin"])
+
+
+def test_no_key_no_body(tenant_address: str) -> None:
+    """Who has no key is answered before a byte of the body is there, and is not asked for it."""
+    head = b"POST /v1/documents HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 33554432\r\n"
+    for more in (b"\r\n", b"Expect: 100-continue\r\n\r\n", b"\r\n" + b"[" * 100_000):
+        assert exchange(tenant_address, head + more).startswith(b"HTTP/1.1 401")
+    body = json.dumps({"documents": [[]] * 2_000_000})
+    response = httpx.post(f"{tenant_address}/v1/documents", content=body, headers=JSON)
+    assert code_of(response) == (401, "invalid_api_key")
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("host", ["a/metrics?", "a/healthz#", "x/", "@/metrics"])
+def test_the_host_is_no_path(tenant_address: str, host: str) -> None:
+    """A Host with a public path in it opens nothing: what counts is the request line."""
+    for path in ("/v1/models", "/v1/documents", "/v1/store"):
+        sent = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+        assert exchange(tenant_address, sent).split(b" ")[1] in (b"400", b"401")
+
+
+def test_what_is_not_public_needs_a_key(tenant_address: str) -> None:
+    """Without a key all there is are the public paths, to be read; even what there is not is not told."""
+    with httpx.Client(base_url=tenant_address) as client:
+        for path in PUBLIC_PATHS:
+            assert client.get(path).status_code == 200, path
+            assert code_of(client.post(path, json={})) == (401, "invalid_api_key"), path
+        for path in ("/v1/models", "/v1/documents", "/none", "/healthz/", "/metrics;x"):
+            assert code_of(client.get(path)) == (401, "invalid_api_key"), path
+
+
+def test_a_slash_too_many_is_not_found(client: httpx.Client) -> None:
+    """No redirect is made of a request's Host."""
+    for path in ("/v1/store/", "/v1/models/", "/healthz/"):
+        assert client.get(path).status_code == 404
+        assert "location" not in client.get(path).headers
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "text/plain; application/json"]
+)
+def test_kinds_of_body_that_browsers_send_unasked(client: httpx.Client, content_type: str | None) -> None:
+    """A body that a page of anybody's may send without asking first is refused, chunked or whole, before it is there."""
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    for content in (json.dumps(UPLOAD), iter([json.dumps(UPLOAD).encode()])):
+        response = client.post("/v1/documents", content=content, headers=headers)
+        assert response.status_code == 400
+        assert "application/json" in response.json()["error"]["message"]
+    assert len(client.get("/v1/documents").json()["data"]) == len(DOCUMENTS)
+
+
+def test_kinds_of_json(client: httpx.Client) -> None:
+    """JSON is JSON whatever its type's ending and its parameters."""
+    for content_type in ("Application/JSON; charset=utf-8", "application/vnd.x+json"):
+        response = client.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": content_type})
+        assert response.status_code == 200

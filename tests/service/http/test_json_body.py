@@ -1,0 +1,154 @@
+"""Bodies: what is large, deep or much of is refused soon, and nothing of it stops the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import QUESTION
+
+from cacheblend.blend import Fusor
+from cacheblend.service import Engine
+from cacheblend.service.chat_layout import ChatLayouts
+from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.errors import ApiError
+from cacheblend.service.http.json_body import MOST_VALUES, check_values, read_body
+from cacheblend.service.http.schemas import ChatBody, IngestBody
+from cacheblend.service.sampling import sampling_options
+from cacheblend.store.errors import PromptTooLongError
+
+JSON = {"Content-Type": "application/json"}
+MIB = 2**20
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1}
+
+
+def filled(begin: str, part: str, end: str, size: int = 30 * MIB) -> bytes:
+    """A JSON text of about a size."""
+    return f"{begin}{','.join([part] * (size // (len(part) + 1)))}{end}".encode()
+
+
+LARGE: dict[str, Callable[[], bytes]] = {
+    "numbers": lambda: filled('{"documents": [', "1", "]}"),
+    "lists": lambda: filled('{"documents": [', "[]", "]}"),
+    "objects": lambda: filled('{"documents": [', "{}", "]}"),
+    "texts": lambda: filled('{"documents": [', '""', "]}"),
+    "empty texts without commas": lambda: b'{"documents": [' + b'""' * (15 * MIB),
+    "lists behind escapes": lambda: filled('{"\\\\": "\\"", "documents": [', "[]", "]}"),
+    "fields": lambda: b'{"documents": [], ' + b",".join(b'"f%d": 1' % number for number in range(2_000_000)) + b"}",
+    "one text": lambda: b'{"documents": [{"id": 7, "text": "' + b"x" * (30 * MIB) + b'"}]}',
+    "one text of escapes": lambda: b'{"documents": [{"id": 7, "text": "' + rb"\"" * (15 * MIB) + b'"}]}',
+    "one text of emoji": lambda: ('{"documents": [{"id": 7, "text": "' + "\U0001f600" * (7 * MIB) + '"}]}').encode(),
+}
+
+
+@pytest.mark.parametrize("name", list(LARGE))
+def test_a_large_body_costs_little(name: str) -> None:
+    """30 MiB of anything are refused with less than 200 MiB in use beside the body, whatever the JSON would become."""
+    body = LARGE[name]()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError):
+            read_body(body, IngestBody)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 200 * MIB
+
+
+@pytest.mark.parametrize("model", [IngestBody, ChatBody])
+def test_one_error_of_many(model: type[IngestBody | ChatBody]) -> None:
+    """Of a body with very many faults one is named, and no more than a few are looked for."""
+    for body in (
+        {"documents": [1] * 100_000},
+        {"documents": [{}] * 90_000},
+        {"messages": [1] * 100_000},
+        {"messages": [{"role": "user", "content": [{"type": "image"}] * 20_000}]},
+        {"messages": [{"role": "user", "content": "x", **{f"f{number}": 1 for number in range(50_000)}}]},
+        {"response_format": {f"f{number}": 1 for number in range(50_000)}},
+        {"logit_bias": {f"f{number}": "x" for number in range(50_000)}},
+        {f"f{number}": 1 for number in range(50_000)},
+    ):
+        began = time.process_time()
+        with pytest.raises(ApiError) as refused:
+            read_body(json.dumps(body).encode(), model)
+        assert len(str(refused.value)) < 300
+        assert time.process_time() - began < 1.0  # it was 12 s
+
+
+def test_values_are_counted_outside_of_texts() -> None:
+    """Commas, brackets and escaped quotation marks in a text are no values; a body of few values is taken, however long."""
+    check_values(json.dumps({"documents": [{"text": '\\",[{' * MIB}]}).encode())
+    check_values(json.dumps({"documents": [{"id": str(number), "text": "x"} for number in range(20_000)]}).encode())
+    check_values(b"[" + b"1," * (MOST_VALUES - 10) + b"1]")
+    for body in (
+        b"[" + b"1," * MOST_VALUES + b"1]",
+        b"[" * (MOST_VALUES + 1),
+        b'["\\\\",' + b"[]," * MOST_VALUES,
+        b'""' * MOST_VALUES * 2,
+    ):
+        with pytest.raises(ApiError, match="more than 200000 values"):
+            check_values(body)
+
+
+@pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions", "/v1/completions"])
+def test_the_loop_goes_on(engine: Engine, path: str) -> None:
+    """While a body as large as its route takes is read, laid out and refused, other requests are answered."""
+    large = b"word, " * (5 * MIB if path == "/v1/documents" else 170_000)
+    text = large.decode()
+    body: dict[str, object] = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+    body = {"model": MODEL, "prompt": text} if path == "/v1/completions" else body
+    body = {"documents": [{"id": 7, "text": text}]} if path == "/v1/documents" else body
+    content = json.dumps(body).encode()
+    lags = [0.0]
+
+    async def tick() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.01)
+            lags.append(time.perf_counter() - began - 0.01)
+
+    with Server(engine.config, http=HttpConfig(model_name=MODEL), engine=engine) as server:
+        server.layouts._positions = None  # as a model of very many has them: all of it is tokenised
+        with listening(server, on_loop=tick) as address, httpx.Client(base_url=address, timeout=60) as client:
+            assert client.get("/healthz").status_code == 200
+            lags.clear()
+            assert client.post(path, content=content, headers=JSON).status_code == 400
+    assert max(lags) < 0.2, max(lags)
+
+
+def test_limits_by_route(engine: Engine) -> None:
+    """A question may have a megabyte, an upload what is configured, and the message names the option."""
+    http = HttpConfig(model_name=MODEL, max_body_bytes=5000, max_completion_bytes=1000)
+    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
+        for path, name, limit in (
+            ("/v1/documents", "max_body_bytes", 5000),
+            ("/v1/chat/completions", "max_completion_bytes", 1000),
+            ("/none", "max_completion_bytes", 1000),
+        ):
+            for content in (b" " * (limit + 1), iter([b" " * limit, b" "])):
+                response = httpx.post(f"{address}{path}", content=content, headers=JSON)
+                assert response.status_code == 413
+                assert f"{name}={limit}" in response.json()["error"]["message"]
+    assert HttpConfig().max_completion_bytes == MIB
+
+
+def test_characters_are_counted_before_tokens(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that cannot fit is refused before it is tokenised."""
+    layouts = ChatLayouts(fusor.tokenizer, "", fusor.max_positions)
+    monkeypatch.setattr(layouts, "_ids", lambda _: pytest.fail("it was tokenised"))
+    with pytest.raises(PromptTooLongError, match="512 positions"):
+        layouts.completion("x" * MIB)
+
+
+def test_a_temperature_that_is_nearly_none(client: httpx.Client) -> None:
+    """A temperature too small to divide by is greedy."""
+    assert sampling_options(1e-300, 1.0) == sampling_options(0.0, 1.0)
+    greedy, nearly = (client.post("/v1/chat/completions", json={**CHAT, "temperature": t}).json() for t in (0, 1e-300))
+    assert greedy["choices"] == nearly["choices"]
