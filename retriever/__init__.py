@@ -6,7 +6,7 @@ from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Document
 from .embedder import Embedder, SentenceTransformerEmbedder
 from .plain_tokenizer import PlainTokenizer
-from .retriever import AddReport, Retriever, embedded_text
+from .retriever import AddReport, EmbeddedDocument, Retriever
 from .splitter import Splitter
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "CataloguedDocument",
     "Chunk",
     "Document",
+    "EmbeddedDocument",
     "Embedder",
     "PlainTokenizer",
     "Retriever",
@@ -22,6 +23,5 @@ __all__ = [
     "ScoredChunk",
     "SentenceTransformerEmbedder",
     "Splitter",
-    "embedded_text",
     "in_reading_order",
 ]

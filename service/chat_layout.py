@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.store.errors import InputError
 
+from .lengths import check_characters
 from .prompt import AFTER_QUESTION, BEFORE_QUESTION, PromptPieces
 
 
@@ -48,10 +49,11 @@ class ChatLayouts:
     Args:
         tokenizer: the model's fast tokenizer.
         instruction: text in front of the chunks where there are chunks and no system message.
+        positions: of the model; texts that cannot be within them are refused before they are tokenised. None for any number.
     """
 
-    def __init__(self, tokenizer: Any, instruction: str) -> None:
-        self._tokenizer, self._instruction = tokenizer, instruction
+    def __init__(self, tokenizer: Any, instruction: str, positions: int | None = None) -> None:
+        self._tokenizer, self._instruction, self._positions = tokenizer, instruction, positions
         self._plain = PlainTokenizer(tokenizer)
         self._bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
 
@@ -60,7 +62,9 @@ class ChatLayouts:
 
         Raises:
             InputError: the last message is not the user's, one is empty, or the model's template refuses the turns.
+            PromptTooLongError: they cannot be within the model's positions.
         """
+        check_characters(sum(len(message.content) for message in messages), self._positions)
         if not messages or messages[-1].role != "user":
             raise InputError("messages: the last one must be the user's question")
         for place, message in enumerate(messages):
@@ -82,7 +86,9 @@ class ChatLayouts:
 
         Raises:
             InputError: an empty prompt.
+            PromptTooLongError: it cannot be within the model's positions.
         """
+        check_characters(len(prompt), self._positions)
         if not prompt:
             raise InputError("prompt is empty; give some text to continue")
         return FixedLayout(self._bos, self._ids(prompt), may_be_continued=False)

@@ -9,6 +9,8 @@ from cacheblend.store.errors import PromptTooLongError
 
 from .prompt import PromptPieces
 
+CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
+
 
 def check_chunks(documents: Iterable[Document], splitter: Splitter, positions: int | None, prefix_tokens: int) -> None:
     """Refuse documents that the model cannot read chunk by chunk.
@@ -34,6 +36,18 @@ def check_chunks(documents: Iterable[Document], splitter: Splitter, positions: i
             )
 
 
+def check_characters(characters: int, positions: int | None) -> None:
+    """Refuse a text that cannot be within the model's positions, before it is tokenised.
+
+    Raises:
+        PromptTooLongError: it has more characters than so many tokens could.
+    """
+    if positions is not None and characters > positions * CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(
+            f"{characters} characters are more than the model's {positions} positions hold; ask a shorter question"
+        )
+
+
 def check_length(pieces: PromptPieces, max_tokens: int, positions: int | None) -> None:
     """Refuse a prompt that leaves no room for its answer.
 
@@ -44,5 +58,5 @@ def check_length(pieces: PromptPieces, max_tokens: int, positions: int | None) -
     if positions is not None and tokens + max_tokens > positions:
         raise PromptTooLongError(
             f"{tokens} prompt tokens and {max_tokens} to generate are more than the model's {positions} positions; "
-            "lower top_k or max_tokens, or ingest smaller chunks"
+            "lower top_k or max_tokens, ask a shorter question, or ingest smaller chunks"
         )

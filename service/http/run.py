@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 
 import uvicorn
 
 from .app import create_app
 from .server import Server
+from .stopping import StoppableServer, leave
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 5
 
 
 def run(server: Server) -> None:
-    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end."""
+    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end; see `stop_in_grace`."""
     config = uvicorn.Config(
         create_app(server),
         host=server.http.host,
@@ -25,15 +25,11 @@ def run(server: Server) -> None:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(server.scheduler.config.grace_s) + 1,
+        timeout_graceful_shutdown=max(1, int(server.scheduler.config.grace_s)),
     )
     if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
         logger.warning("the API is open to everybody who reaches %s; give it [tenants.NAME] keys", server.http.host)
     # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
-    uvicorn.Server(config).run()
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(0)  # a stop that was asked for is no failure
+        signal.signal(number, leave)
+    StoppableServer(config, server).run()

@@ -65,7 +65,8 @@ class ChatCacheBlend(BaseChatModel):
             named = ", ".join(sorted(kwargs))
             raise InputError(f"{named}: not an option of ChatCacheBlend; give documents, stop, or a field of it")
         turns = [_turn(message) for message in messages]
-        layouts = ChatLayouts(self.engine.fusor.tokenizer, self.engine.config.instruction)
+        fusor = self.engine.fusor
+        layouts = ChatLayouts(fusor.tokenizer, self.engine.config.instruction, fusor.max_positions)
         answer = self.engine.answer(
             turns[-1].content if turns else "",
             layout=layouts.chat(turns, with_chunks=documents is not None),
