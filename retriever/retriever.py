@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
-TITLE_TOKENS = (16, 64)  # of a title in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most
+TITLE_TOKENS = (8, 64)  # of a title in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most
 
 
 def _go_on() -> None:
