@@ -12,6 +12,7 @@ Figures, of which those with a bound must hold, else the exit code is 1:
 
 `healthz_worst_s`: longest answer of `/healthz` under attack; at most 0.5.
 `ttft_alone_s`, `ttft_attacked_s`: median seconds from sending to the first token at the good tenant; `ttft_ratio` at most 2.
+`attacked_stages`: medians of what the server says of it under attack: retrieval, the queue, and its own time to first token.
 `time_outs`, `failures`: of the good tenant's requests, both phases; 0.
 `rss_before_mib`, `rss_after_mib`: VmRSS of the server before the attack, and `SETTLE_S` after it; `rss_growth` at most 0.2.
 `hostile`: what the hostile tenant was answered, by kind; "dropped" is what it hung up on or was cut off.
@@ -65,6 +66,7 @@ class GoodTenant:
     def __init__(self, client: httpx.Client, model: str) -> None:
         self._client, self._model = client, model
         self.time_outs, self.failures = 0, list[str]()
+        self.stages = {"retrieve_s": list[float](), "queue_s": list[float](), "ttft_s": list[float]()}
 
     def ask_for(self, seconds: float) -> tuple[list[float], list[float]]:
         """Seconds to first tokens, and of the answers of `/healthz`."""
@@ -88,8 +90,12 @@ class GoodTenant:
                     return
                 first = None
                 for line in response.iter_lines():
-                    if line.startswith("data:") and first is None:
-                        first = time.perf_counter() - began
+                    if not line.startswith("data: {"):
+                        continue
+                    first = first or time.perf_counter() - began
+                    for name, value in json.loads(line.removeprefix("data: ")).get("cacheblend", {}).items():
+                        if name in self.stages:
+                            self.stages[name].append(value)
                 ttft.append(first or time.perf_counter() - began)
         except httpx.TimeoutException:
             self.time_outs += 1
@@ -248,6 +254,8 @@ def attack(folder: Path, seconds: float, model: str | None, without: Collection[
             good.ask_for(2.0)  # warm
             alone, _ = good.ask_for(max(3.0, seconds / 5))
             before = resident_mib(pid)
+            for seconds_of in good.stages.values():
+                seconds_of.clear()
             with HostileTenant(address, keys["hostile"], name, without) as hostile:
                 attacked, healthz = good.ask_for(seconds)
             time.sleep(min(SETTLE_S, seconds))
@@ -258,6 +266,7 @@ def attack(folder: Path, seconds: float, model: str | None, without: Collection[
         "healthz_worst_s": round(max(healthz, default=0.0), 3),
         "ttft_alone_s": round(median(alone or [0.0]), 4),
         "ttft_attacked_s": round(median(attacked or [TIMEOUT_S]), 4),
+        "attacked_stages": {name: round(median(values or [0.0]), 4) for name, values in good.stages.items()},
         "time_outs": good.time_outs,
         "failures": len(good.failures),
         "first_failures": good.failures[:3],
