@@ -17,6 +17,7 @@ from cacheblend.store.errors import DeadlineError, QueueFullError, ServiceError,
 from .queue import FairQueue
 
 LOOK_EVERY_S = 0.02  # for the end of what work in a pool gives way to
+TURN_S = 2.0  # a turn that takes longer, in a read of a disk that hangs, say, is no reason for others to wait
 _Result = TypeVar("_Result")
 Check = Callable[[], None]
 
@@ -50,6 +51,7 @@ class Call(Generic[_Result]):
         self._given_up: ServiceError | None = None
         self.begun: float | None = None  # seconds of `time.perf_counter`, when its last batch began
         self.worked_s = 0.0
+        self.waits_for_turn = False
 
     def give_up(self, error: ServiceError) -> None:
         """Have whoever waits see an error now, and the work end at its next check; the first one counts."""
@@ -95,7 +97,8 @@ class CallPool:
         name: of its threads.
         max_calls: of one tenant, waiting and running; the next one is refused.
         per_tenant: calls of one tenant that run at once.
-        one_at_a_time: of those that run, one works, and at each check the next tenant's has its turn. Else all work.
+        one_at_a_time: of those that run, one works, and at each check, or after `TURN_S`, the next tenant's has its turn. Else
+            all work.
         gives_way: tells whether more important work goes on; while it does, what runs here takes `share` of the time.
         share: 0..1.
     """
@@ -151,10 +154,10 @@ class CallPool:
 
     @property
     def stalled_s(self) -> float:
-        """For how many seconds the one that has its turn has not come to a check; 0 where none runs."""
+        """For how many seconds one that works has not come to a check; 0 where none works."""
         with self._changed:
-            working = list(self._running)[: 1 if self._one_at_a_time else None]
-            return max((time.perf_counter() - call.begun for call in working if call.begun is not None), default=0.0)
+            begun = [call.begun for call in self._running if call.begun is not None and not call.waits_for_turn]
+        return time.perf_counter() - min(begun) if begun else 0.0
 
     def leave(self, call: Call[Any], error: ServiceError) -> None:
         """Give a call up: one that waits is forgotten, one that runs ends at its next check."""
@@ -199,7 +202,6 @@ class CallPool:
         try:
             self._wait_for_turn(call)
             if call.over is None:
-                call.begun = time.perf_counter()
                 call.run(lambda: self._between_batches(call))
             else:
                 call.give_up(call.over)
@@ -225,20 +227,26 @@ class CallPool:
             call.begun = time.perf_counter()
             time.sleep(min(LOOK_EVERY_S, self._rest * batch_s))
             call.check()
-        if self._one_at_a_time:
-            with self._changed:
-                if self._running[0] is call:
-                    self._running.rotate(-1)
-                    self._changed.notify_all()
-            self._wait_for_turn(call)
-        call.begun = time.perf_counter()
+        with self._changed:
+            if self._one_at_a_time and self._running[0] is call:
+                self._running.rotate(-1)
+                self._changed.notify_all()
+        self._wait_for_turn(call)
         call.check()
 
     def _wait_for_turn(self, call: Call[Any]) -> None:
-        if not self._one_at_a_time:
-            return
         with self._changed:
-            self._changed.wait_for(lambda: self._running[0] is call or call.over is not None)
+            call.waits_for_turn = True
+            while self._one_at_a_time and (first := self._running[0]) is not call and call.over is None:
+                took_s = 0.0 if first.begun is None or first.waits_for_turn else time.perf_counter() - first.begun
+                if took_s > TURN_S:
+                    self._running.rotate(-1)
+                    self._changed.notify_all()
+                else:
+                    self._changed.wait(TURN_S / 10)
+            call.waits_for_turn = False
+            if call.over is None:
+                call.begun = time.perf_counter()
 
 
 def _stopping() -> ShuttingDownError:

@@ -139,6 +139,7 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
         wait_until(lambda: len(statuses) == 40 - server.uploads._max_calls)
         assert set(statuses) == {429}
         check_served(clients["good"])
+        assert clients["good"].put("/v1/documents/own", json={"text": "words of its own"}).status_code == 200
         assert clients["hostile"].get("/v1/documents").status_code == 200
         assert clients["hostile"].delete(f"/v1/documents/{DOCUMENTS[0]['id']}").status_code == 200
         embedder.gate.set()
