@@ -40,10 +40,10 @@ class SchedulerState:
 class Scheduler:
     """Serves requests on one model. Thread-safe; a context manager.
 
-    One request is prefilled at a time, since two at once would both come later. Between two layers of its prefill the batch of
-    those that decode takes a step where one is due (`DecodePace`). A request that ends, fails, is cancelled or is late leaves
-    before the next step, and all it held is free then. Where nothing runs or waits, sampled requests are held against full
-    prefill, a layer at a time.
+    One request of a tenant is prefilled at a time, since two at once would both come later; tenants' prefills share the time,
+    layer by layer. Between two layers the batch of those that decode takes a step where one is due (`DecodePace`). A request
+    that ends, fails, is cancelled or is late leaves before the next step, and all it held is free then. Where nothing runs or
+    waits, sampled requests are held against full prefill, a layer at a time.
 
     Args:
         fusor: the model that all requests' engines share.
@@ -73,6 +73,7 @@ class Scheduler:
         self._pace = DecodePace(self.config.decode_share)
         self._closing = self._aborted = False
         self._prefill_s: dict[str, float] = {}  # a running mean by tenant, for Retry-After
+        self._prefilled_s: dict[str, float] = {}  # what prefills of each tenant have taken, for their turns
         self._stepped = time.perf_counter()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
@@ -214,7 +215,7 @@ class Scheduler:
         return Failed(DeadlineError(f"no answer within deadline_s={self.config.deadline_s:g}; ask for less, or later"))
 
     def _admit(self) -> None:
-        while len(self._running) < self.config.max_running and all(running.is_prefilled for running in self._running):
+        while len(self._running) < self.config.max_running:
             if (request := self._take()) is None:
                 return
             try:
@@ -226,19 +227,30 @@ class Scheduler:
                 self._running.append(running)
 
     def _take(self) -> ServedRequest | None:
+        """The next request of a tenant that has a place left, and none that is prefilled now."""
         places = Counter(running.request.tenant for running in self._running)
+        prefilling = {running.request.tenant for running in self._running if not running.is_prefilled}
         with self._changed:
-            return self._queue.take(lambda tenant: places[tenant] < self._most_running)
+            request = self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
+        if request is not None:  # who had no use for its turns before has no more of them now
+            least_s = min((self._prefilled_s[tenant] for tenant in prefilling), default=0.0)
+            self._prefilled_s[request.tenant] = max(least_s, self._prefilled_s.get(request.tenant, 0.0))
+        return request
 
     def _prefill(self) -> None:
-        running = next((running for running in self._running if not running.is_prefilled), None)
-        if running is None:
+        """Run a layer of the tenant's request whose prefills have taken least."""
+        prefilling = [running for running in self._running if not running.is_prefilled]
+        if not prefilling:
             return
+        running = min(prefilling, key=lambda running: self._prefilled_s[running.request.tenant])
+        before_s = running.prefill_s
         try:
             complete = running.prefill_layer()
         except Exception as error:
             self._leave(running, Failed(error))
             return
+        finally:
+            self._prefilled_s[running.request.tenant] += running.prefill_s - before_s
         if running.is_prefilled:
             tenant, before_s = running.request.tenant, self._prefill_s.get(running.request.tenant, 0.5)
             self._prefill_s[tenant] = before_s + 0.2 * (running.prefill_s - before_s)

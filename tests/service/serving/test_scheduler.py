@@ -13,6 +13,8 @@ from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of, wait_until
 from served import Client, replay, serve
 
 from cacheblend.service import Engine
+from cacheblend.service.prefiller import PrefillSteps
+from cacheblend.service.prepared import PreparedRequest
 from cacheblend.service.serving import Done, Failed, Scheduler, ServingConfig
 from cacheblend.store.errors import DeadlineError, QueueFullError, ShuttingDownError
 
@@ -148,6 +150,39 @@ def test_tenants_take_turns(engine: Engine) -> None:
         for client in (blocker, *clients):
             client.result()
     assert order == ["first", "a", "b", "a", "a"]
+
+
+def test_prefills_of_tenants_share_the_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's prompt does not wait for the end of another's prefill, and a tenant's own are prefilled one by one."""
+    order: list[str] = []
+    gate, begun = threading.Event(), threading.Event()
+    steps = engine.prefill_steps
+
+    def slow(prepared: PreparedRequest, salt: str) -> PrefillSteps:
+        layers = steps(prepared, salt)
+        while True:
+            begun.set()
+            assert gate.wait(10)
+            order.append(salt)
+            time.sleep(0.01)
+            try:
+                yield next(layers)
+            except StopIteration as done:
+                return done.value
+
+    monkeypatch.setattr(engine, "prefill_steps", slow)
+    with Scheduler(engine.fusor) as scheduler:
+        clients = [serve(engine, scheduler, QUESTION, max_tokens=1, tenant="a", cache_salt="a1")]
+        assert begun.wait(10)
+        for tenant, salt in (("a", "a2"), ("b", "b1")):
+            clients.append(serve(engine, scheduler, QUESTION, max_tokens=1, tenant=tenant, cache_salt=salt))
+        gate.set()
+        for client in clients:
+            assert isinstance(client.result(), Done)
+    last = {salt: len(order) - order[::-1].index(salt) for salt in order}
+    assert order.index("b1") <= 2
+    assert order.index("a2") >= last["a1"]
+    assert last["b1"] < last["a2"]
 
 
 def test_a_tenant_leaves_places_for_others(engine: Engine) -> None:
