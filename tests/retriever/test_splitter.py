@@ -1,12 +1,15 @@
 """Chunks: nothing lost, nothing torn, sizes as promised."""
 
+import threading
+import time
+
 import pytest
 from fakes import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from cacheblend.retriever import Chunk, Document, RetrieverConfig, Splitter
+from cacheblend.retriever import Chunk, Document, PlainTokenizer, RetrieverConfig, Splitter
 from cacheblend.store.errors import InputError, RetrieverError
 
 # What a chunk may have above chunk_tokens and the separator's tokens: up to three bytes of a character that the border would
@@ -105,3 +108,22 @@ def test_slow_tokenizer_is_refused() -> None:
     """A tokenizer without character offsets is refused with the remedy."""
     with pytest.raises(RetrieverError, match="fast tokenizer"):
         Splitter(object(), RetrieverConfig())  # type: ignore[arg-type]  # on purpose
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised() -> None:
+    """Tokenising a long text does not hold Python's lock: another thread gets on meanwhile."""
+    tokenizer, text = PlainTokenizer(tiny_tokenizer()), "word " * 200_000
+    done, turns = threading.Event(), []
+
+    def count() -> None:
+        while not done.is_set():
+            turns.append(done.wait(0.001))
+
+    other = threading.Thread(target=count)
+    other.start()
+    began = time.perf_counter()
+    tokenizer.ids(text)
+    turns_meanwhile, took_s = len(turns), time.perf_counter() - began
+    done.set()
+    other.join()
+    assert turns_meanwhile > took_s / 0.1  # of a hundred times as many that it would have alone
