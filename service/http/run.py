@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 
 import uvicorn
 
@@ -13,6 +14,9 @@ from .stopping import StoppableServer, leave
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 5
+# The model's thread gives Python's lock back at every operation, and gets it again when whoever has it lets go. By default that
+# is after 5 ms, hundreds of times a prompt, where another thread reads a long question or a large body.
+SWITCH_S = 0.0005
 
 
 def run(server: Server) -> None:
@@ -29,6 +33,9 @@ def run(server: Server) -> None:
     )
     if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
         logger.warning("the API is open to everybody who reaches %s; give it [tenants.NAME] keys", server.http.host)
+    import os
+
+    sys.setswitchinterval(float(os.environ.get("SW", SWITCH_S)))
     # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
