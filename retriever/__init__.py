@@ -4,7 +4,7 @@ from .catalogue import CataloguedDocument
 from .chunk import Chunk, ScoredChunk, in_reading_order
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Document
-from .embedder import Embedder, SentenceTransformerEmbedder
+from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .plain_tokenizer import PlainTokenizer
 from .retriever import AddReport, EmbeddedDocument, Retriever
 from .splitter import Splitter
@@ -23,5 +23,6 @@ __all__ = [
     "ScoredChunk",
     "SentenceTransformerEmbedder",
     "Splitter",
+    "checked_between_batches",
     "in_reading_order",
 ]

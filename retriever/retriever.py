@@ -209,13 +209,8 @@ class Retriever:
         with self._lock:
             return self._catalogue.chunks(document_id)
 
-    def search(self, question: str, top_k: int, check: Callable[[], None] = _go_on) -> list[ScoredChunk]:
+    def search(self, question: str, top_k: int) -> list[ScoredChunk]:
         """The `top_k` chunks nearest a question, nearest first; among equals the one added first.
-
-        Args:
-            question: in words.
-            top_k: how many.
-            check: called between batches of the embedding, which take long for a long question; what it raises ends the work.
 
         Raises:
             InputError: the question is empty, or there are not `top_k` chunks.
@@ -228,8 +223,7 @@ class Retriever:
             raise InputError(f"top_k={top_k!r} is not allowed: ask for a whole number of chunks, at least 1")
         with self._lock, self._catalogue.snapshot():
             self._check_top_k(top_k)
-        with checked_between_batches(check):
-            vector_D = self._embed([question])[0]
+        vector_D = self._embed([question])[0]
         with self._lock, self._catalogue.snapshot():
             index = self._check_top_k(top_k)  # again: others may have deleted chunks meanwhile
             if index.dimensions != len(vector_D):

@@ -14,7 +14,7 @@ from typing import Self
 
 from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.loader import LoadingController, Profile
-from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, in_reading_order
+from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import KVStore
 from cacheblend.store.errors import InputError
 
@@ -300,7 +300,8 @@ class Engine:
         self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None, check: Check
     ) -> list[ScoredChunk]:
         if documents is None:
-            return in_reading_order(self.retriever.search(question, top_k, check))
+            with checked_between_batches(check):
+                return in_reading_order(self.retriever.search(question, top_k))
         if not documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         positions, chunks = self.fusor.max_positions, list[ScoredChunk]()
