@@ -33,9 +33,7 @@ def run(server: Server) -> None:
     )
     if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
         logger.warning("the API is open to everybody who reaches %s; give it [tenants.NAME] keys", server.http.host)
-    import os
-
-    sys.setswitchinterval(float(os.environ.get("SW", SWITCH_S)))
+    sys.setswitchinterval(SWITCH_S)
     # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)

@@ -25,6 +25,7 @@ from .running import RunningRequest
 from .shadow import CheckReport, QualityStatus, ShadowChecks
 
 logger = logging.getLogger(__name__)
+OF_LATE_S = 10.0  # what a tenant's prefills took counts less and less in its turns, by a factor of e in so long
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
 
 
@@ -73,7 +74,7 @@ class Scheduler:
         self._pace = DecodePace(self.config.decode_share)
         self._closing = self._aborted = False
         self._prefill_s: dict[str, float] = {}  # a running mean by tenant, for Retry-After
-        self._prefilled_s: dict[str, float] = {}  # what prefills of each tenant have taken, for their turns
+        self._used: dict[str, tuple[float, float]] = {}  # seconds that a tenant's prefills took of late, and when that was so
         self._stepped = time.perf_counter()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
@@ -231,18 +232,17 @@ class Scheduler:
         places = Counter(running.request.tenant for running in self._running)
         prefilling = {running.request.tenant for running in self._running if not running.is_prefilled}
         with self._changed:
-            request = self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
-        if request is not None:  # who had no use for its turns before has no more of them now
-            least_s = min((self._prefilled_s[tenant] for tenant in prefilling), default=0.0)
-            self._prefilled_s[request.tenant] = max(least_s, self._prefilled_s.get(request.tenant, 0.0))
-        return request
+            return self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
 
     def _prefill(self) -> None:
-        """Run a layer of the tenant's request whose prefills have taken least."""
+        """Run a layer of the tenant's request whose prefills have taken least of late.
+
+        So who asks little is served at once, beside who asks all the time, and those who both do have half of the time each.
+        """
         prefilling = [running for running in self._running if not running.is_prefilled]
         if not prefilling:
             return
-        running = min(prefilling, key=lambda running: self._prefilled_s[running.request.tenant])
+        running = min(prefilling, key=lambda running: self._used_s(running.request.tenant))
         before_s = running.prefill_s
         try:
             complete = running.prefill_layer()
@@ -250,12 +250,17 @@ class Scheduler:
             self._leave(running, Failed(error))
             return
         finally:
-            self._prefilled_s[running.request.tenant] += running.prefill_s - before_s
+            tenant = running.request.tenant
+            self._used[tenant] = self._used_s(tenant) + running.prefill_s - before_s, time.perf_counter()
         if running.is_prefilled:
-            tenant, before_s = running.request.tenant, self._prefill_s.get(running.request.tenant, 0.5)
-            self._prefill_s[tenant] = before_s + 0.2 * (running.prefill_s - before_s)
+            mean_s = self._prefill_s.get(tenant, 0.5)
+            self._prefill_s[tenant] = mean_s + 0.2 * (running.prefill_s - mean_s)
         if complete:
             self._finish(running)
+
+    def _used_s(self, tenant: str) -> float:
+        used_s, then = self._used.get(tenant, (0.0, 0.0))
+        return used_s * math.exp((then - time.perf_counter()) / OF_LATE_S)
 
     def _decode(self) -> None:
         batch = [running for running in self._running if running.is_prefilled]
