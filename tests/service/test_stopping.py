@@ -20,7 +20,7 @@ from cacheblend.service.http import HttpConfig, Server
 from cacheblend.store.errors import RetrieverError, StoreFullError
 
 GRACE_S = 3.0
-LONG_TEXT = " ".join(f"word{place}" for place in range(80_000))  # tens of seconds of a small model
+LONG_TEXT = " ".join(f"word{place}" for place in range(40_000))  # ten seconds and more of a small model
 
 
 class Upload(threading.Thread):
@@ -36,6 +36,7 @@ class Upload(threading.Thread):
 
 
 def entries(server: ServerProcess) -> int:
+    time.sleep(0.2)  # the upload needs the processor too
     return int(httpx.get(f"{server.address}/v1/store", timeout=30).json()["nvme"]["entries"])
 
 
