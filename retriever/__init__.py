@@ -4,9 +4,9 @@ from .catalogue import CataloguedDocument
 from .chunk import Chunk, ScoredChunk, in_reading_order
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Document
-from .embedder import Embedder, SentenceTransformerEmbedder
+from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .plain_tokenizer import PlainTokenizer
-from .retriever import AddReport, Retriever, embedded_text
+from .retriever import AddReport, EmbeddedDocument, Retriever
 from .splitter import Splitter
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "CataloguedDocument",
     "Chunk",
     "Document",
+    "EmbeddedDocument",
     "Embedder",
     "PlainTokenizer",
     "Retriever",
@@ -22,6 +23,6 @@ __all__ = [
     "ScoredChunk",
     "SentenceTransformerEmbedder",
     "Splitter",
-    "embedded_text",
+    "checked_between_batches",
     "in_reading_order",
 ]

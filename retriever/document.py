@@ -12,6 +12,7 @@ from cacheblend.store.errors import InputError
 HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
 # C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.
 NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
+MAX_TITLE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,14 @@ class Document:
 
     Args:
         id: the caller's name for it, without control characters; adding the same id again replaces it.
-        title: may be empty; stands in front of the first chunk only.
+        title: may be empty, at most `MAX_TITLE_CHARACTERS`; stands in front of the first chunk only.
         text: must hold more than white space.
 
     `version` is the hash of title and text: another version under the same id is another document.
 
     Raises:
-        InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, or id has a control character.
+        InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, an id has a control character, or a
+            title is too long.
 
     """
 
@@ -50,6 +52,11 @@ class Document:
             raise InputError(f"document {self.id!r} has an empty id; give it one, or leave id out to have its content's hash")
         if not self.text.strip():
             raise InputError(f"document {self.id!r} has an empty text; leave it out, or delete the document if it was ingested")
+        if len(self.title) > MAX_TITLE_CHARACTERS:
+            raise InputError(
+                f"document {self.id!r}: its title has {len(self.title)} characters, and {MAX_TITLE_CHARACTERS} are allowed; "
+                "shorten it, or put it in the text"
+            )
         object.__setattr__(self, "version", content_hash(self.title, self.text))
 
     @classmethod

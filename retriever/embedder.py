@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 BATCH_WINDOWS = 32  # embedded together; another thread's question waits for one such batch at most
+_BETWEEN_BATCHES: ContextVar[Callable[[], None]] = ContextVar("between_batches", default=lambda: None)
+
+
+@contextmanager
+def checked_between_batches(check: Callable[[], None]) -> Iterator[None]:
+    """Have `check` called before each batch that this thread embeds; what it raises ends the embedding.
+
+    Not an argument of `encode`: embedders of others have none for it.
+    """
+    token = _BETWEEN_BATCHES.set(check)
+    try:
+        yield
+    finally:
+        _BETWEEN_BATCHES.reset(token)
 
 
 class Embedder(Protocol):
@@ -100,6 +115,7 @@ class SentenceTransformerEmbedder:
         batches = []
         for first in range(0, max(1, len(windows)), BATCH_WINDOWS):
             batch = [windows[place] for place in order_W[first : first + BATCH_WINDOWS]]
+            _BETWEEN_BATCHES.get()()
             with self._lock, _one_thread() if len(windows) == 1 else nullcontext():
                 vectors = self._loaded().encode(
                     batch, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False

@@ -19,7 +19,7 @@ from .catalogue import Catalogue, CataloguedDocument
 from .chunk import Chunk, ScoredChunk
 from .config import RetrieverConfig
 from .document import Document
-from .embedder import Embedder, SentenceTransformerEmbedder
+from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import VectorIndex
 from .splitter import Splitter
 from .synced_index import SyncedIndex
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
+TITLE_TOKENS = (8, 64)  # of a title in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most
+
+
+def _go_on() -> None:
+    """Nobody stops the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,15 @@ class AddReport:
     replaced: int
     unchanged: int
     chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedDocument:
+    """A document, its chunks, and their vectors, float32 (N, D); nothing of it is written yet."""
+
+    document: Document
+    chunks: Sequence[Chunk]
+    vectors_ND: NDArray[np.float32]
 
 
 class Retriever:
@@ -106,27 +120,60 @@ class Retriever:
 
         """
         given, wanted = _checked(documents)
-        with self._lock:
-            versions = {id_: self._catalogue.version(id_) for id_ in wanted}
-        changed = [document for id_, document in wanted.items() if document.version != versions[id_]]
+        changed = self._changed(wanted)
         done = unchanged = given - len(changed)
         replaced = 0
         new: list[Chunk] = []
         if on_progress is not None and unchanged:
             on_progress(done, given)
-        for batch in self._batches(changed):
-            vectors_ND = self._embed([embedded_text(chunk) for _, chunks in batch for chunk in chunks])
-            for document, chunks in batch:
-                with self._lock:
-                    change = self._catalogue.put(document, chunks, vectors_ND[: len(chunks)])
-                    self._index.apply(change, vectors_ND[: len(chunks)])
-                vectors_ND = vectors_ND[len(chunks) :]
-                replaced += bool(change.removed_ids)
-                new += chunks
-                done += 1
-                if on_progress is not None:
-                    on_progress(done, given)
+        for embedded in self.embed(changed):
+            replaced += self.put(embedded)
+            new += embedded.chunks
+            done += 1
+            if on_progress is not None:
+                on_progress(done, given)
         return AddReport(added=len(changed) - replaced, replaced=replaced, unchanged=unchanged, chunks=tuple(new))
+
+    def changed(self, documents: Iterable[Document | Mapping[str, object]]) -> list[Document]:
+        """Those of some documents that are not here with this text, each once; what `add` would add.
+
+        Raises:
+            InputError: a document cannot be used, or two with one id have different texts.
+
+        """
+        return self._changed(_checked(documents)[1])
+
+    def embed(self, documents: Iterable[Document], check: Callable[[], None] = _go_on) -> Iterator[EmbeddedDocument]:
+        """Split and embed documents, in groups; writes nothing, see `put`.
+
+        Args:
+            documents: in the order in which they come out.
+            check: called before each batch; what it raises ends the work.
+
+        Raises:
+            RetrieverError: the embedder cannot be used.
+
+        """
+        for batch in self._batches(documents):
+            texts = [text for document, chunks in batch for text in self._embedded_texts(document, chunks)]
+            with checked_between_batches(check):
+                check()
+                vectors_ND = self._embed(texts)
+            for document, chunks in batch:
+                yield EmbeddedDocument(document, chunks, vectors_ND[: len(chunks)])
+                vectors_ND = vectors_ND[len(chunks) :]
+
+    def put(self, embedded: EmbeddedDocument) -> bool:
+        """Write an embedded document, in place of the one of its id; True where there was one.
+
+        Raises:
+            RetrieverError: the directory cannot be written.
+
+        """
+        with self._lock:
+            change = self._catalogue.put(embedded.document, embedded.chunks, embedded.vectors_ND)
+            self._index.apply(change, embedded.vectors_ND)
+        return bool(change.removed_ids)
 
     def delete(self, document_id: str) -> int:
         """Remove a document; returns how many chunks went with it.
@@ -212,7 +259,20 @@ class Retriever:
             )
             self.close()
 
-    def _batches(self, documents: Sequence[Document]) -> Iterator[list[tuple[Document, list[Chunk]]]]:
+    def _changed(self, wanted: Mapping[str, Document]) -> list[Document]:
+        with self._lock:
+            return [document for id_, document in wanted.items() if document.version != self._catalogue.version(id_)]
+
+    def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> list[str]:
+        """What chunks are found by: their text, behind their document's title, which the text has in the first chunk only.
+
+        Of a long title its beginning, so that embedding a document costs no multiple of it with the longest title.
+        """
+        least, most = TITLE_TOKENS
+        title = self.splitter.beginning(document.title, max(least, min(most, self.config.chunk_tokens // 4)))
+        return [chunk.text if chunk.position == 0 or not title else f"{title}\n{chunk.text}" for chunk in chunks]
+
+    def _batches(self, documents: Iterable[Document]) -> Iterator[list[tuple[Document, list[Chunk]]]]:
         """Documents with their chunks, in groups of at least `BATCH_CHUNKS` chunks; a document is never parted."""
         batch: list[tuple[Document, list[Chunk]]] = []
         for document in documents:
@@ -237,11 +297,6 @@ class Retriever:
         if index is None or len(index) == 0:
             raise InputError("there are no documents to search; ingest some first")  # no path: the service tells it to callers
         return index
-
-
-def embedded_text(chunk: Chunk) -> str:
-    """What a chunk is found by: its text, behind its document's title, which the text itself has in the first chunk only."""
-    return chunk.text if chunk.position == 0 or not chunk.title else f"{chunk.title}\n{chunk.text}"
 
 
 def _checked(documents: Iterable[Document | Mapping[str, object]]) -> tuple[int, dict[str, Document]]:

@@ -37,6 +37,10 @@ class Splitter:
         """SHA-256 of the tokenizer's definition: chunks of another tokenizer are other chunks."""
         return self._tokenizer.fingerprint
 
+    def beginning(self, text: str, most_tokens: int) -> str:
+        """The first tokens of a text, as text."""
+        return next(iter(self._tokenizer.cut(text, most_tokens)), "")
+
     def split(self, document: Document) -> list[Chunk]:
         """Cut a document into chunks.
 

@@ -49,13 +49,12 @@ class ChatLayouts:
     Args:
         tokenizer: the model's fast tokenizer.
         instruction: text in front of the chunks where there are chunks and no system message.
-        positions: the model's, for `check_characters`; None for any number.
+        positions: of the model; texts that cannot be within them are refused before they are tokenised. None for any number.
     """
 
     def __init__(self, tokenizer: Any, instruction: str, positions: int | None = None) -> None:
-        self._tokenizer, self._instruction = tokenizer, instruction
+        self._tokenizer, self._instruction, self._positions = tokenizer, instruction, positions
         self._plain = PlainTokenizer(tokenizer)
-        self._positions, self._longest_token = positions, max(map(len, tokenizer.get_vocab()))
         self._bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
 
     def chat(self, messages: Sequence[Message], *, with_chunks: bool) -> FixedLayout:
@@ -63,9 +62,9 @@ class ChatLayouts:
 
         Raises:
             InputError: the last message is not the user's, one is empty, or the model's template refuses the turns.
-            PromptTooLongError: see `check_characters`.
+            PromptTooLongError: they cannot be within the model's positions.
         """
-        check_characters((message.content for message in messages), self._positions, self._longest_token)
+        check_characters(sum(len(message.content) for message in messages), self._positions)
         if not messages or messages[-1].role != "user":
             raise InputError("messages: the last one must be the user's question")
         for place, message in enumerate(messages):
@@ -87,9 +86,9 @@ class ChatLayouts:
 
         Raises:
             InputError: an empty prompt.
-            PromptTooLongError: see `check_characters`.
+            PromptTooLongError: it cannot be within the model's positions.
         """
-        check_characters((prompt,), self._positions, self._longest_token)
+        check_characters(len(prompt), self._positions)
         if not prompt:
             raise InputError("prompt is empty; give some text to continue")
         return FixedLayout(self._bos, self._ids(prompt), may_be_continued=False)

@@ -75,11 +75,23 @@ def serve(
         "max_running"
     ],
     max_waiting: Annotated[int, _option("max_waiting", "Waiting requests of a tenant.", LIMITS)] = SERVING["max_waiting"],
+    max_uploads: Annotated[int, _option("max_uploads", "Waiting and running uploads of a tenant.", LIMITS)] = SERVING[
+        "max_uploads"
+    ],
+    max_document_calls: Annotated[
+        int, _option("max_document_calls", "Lists, deletions and so on of a tenant, waiting and running.", LIMITS)
+    ] = SERVING["max_document_calls"],
+    ingest_share: Annotated[
+        float, _option("ingest_share", "Of the time, for uploads, while requests run or wait.", LIMITS)
+    ] = SERVING["ingest_share"],
     decode_share: Annotated[
         float, _option("decode_share", "Of the time, for those that decode, while a prompt is prefilled.", LIMITS)
     ] = SERVING["decode_share"],
     deadline_s: Annotated[float, _option("deadline_s", "Seconds for a request.", LIMITS)] = SERVING["deadline_s"],
     grace_s: Annotated[float, _option("grace_s", "Seconds to finish in when stopped.", LIMITS)] = SERVING["grace_s"],
+    stall_s: Annotated[float, _option("stall_s", "Seconds without a step after which /readyz says so.", LIMITS)] = SERVING[
+        "stall_s"
+    ],
     guard_share: Annotated[
         float, _option("guard_share", "0..1 of the blended requests checked against full prefill when idle.", GUARD)
     ] = SERVING["guard_share"],
@@ -166,9 +178,13 @@ def serve(
     serving = ServingConfig(
         max_running=max_running,
         max_waiting=max_waiting,
+        max_uploads=max_uploads,
+        max_document_calls=max_document_calls,
+        ingest_share=ingest_share,
         decode_share=decode_share,
         deadline_s=deadline_s,
         grace_s=grace_s,
+        stall_s=stall_s,
         guard_share=guard_share,
         guard_tokens=guard_tokens,
         guard_floor=guard_floor,

@@ -14,7 +14,7 @@ from typing import Self
 
 from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.loader import LoadingController, Profile
-from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, in_reading_order
+from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import KVStore
 from cacheblend.store.errors import InputError
 
@@ -25,8 +25,8 @@ from .config import DTYPES, EngineConfig, check_max_tokens
 from .documents import Documents
 from .first_token import FirstTokenClock
 from .hole_filler import HoleFiller
-from .ingester import Ingester, Progress, StreamProgress
-from .lengths import check_length
+from .ingester import Check, Ingester, Progress, StreamProgress
+from .lengths import check_characters, check_length
 from .namespace import namespace_of
 from .planning import find_controller, make_controller
 from .prefiller import Prefiller, PrefillSteps
@@ -111,12 +111,18 @@ class Engine:
         """Plan with a profile (`measure_and_keep` makes one) from now on; ProfileError if it is of another model or device."""
         self._prefiller.controller = make_controller(self.config, self.fusor, profile)
 
-    def ingest(self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None) -> IngestReport:
+    def ingest(
+        self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
+    ) -> IngestReport:
         """Split, index and precompute documents; returns when their KV is durable. What is stored already is skipped.
+
+        The documents come, and take the place of known ones, all at once at the end. KV that was computed before an error is
+        kept for the next try; with a `ServiceError` of `check` nothing is.
 
         Args:
             documents: `{"id": str, "title": str, "text": str}` each; a known id with another text replaces the document.
             on_progress: called with the stage ("index" or "precompute"), chunks or documents done, and how many in all.
+            check: called between batches; what it raises ends the work.
 
         Raises:
             InputError: a document cannot be used, or its chunks are longer than the model's positions; none is ingested then.
@@ -124,7 +130,7 @@ class Engine:
                 error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return self._ingester.ingest(documents, on_progress)
+        return self._ingester.ingest(documents, on_progress, check)
 
     def ingest_stream(
         self, documents: Iterable[Document | Mapping[str, object]], on_progress: StreamProgress | None = None
@@ -224,9 +230,16 @@ class Engine:
         top_p: float = 1.0,
         sampling_top_k: int = 0,
         layout: Layout | None = None,
+        check: Check | None = None,
     ) -> PreparedRequest:
-        """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model."""
+        """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model.
+
+        A prompt that is too long without its chunks is refused before anything is embedded. `check` is called between
+        batches of that; what it raises ends the work.
+        """
         self._check_open()
+        go_on = check or (lambda: None)
+        go_on()
         started = time.perf_counter()
         self._prefiller.check_method(method)
         max_tokens = self.config.max_tokens if max_tokens is None else max_tokens
@@ -236,13 +249,18 @@ class Engine:
         if recompute_ratio is None:
             recompute_ratio = self.config.recompute_ratio
         self.config.fusion_config(recompute_ratio)
+        positions = self.fusor.max_positions
+        if layout is None:
+            check_characters(len(question) if isinstance(question, str) else 0, positions)
+        check_length(self._prompts.build([], question) if layout is None else layout.pieces([]), max_tokens, positions)
         nothing = layout is not None and documents is None and top_k == 0
-        chunks = [] if nothing else self._retrieve(question, top_k, documents)
+        chunks = [] if nothing else self._retrieve(question, top_k, documents, go_on)
+        go_on()
         retrieved = time.perf_counter()
         found = [scored.chunk for scored in chunks]
         pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
         pieces = replace(pieces, earlier=self._contexts.of_prompt(found))
-        max_tokens = check_length(pieces, max_tokens, self.fusor.max_positions)
+        max_tokens = check_length(pieces, max_tokens, positions)
         return PreparedRequest(
             method=method,
             recompute_ratio=recompute_ratio,
@@ -285,15 +303,21 @@ class Engine:
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
     def _retrieve(
-        self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None
+        self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None, check: Check
     ) -> list[ScoredChunk]:
         if documents is None:
-            return in_reading_order(self.retriever.search(question, top_k))
+            with checked_between_batches(check):
+                return in_reading_order(self.retriever.search(question, top_k))
         if not documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
-        split = self.retriever.splitter.split
-        chunks = ([given] if isinstance(given, Chunk) else split(Document.of(given)) for given in documents)
-        return [ScoredChunk(chunk, math.nan) for one in chunks for chunk in one]
+        positions, chunks = self.fusor.max_positions, list[ScoredChunk]()
+        brought = [given if isinstance(given, Chunk) else Document.of(given) for given in documents]
+        check_characters(sum(len(given.text) for given in brought), positions)
+        for given in brought:
+            check()
+            split = [given] if isinstance(given, Chunk) else self.retriever.splitter.split(given)
+            chunks += [ScoredChunk(chunk, math.nan) for chunk in split]
+        return chunks
 
     def _check_open(self) -> None:
         if self._closed:

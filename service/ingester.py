@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.retriever import Document, Retriever
+from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
 from cacheblend.store import ChunkKey, KVStore
-from cacheblend.store.errors import InputError
+from cacheblend.store.errors import CacheBlendError, InputError, ServiceError
 
 from .answer import IngestReport
 from .lengths import check_chunks
@@ -19,6 +19,7 @@ from .lengths import check_chunks
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 StreamProgress = Callable[[int, int], None]
+Check = Callable[[], None]
 FLUSH_EVERY = 256  # chunks; each flush waits for the writer
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
@@ -34,7 +35,7 @@ class Ingester:
         key: names a chunk's KV by its token ids and the chunks of its document that it is computed after.
         prefix_ids: what all chunks are computed after.
         context: what stands between that and a chunk.
-        changing: held while documents change in index and catalogue; see `Documents`.
+        changing: held while documents change in index and store; see `Documents`.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Ingester:
         self._fusor, self._retriever, self._store, self._key = fusor, retriever, store, key
         self._prefix_ids, self._context = prefix_ids, context
 
-    def ingest(self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None) -> IngestReport:
+    def ingest(
+        self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
+    ) -> IngestReport:
         """See `Engine.ingest`."""
         given = [Document.of(document) for document in documents]
         if not given:
             raise InputError("no documents to ingest; give at least one")
-        report = self._ingest(given, on_progress or (lambda *_: None))
+        report = self._ingest(given, on_progress or (lambda *_: None), check=check or (lambda: None))
         self._warn_of_evictions(report)
         return report
 
@@ -83,24 +86,79 @@ class Ingester:
         return total
 
     def _ingest(
-        self, given: Sequence[Document], report: Progress, computed_one: Callable[[int], None] = lambda _: None
+        self,
+        given: Sequence[Document],
+        report: Progress,
+        computed_one: Callable[[int], None] = lambda _: None,
+        check: Check = lambda: None,
     ) -> IngestReport:
         started = time.perf_counter()
         stands_after = len(self._prefix_ids) + len(self._context.filler_ids)
         check_chunks(given, self._retriever.splitter, self._fusor.max_positions, stands_after)
+        # 1. What is new is embedded. Nothing is written before all KV is there: who gives up leaves the documents as they were.
+        embedded: dict[str, EmbeddedDocument] = {}
+        done = len(given) - len(new := self._retriever.changed(given))
+        if done:
+            report("index", done, len(given))
+        for one in self._retriever.embed(new, check):
+            embedded[one.document.id] = one
+            report("index", done + len(embedded), len(given))
+        # 2. Chunks' KV that is not stored yet is computed and stored.
         chunks: dict[tuple[str, str], list[Sequence[int]]] = {}
         keys: dict[tuple[str, str], list[ChunkKey]] = {}
-        with self._changing:
-            added = self._retriever.add(given, lambda done, total: report("index", done, total))
-            for document in {document.id: document for document in given}.values():
-                own: list[Sequence[int]] = [chunk.token_ids for chunk in self._retriever.chunks(document.id)]
-                chunks[document.id, document.version] = own
-                earlier = self._context.earlier(own)
-                keys[document.id, document.version] = list(map(self._key, own, earlier))
-            dropped = self._store.documents.put((*document, list(dict.fromkeys(own))) for document, own in keys.items())
-        every = dict.fromkeys(key for own in keys.values() for key in own)
-        missing = {key for key in every if key not in self._store}
-        wanted: list[tuple[list[Sequence[int]], list[int]]] = []
+        for document in {document.id: document for document in given}.values():
+            of_document = embedded[document.id].chunks if document.id in embedded else self._chunks(document)
+            own: list[Sequence[int]] = [chunk.token_ids for chunk in of_document]
+            chunks[document.id, document.version] = own
+            keys[document.id, document.version] = list(map(self._key, own, self._context.earlier(own)))
+        every = dict.fromkeys(key for of_document in keys.values() for key in of_document)
+        found = {key for key in every if key in self._store}
+        stored: list[ChunkKey] = []
+        try:
+            tokens = self._compute(chunks, keys, every.keys() - found, stored, report, computed_one, check)
+            # 3. The documents change, all at once. What others have deleted meanwhile of what was found is brought before.
+            while True:
+                with self._changing:
+                    lost = [document for document in self._retriever.changed(given) if document.id not in embedded]
+                    gone = {key for key in found if key not in self._store}
+                    if not lost and not gone:
+                        replaced = sum(self._retriever.put(one) for one in embedded.values())
+                        dropped = self._store.documents.put(
+                            (*document, list(dict.fromkeys(own))) for document, own in keys.items()
+                        )
+                        break
+                embedded |= {one.document.id: one for one in self._retriever.embed(lost, check)}
+                tokens += self._compute(chunks, keys, gone, stored, report, computed_one, check)
+                found -= gone  # once each: where the budget is below the corpus, they may go again
+        except ServiceError:  # given up by its client, or by the service that stops: as if it had never come
+            self._drop(stored)
+            raise
+        return IngestReport(
+            documents=len(given),
+            added=len(embedded) - replaced,
+            replaced=replaced,
+            unchanged=len(given) - len(embedded),
+            chunks=len(every),
+            computed=len(stored),
+            already_stored=len(every) - len(stored),
+            evicted=sum(key not in self._store for key in every),
+            dropped=dropped,
+            tokens=tokens,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _compute(
+        self,
+        chunks: Mapping[tuple[str, str], list[Sequence[int]]],
+        keys: Mapping[tuple[str, str], list[ChunkKey]],
+        wanted: set[ChunkKey],
+        stored: list[ChunkKey],
+        report: Progress,
+        computed_one: Callable[[int], None],
+        check: Check,
+    ) -> int:
+        """Compute and store the KV of the chunks wanted, noting each in `stored`; gives their tokens. All are durable then."""
+        missing, readings = set(wanted), list[tuple[list[Sequence[int]], list[int]]]()
         to_compute: list[ChunkKey] = []
         for versioned, document_keys in keys.items():
             which: list[int] = []
@@ -109,29 +167,37 @@ class Ingester:
                     missing.remove(key)  # whoever has it again need not bring it
                     which.append(index)
                     to_compute.append(key)
-            wanted.append((chunks[versioned], which))
-        computed = tokens = 0
-        for key, kv in zip(to_compute, self._fusor.precompute_documents(wanted, self._prefix_ids, self._context), strict=True):
+            readings.append((chunks[versioned], which))
+        tokens, done = 0, len(stored)
+        check()
+        for key, kv in zip(
+            to_compute, self._fusor.precompute_documents(readings, self._prefix_ids, self._context), strict=True
+        ):
+            stored.append(key)
             self._store.put(key, kv, flush=False)
-            computed, tokens = computed + 1, tokens + len(kv.token_ids)
-            if computed % FLUSH_EVERY == 0:
+            tokens += len(kv.token_ids)
+            if len(stored) % FLUSH_EVERY == 0:
                 self._store.flush()  # a full disk ends the run here, not hours later
-            report("precompute", computed, len(to_compute))
+            report("precompute", len(stored), done + len(to_compute))
             computed_one(len(kv.token_ids))
+            check()
         self._store.flush()
-        return IngestReport(
-            documents=len(given),
-            added=added.added,
-            replaced=added.replaced,
-            unchanged=added.unchanged,
-            chunks=len(every),
-            computed=computed,
-            already_stored=len(every) - computed,
-            evicted=sum(key not in self._store for key in every),
-            dropped=dropped,
-            tokens=tokens,
-            seconds=time.perf_counter() - started,
-        )
+        return tokens
+
+    def _chunks(self, document: Document) -> Sequence[Chunk]:
+        """The chunks of a document that is here, or was a moment ago."""
+        try:
+            chunks = self._retriever.chunks(document.id)
+        except InputError:
+            chunks = []
+        return chunks if chunks and chunks[0].version == document.version else self._retriever.splitter.split(document)
+
+    def _drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove the KV of chunks that no document has."""
+        try:
+            self._store.documents.drop_unowned(keys)
+        except CacheBlendError as error:
+            logger.warning("the KV of %d chunks of an upload that was given up stays until it is evicted: %s", len(keys), error)
 
     def _warn_of_evictions(self, report: IngestReport) -> None:
         if report.evicted:

@@ -10,6 +10,7 @@ from cacheblend.store.errors import PromptTooLongError
 from .prompt import PromptPieces
 
 MOST_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
+CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
 
 
 def check_chunks(documents: Iterable[Document], splitter: Splitter, positions: int | None, prefix_tokens: int) -> None:
@@ -36,6 +37,18 @@ def check_chunks(documents: Iterable[Document], splitter: Splitter, positions: i
             )
 
 
+def check_characters(characters: int, positions: int | None) -> None:
+    """Refuse a text that cannot be within the model's positions, before it is tokenised.
+
+    Raises:
+        PromptTooLongError: it has more characters than so many tokens could.
+    """
+    if positions is not None and characters > positions * CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(
+            f"{characters} characters are more than the model's {positions} positions hold; ask a shorter question"
+        )
+
+
 def check_length(pieces: PromptPieces, max_tokens: int | None, positions: int | None) -> int:
     """Refuse a prompt that leaves no room for its answer; gives the most tokens of the answer.
 
@@ -53,25 +66,6 @@ def check_length(pieces: PromptPieces, max_tokens: int | None, positions: int | 
     if tokens + (max_tokens or 1) > positions:
         raise PromptTooLongError(
             f"{tokens} prompt tokens and {max_tokens or 1} to generate are more than the model's {positions} positions; "
-            "take fewer chunks or lower max_tokens, or ingest smaller chunks"
+            "take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
         )
     return positions - tokens if max_tokens is None else max_tokens
-
-
-def check_characters(texts: Iterable[str], positions: int | None, longest_token: int) -> None:
-    """Refuse texts that cannot fit, before they are tokenised, which takes seconds and gigabytes for some tens of megabytes.
-
-    Args:
-        texts: of one prompt.
-        positions: the model's; None for any number.
-        longest_token: characters of the longest one. A tokenizer that drops characters could fit more; nobody needs that.
-
-    Raises:
-        PromptTooLongError: so many characters are more tokens than the model's positions.
-    """
-    characters = sum(map(len, texts))
-    if positions is not None and characters > positions * longest_token:
-        raise PromptTooLongError(
-            f"{characters} characters are more than the model's {positions} positions, since no token has more than "
-            f"{longest_token}; shorten the messages"
-        )

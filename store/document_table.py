@@ -114,6 +114,11 @@ class DocumentTable:
             transaction.execute("DELETE FROM document_chunks WHERE document = ?", (id_,))
             return _drop_unused(transaction, before)
 
+    def drop_unowned(self, digests: Sequence[str]) -> list[str]:
+        """Remove the entries of those of some digests that no document has; gives those digests."""
+        with self._database.transaction() as transaction:
+            return _drop_unused(transaction, digests)
+
     def set_pinned(self, id_: str, pinned: bool) -> None:
         """Pin or unpin a document.
 

@@ -53,6 +53,17 @@ class StoreDocuments:
         with self._nvme.exclusive():
             return self._drop(self._table.digests(id_ for id_, _, _ in given), lambda: self._table.put(given))
 
+    def drop_unowned(self, keys: Iterable[ChunkKey]) -> int:
+        """Remove the KV of those of some chunks that no document has, written or not; gives their number.
+
+        Raises:
+            StoreFullError, StoreDirectoryError: see `put`.
+
+        """
+        digests = [key.digest for key in keys]
+        with self._nvme.exclusive():
+            return self._drop(digests, lambda: self._table.drop_unowned(digests))
+
     def delete(self, id_: str) -> int:
         """Forget a document, pinned or not, and remove the KV of chunks that no other document has; gives their number.
 

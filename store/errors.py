@@ -16,6 +16,7 @@
     ├── ServiceError              the service cannot take or finish a request now; it may later
     │   ├── QueueFullError        too many requests wait
     │   ├── DeadlineError         a request was not answered in its time
+    │   ├── ClientGoneError       nobody waits for the answer any more
     │   └── ShuttingDownError     the service takes no more requests
     └── FusionCancelledError      the caller cancelled a fusion or its loading
 
@@ -94,6 +95,10 @@ class QueueFullError(ServiceError):
 
 class DeadlineError(ServiceError):
     """A request was not answered in its time."""
+
+
+class ClientGoneError(ServiceError):
+    """The client has gone: nobody waits for the answer any more."""
 
 
 class ShuttingDownError(ServiceError):

@@ -6,18 +6,21 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from cacheblend.store.errors import DeadlineError
+
 from ..chat_layout import FixedLayout
 from ..engine import Engine
-from ..serving import Done, Event, Failed, Piece, ServedRequest
+from ..prepared import PreparedRequest
+from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
+from .calls import LOOK_FOR_CLIENT_S, arrived, run_call
 from .errors import ApiError, error_body
 from .json_body import JsonRoute
 from .report import chunk_report, plan_report, usage
@@ -25,7 +28,7 @@ from .schemas import ChatBody, CompletionBody, GenerationBody
 from .server import Server
 
 DEFAULT_NUM_CHUNKS = 6
-LOOK_FOR_CLIENT_S = 0.5  # how often a request that does not stream is checked for its client
+LATE_S = 1.0  # so long after its deadline a request that the scheduler has not told of it is answered all the same
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
 }
@@ -37,20 +40,28 @@ async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
-    messages = [message.message() for message in body.messages]
-    num_chunks = await run_in_threadpool(_num_chunks, engine, body, DEFAULT_NUM_CHUNKS)
-    layout = await run_in_threadpool(server.layouts.chat, messages, with_chunks=num_chunks > 0 or body.documents is not None)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return await _respond(body, request, ChatShape(body.model), layout, messages[-1].content, num_chunks, max_tokens)
+
+    def prepare(check: Check) -> PreparedRequest:
+        messages = [message.message() for message in body.messages]
+        num_chunks = _num_chunks(engine, body, DEFAULT_NUM_CHUNKS)
+        layout = server.layouts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return _prepare(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
+
+    return await _respond(body, request, ChatShape(body.model), prepare)
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, behind the documents given or, with `num_chunks`, the chunks nearest it."""
     server: Server = request.app.state.server
-    num_chunks = body.num_chunks or 0
-    layout = await run_in_threadpool(server.layouts.completion, body.prompt)
-    return await _respond(body, request, TextShape(body.model), layout, body.prompt, num_chunks, body.max_tokens)
+    engine: Engine = request.state.engine
+
+    def prepare(check: Check) -> PreparedRequest:
+        layout = server.layouts.completion(body.prompt)
+        return _prepare(engine, body, layout, body.prompt, body.num_chunks or 0, body.max_tokens, check)
+
+    return await _respond(body, request, TextShape(body.model), prepare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +108,44 @@ def _num_chunks(engine: Engine, body: GenerationBody, default: int) -> int:
     return min(default, engine.retriever.chunk_count) if body.num_chunks is None else body.num_chunks
 
 
-async def _respond(
+def _prepare(
+    engine: Engine,
     body: GenerationBody,
-    request: Request,
-    shape: ChatShape | TextShape,
     layout: FixedLayout,
     question: str,
     num_chunks: int,
     max_tokens: int | None,
+    check: Check,
+) -> PreparedRequest:
+    return engine.prepare(
+        question,
+        layout=layout,
+        top_k=num_chunks,
+        method=body.method,
+        documents=None if body.documents is None else [document.model_dump() for document in body.documents],
+        recompute_ratio=body.recompute_ratio,
+        max_tokens=max_tokens,
+        temperature=body.temperature or 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        sampling_top_k=body.top_k or 0,
+        check=check,
+    )
+
+
+async def _respond(
+    body: GenerationBody, request: Request, shape: ChatShape | TextShape, prepare: Callable[[Check], PreparedRequest]
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     if body.model != server.model_name:
         message = f"there is no model {body.model!r} here; use {server.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
-    server.scheduler.check_room(request.state.tenant)
-    documents = None if body.documents is None else [document.model_dump() for document in body.documents]
-    if documents is not None and len(documents) > server.http.max_documents:
-        message = f"documents: {len(documents)} are more than max_documents={server.http.max_documents}; give fewer"
+    tenant = request.state.tenant
+    server.scheduler.check_room(tenant, server.preparing.count(tenant))
+    if body.documents is not None and len(body.documents) > server.http.max_documents:
+        message = f"documents: {len(body.documents)} are more than max_documents={server.http.max_documents}; give fewer"
         raise ApiError(400, message, param="documents", code="too_many_documents")
-    prepared = await run_in_threadpool(
-        engine.prepare,
-        question,
-        layout=layout,
-        top_k=num_chunks,
-        method=body.method,
-        documents=documents,
-        recompute_ratio=body.recompute_ratio,
-        max_tokens=max_tokens,
-        temperature=body.temperature or 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        sampling_top_k=body.top_k or 0,
-    )
+    prepared = await run_call(server.preparing, request, prepare, cache_salt=body.cache_salt)
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
     def deliver(event: Event) -> None:
@@ -138,18 +155,19 @@ async def _respond(
         engine,
         prepared,
         deliver,
-        tenant=request.state.tenant,
+        tenant=tenant,
         cache_salt=body.cache_salt,
         seed=body.seed,
         stop=body.stop_strings(),
         own_ratio=body.recompute_ratio is not None,
+        arrived=arrived(request),
     )
     server.scheduler.submit(served)
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if not body.stream:
         return await _whole(body, request, shape, served, events, head)
     try:
-        first = await _next(request, events)  # an error before the first token is a plain response, not a stream
+        first = await _next(request, served, events)  # an error before the first token is a plain response, not a stream
     except BaseException:
         served.cancel()
         raise
@@ -186,9 +204,9 @@ async def _whole(
     head: dict[str, Any],
 ) -> Response:
     try:
-        event = await _next(request, events)
+        event = await _next(request, served, events)
         while isinstance(event, Piece):
-            event = await _next(request, events)
+            event = await _next(request, served, events)
         if isinstance(event, Failed):
             raise event.error
     finally:
@@ -199,14 +217,17 @@ async def _whole(
     )
 
 
-async def _next(request: Request, events: asyncio.Queue[Event]) -> Event:
-    """The next event of a request whose client is there; its going away is looked for while nothing comes."""
+async def _next(request: Request, served: ServedRequest, events: asyncio.Queue[Event]) -> Event:
+    """The next event of a request whose client is there, and not too late; both are looked for while nothing comes."""
+    deadline_s = request.app.state.server.scheduler.config.deadline_s
     while True:
         try:
             return await asyncio.wait_for(events.get(), LOOK_FOR_CLIENT_S)
         except TimeoutError:
             if await request.is_disconnected():
                 raise ApiError(499, "the client went away") from None  # nobody reads it; the log does
+            if time.perf_counter() > served.arrived + deadline_s + LATE_S:  # a step takes longer than that
+                raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later") from None
 
 
 async def _stream(

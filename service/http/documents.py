@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
-from fastapi.concurrency import run_in_threadpool
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from cacheblend.retriever import Chunk
 from cacheblend.store.errors import InputError
 
 from ..documents import DocumentStatus
 from ..engine import Engine
-from ..own_thread import in_own_thread
+from .calls import run_call
 from .errors import ApiError
 from .json_body import JsonRoute
 from .schemas import IngestBody, PinBody, ReplaceBody
+from .server import Server
 
 router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
 _Result = TypeVar("_Result")
@@ -29,40 +30,39 @@ async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
     if len(body.documents) > limit:
         message = f"documents: {len(body.documents)} are more than max_documents={limit}; send them in several calls"
         raise ApiError(400, message, param="documents", code="too_many_documents")
-    engine: Engine = request.state.engine
-    report = await run_in_threadpool(in_own_thread, engine.ingest, [document.model_dump() for document in body.documents])
-    return {"object": "ingest_report", **report.as_dict()}
+    return await _upload(request, [document.model_dump() for document in body.documents])
 
 
 @router.get("")
-async def ls(request: Request) -> dict[str, Any]:
+async def ls(request: Request) -> Response:
     """Every document."""
     engine: Engine = request.state.engine
-    documents = await run_in_threadpool(engine.documents.ls)
-    return {"object": "list", "data": [_body(document) for document in documents]}
+
+    def list_all() -> Response:  # written out here too: of many documents that takes long
+        return JSONResponse({"object": "list", "data": [_body(document) for document in engine.documents.ls()]})
+
+    return await _call(request, list_all)
 
 
 @router.get("/{id_:path}")
 async def show(id_: str, request: Request) -> dict[str, Any]:
     """One document and the text of its chunks."""
     engine: Engine = request.state.engine
-    status, chunks = await _known(lambda: engine.documents.show(id_))
+    status, chunks = await _known(request, lambda: engine.documents.show(id_))
     return {**_body(status), "content": [_chunk(chunk) for chunk in chunks]}
 
 
 @router.put("/{id_:path}")
 async def replace(id_: str, body: ReplaceBody, request: Request) -> dict[str, Any]:
     """Put a document, in place of the one with this id where there is one."""
-    engine: Engine = request.state.engine
-    report = await run_in_threadpool(in_own_thread, engine.ingest, [{"id": id_, "title": body.title, "text": body.text}])
-    return {"object": "ingest_report", **report.as_dict()}
+    return await _upload(request, [{"id": id_, "title": body.title, "text": body.text}])
 
 
 @router.delete("/{id_:path}")
 async def delete(id_: str, request: Request) -> dict[str, Any]:
     """Remove a document, and the KV that no other document needs."""
     engine: Engine = request.state.engine
-    await _known(lambda: engine.documents.delete(id_))
+    await _known(request, lambda: engine.documents.delete(id_))
     return {"id": id_, "object": "document", "deleted": True}
 
 
@@ -70,15 +70,31 @@ async def delete(id_: str, request: Request) -> dict[str, Any]:
 async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     """Spare a document's KV from evictions, or no longer."""
     engine: Engine = request.state.engine
-    await _known(lambda: engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_))
-    status, _ = await _known(lambda: engine.documents.show(id_))
-    return _body(status)
+
+    def set_pinned() -> DocumentStatus:
+        engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_)
+        return engine.documents.show(id_)[0]
+
+    return _body(await _known(request, set_pinned))
 
 
-async def _known(call: Callable[[], _Result]) -> _Result:
+async def _upload(request: Request, documents: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+    """Ingest documents when it is the tenant's turn; nothing of them stays where the client goes before the answer."""
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    report = await run_call(server.uploads, request, lambda check: engine.ingest(documents, check=check), until_begun=True)
+    return {"object": "ingest_report", **report.as_dict()}
+
+
+async def _call(request: Request, call: Callable[[], _Result]) -> _Result:
+    server: Server = request.app.state.server
+    return await run_call(server.document_calls, request, lambda _: call())
+
+
+async def _known(request: Request, call: Callable[[], _Result]) -> _Result:
     """Run a call that refuses an unknown document; that is a 404."""
     try:
-        return await run_in_threadpool(call)
+        return await _call(request, call)
     except InputError as error:
         raise ApiError(404, str(error), param="id", code="document_not_found") from error
 

@@ -6,10 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
 
 from ..engine import Engine
+from ..serving import Check
+from .calls import run_call
 from .errors import ApiError
 from .server import Server
 
@@ -38,11 +39,13 @@ async def store(request: Request) -> dict[str, Any]:
     """
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
-    stats = await run_in_threadpool(engine.store.stats)
-    quality = server.scheduler.quality(request.state.tenant)
-    prefix = engine.prefixes.stats()
-    holes = engine.holes.waiting
-    return {"object": "store", **stats.as_dict(), "holes": holes, "prefix": prefix.as_dict(), "quality": asdict(quality)}
+    tenant = request.state.tenant
+
+    def read(_: Check) -> dict[str, Any]:
+        stats, prefix, quality = engine.store.stats(), engine.prefixes.stats(), server.scheduler.quality(tenant)
+        return {**stats.as_dict(), "holes": engine.holes.waiting, "prefix": prefix.as_dict(), "quality": asdict(quality)}
+
+    return {"object": "store", **await run_call(server.document_calls, request, read)}
 
 
 @router.get("/healthz")
@@ -53,10 +56,10 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> dict[str, str]:
-    """Requests are served."""
+    """Requests are served, and get on."""
     server: Server = request.app.state.server
-    if not server.scheduler.is_alive:
-        raise ApiError(503, "the service is stopping, or its scheduler has ended", code="not_ready")
+    if why := server.not_ready:
+        raise ApiError(503, why, code="not_ready")
     return {"status": "ready"}
 
 
@@ -64,7 +67,8 @@ async def readyz(request: Request) -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     """Counters in Prometheus' text format."""
     server: Server = request.app.state.server
-    return Response(await run_in_threadpool(server.metrics.text), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = await run_call(server.scrapes, request, lambda _: server.metrics.text())
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _model(server: Server) -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""The web page at `/`: files of the package, and headers that let them load nothing else."""
+"""The web page at `/`: files of the package, held in memory, and headers that let them load nothing else."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import FastAPI
-from fastapi.responses import FileResponse
+from fastapi import FastAPI, Response
 
 STATIC = Path(__file__).parent / "static"
-FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -20,13 +23,14 @@ HEADERS = {
 
 def add_page(app: FastAPI) -> None:
     """Serve the page; it needs no key, what it asks for does."""
-    for path, name in FILES.items():
-        app.add_api_route(path, _Page(STATIC / name), methods=["GET"], include_in_schema=False, response_class=FileResponse)
+    for path, (name, media_type) in FILES.items():
+        page = _Page((STATIC / name).read_bytes(), media_type)
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False, response_class=Response)
 
 
 class _Page:
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, content: bytes, media_type: str) -> None:
+        self._content, self._media_type = content, media_type
 
-    async def __call__(self) -> FileResponse:
-        return FileResponse(self._file, headers=HEADERS)
+    async def __call__(self) -> Response:
+        return Response(self._content, headers=HEADERS, media_type=self._media_type)

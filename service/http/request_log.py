@@ -39,6 +39,7 @@ class RequestLog:
         request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
         token = REQUEST_ID.set(request_id)
         started, status = time.perf_counter(), 0
+        scope.setdefault("state", {})["arrived"] = started
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -6,6 +6,7 @@ import logging
 import math
 import resource
 import signal
+import sys
 import time
 
 import uvicorn
@@ -13,9 +14,13 @@ import uvicorn
 from .app import create_app
 from .connection import TimedConnection
 from .server import Server
+from .stopping import StoppableServer, leave
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 5
+# The model's thread gives Python's lock back at every operation, and gets it again when whoever has it lets go. By default that
+# is after 5 ms, hundreds of times a prompt, where another thread reads a long question or a large body.
+SWITCH_S = 0.0005
 BACKLOG = 128  # connections that wait to be taken; asyncio tries as many at once, and logs a line for each that it cannot take
 MOST_FILES = 8192
 MOST_CONNECTIONS = 1000
@@ -23,14 +28,15 @@ NO_FILES_EVERY_S = 10.0
 
 
 def run(server: Server) -> None:
-    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end."""
+    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end; see `stop_in_grace`."""
     if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
         logger.warning("the API is open to everybody who reaches %s; give it [tenants.NAME] keys", server.http.host)
     logging.getLogger("asyncio").addFilter(NoFilesFilter())
+    sys.setswitchinterval(SWITCH_S)
     # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
-    uvicorn.Server(uvicorn_config(server, min(MOST_CONNECTIONS, raise_file_limit() // 2))).run()
+        signal.signal(number, leave)
+    StoppableServer(uvicorn_config(server, min(MOST_CONNECTIONS, raise_file_limit() // 2)), server).run()
 
 
 def uvicorn_config(server: Server, most_connections: int = MOST_CONNECTIONS) -> uvicorn.Config:
@@ -54,7 +60,7 @@ def uvicorn_config(server: Server, most_connections: int = MOST_CONNECTIONS) -> 
         backlog=BACKLOG,
         limit_concurrency=most_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(server.scheduler.config.grace_s) + 1,
+        timeout_graceful_shutdown=max(1, int(server.scheduler.config.grace_s)),
     )
 
 
@@ -86,7 +92,3 @@ class NoFilesFilter(logging.Filter):
         record.msg = "no connection can be taken: no file descriptors are left; raise the limit (ulimit -n, LimitNOFILE)"
         record.args, record.exc_info = (), None
         return True
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(0)  # a stop that was asked for is no failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,17 +12,23 @@ from typing import Self
 from cacheblend.retriever import Embedder
 
 from ..chat_layout import ChatLayouts
-from ..config import EngineConfig
+from ..config import KV_FOLDER, EngineConfig
 from ..engine import Engine
-from ..serving import Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
+from ..serving import CallPool, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .config import HttpConfig
 from .metrics import Metrics
 from .tenant_engines import engine_configs
 from .tenants import ApiKeys, TenantConfig
 
+logger = logging.getLogger(__name__)
+MAX_SCRAPES = 8
+
 
 class Server:
     """Owns all that answers requests; a context manager.
+
+    What is done for requests beside the model has threads of its own by its kind: `preparing` (layout, retrieval), `uploads`,
+    `document_calls` (lists, deletions) and `scrapes` (metrics), so that none of them waits for another. Tenants take turns.
 
     Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
     below it, with its part of the budgets, and all share the model and the embedder.
@@ -77,16 +84,69 @@ class Server:
                 self.metrics.observe(request, how)
                 observer(request, how)
 
-            self.scheduler = opened.enter_context(Scheduler(any_engine.fusor, serving, ended, self.metrics.guard.observe))
+            several = len(tenants) > 1
+            self.scheduler = scheduler = opened.enter_context(
+                Scheduler(any_engine.fusor, serving, ended, self.metrics.guard.observe, several_tenants=several)
+            )
+            limits = scheduler.config
+            self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, one_at_a_time=True)
+            self.uploads = CallPool(
+                "uploads",
+                limits.max_uploads,
+                one_at_a_time=True,
+                gives_way=lambda: scheduler.is_busy or preparing.is_busy,
+                share=limits.ingest_share,
+            )
+            self.document_calls = CallPool("calls about documents", limits.max_document_calls, per_tenant=2)
+            self.scrapes = CallPool("scrapes", MAX_SCRAPES)
+            for pool in self._pools:
+                opened.callback(pool.close)
             self.metrics.watch(self.scheduler, self.engines.values())
             self._opened = opened.pop_all()
+
+    @property
+    def not_ready(self) -> str:
+        """Why requests are not served, or do not get on; empty where they are."""
+        if not self.scheduler.is_alive:
+            return "the service is stopping, or its scheduler has ended"
+        stalled_s = max(self.scheduler.stalled_s, *(pool.stalled_s for pool in self._pools))
+        if stalled_s > self.scheduler.config.stall_s:
+            return f"the service does not get on: nothing has been done for {stalled_s:.0f} s of what waits"
+        folders = (engine.config for engine in self.engines.values())
+        if not all(Path(config.store_dir, KV_FOLDER).is_dir() for config in folders):
+            return "the folder of a store is gone; bring it back, or start the service anew"
+        return ""
+
+    def stop(self) -> None:
+        """Take nothing new, and refuse uploads and calls that have not begun; what runs goes on. Returns at once."""
+        self.scheduler.stop()
+        for pool in self._pools:
+            pool.stop()
+        for engine in self.engines.values():
+            engine.holes.stop()
+
+    def give_up(self) -> None:
+        """Give up all that runs; its clients are told so now, and the work ends at its next step. Returns at once."""
+        self.scheduler.abort()
+        for pool in self._pools:
+            pool.close(timeout_s=0)
 
     def close(self) -> None:
         """Finish what runs, close the engines that were opened here; a second call does nothing."""
         self._opened.close()
 
+    @property
+    def _pools(self) -> tuple[CallPool, ...]:
+        return self.preparing, self.uploads, self.document_calls, self.scrapes
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self._opened.__exit__(kind, error, trace)
+        except Exception:  # the block's own error is the one to see
+            logger.exception("the service could not be closed as it should; what was acknowledged is on disk")

@@ -70,7 +70,8 @@ class ChatCacheBlend(BaseChatModel):
             raise InputError(f"{unknown}: not an option of ChatCacheBlend; give documents, stop, {', '.join(CALL_OPTIONS)}")
         turns = [_turn(message) for message in messages]
         if self._layouts is None:
-            self._layouts = ChatLayouts(self.engine.fusor.tokenizer, self.engine.config.instruction)
+            fusor = self.engine.fusor
+            self._layouts = ChatLayouts(fusor.tokenizer, self.engine.config.instruction, fusor.max_positions)
         answer = self.engine.answer(
             turns[-1].content if turns else "",
             layout=self._layouts.chat(turns, with_chunks=documents is not None),

@@ -1,5 +1,6 @@
 """Many requests at once on one model: a bounded, fair queue, and one thread that fuses and decodes in turns."""
 
+from .call import Call, CallPool, Check
 from .comparison import Comparison
 from .config import ServingConfig
 from .request import Done, Event, Failed, Piece, ServedRequest
@@ -7,6 +8,9 @@ from .scheduler import Observer, Scheduler, SchedulerState
 from .shadow import CheckReport, QualityStatus
 
 __all__ = [
+    "Call",
+    "CallPool",
+    "Check",
     "CheckReport",
     "Comparison",
     "Done",

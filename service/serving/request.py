@@ -63,6 +63,7 @@ class ServedRequest:
         cache_salt: requests of another salt neither use nor fill the KV of this one's.
         seed: of the sampling.
         stop: strings that end the answer.
+        arrived: seconds of `time.perf_counter`, when it came, which its deadline counts from; None for now.
         own_ratio: the caller chose the recompute ratio, so the quality guard neither raises it nor judges by the answer.
     """
 
@@ -77,11 +78,13 @@ class ServedRequest:
         seed: int | None = None,
         stop: Sequence[str] = (),
         own_ratio: bool = False,
+        arrived: float | None = None,
     ) -> None:
         self.engine, self.prepared, self.deliver = engine, prepared, deliver
         self.tenant, self.cache_salt, self.seed, self.stop = tenant, cache_salt, seed, tuple(stop)
         self.own_ratio = own_ratio
         self.submitted = time.perf_counter()
+        self.arrived = self.submitted if arrived is None else arrived
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,7 @@ from .running import RunningRequest
 from .shadow import CheckReport, QualityStatus, ShadowChecks
 
 logger = logging.getLogger(__name__)
+OF_LATE_S = 10.0  # what a tenant's prefills took counts less and less in its turns, by a factor of e in so long
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
 
 
@@ -39,16 +41,17 @@ class SchedulerState:
 class Scheduler:
     """Serves requests on one model. Thread-safe; a context manager.
 
-    One request is prefilled at a time, since two at once would both come later. Between two layers of its prefill the batch of
-    those that decode takes a step where one is due (`DecodePace`). A request that ends, fails, is cancelled or is late leaves
-    before the next step, and all it held is free then. Where nothing runs or waits, sampled requests are held against full
-    prefill, a layer at a time.
+    One request of a tenant is prefilled at a time, since two at once would both come later; tenants' prefills share the time,
+    layer by layer. Between two layers the batch of those that decode takes a step where one is due (`DecodePace`). A request
+    that ends, fails, is cancelled or is late leaves before the next step, and all it held is free then. Where nothing runs or
+    waits, sampled requests are held against full prefill, a layer at a time.
 
     Args:
         fusor: the model that all requests' engines share.
         config: limits.
         observer: told of every request that ends, and how; None where it was cancelled. Must return at once.
         check_observer: told of every request that was sampled to be checked. Must return at once.
+        several_tenants: none of them takes more than three quarters of the places, so that another's request finds one.
     """
 
     def __init__(
@@ -57,16 +60,22 @@ class Scheduler:
         config: ServingConfig | None = None,
         observer: Observer = lambda *_: None,
         check_observer: Callable[[CheckReport], None] = lambda _: None,
+        *,
+        several_tenants: bool = False,
     ) -> None:
         self.config = config or ServingConfig()
+        places = self.config.max_running
+        self._most_running = max(1, places - math.ceil(places / 4)) if several_tenants else places  # of one tenant
         self._fusor, self._observer = fusor, observer
         self._changed = threading.Condition()
-        self._queue = FairQueue(self.config.max_waiting)
+        self._queue: FairQueue[ServedRequest] = FairQueue(self.config.max_waiting)
         self._running: list[RunningRequest] = []
         self._checks = ShadowChecks(self.config, check_observer)
         self._pace = DecodePace(self.config.decode_share)
         self._closing = self._aborted = False
-        self._prefill_s = 0.5  # a running mean, for Retry-After
+        self._prefill_s: dict[str, float] = {}  # a running mean by tenant, for Retry-After
+        self._used: dict[str, tuple[float, float]] = {}  # seconds that a tenant's prefills took of late, and when that was so
+        self._stepped = time.perf_counter()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
@@ -79,13 +88,20 @@ class Scheduler:
         """
         with self._changed:
             self._check_room(request.tenant)
+            if not self._is_busy():
+                self._stepped = time.perf_counter()
             self._queue.put(request)
             self._changed.notify_all()
 
-    def check_room(self, tenant: str) -> None:
-        """Refuse, as `submit` would, before a request is prepared for nothing."""
+    def check_room(self, tenant: str, preparing: int = 0) -> None:
+        """Refuse, as `submit` would, before a request is prepared for nothing.
+
+        Args:
+            tenant: who asks.
+            preparing: requests of the tenant that are being prepared, each of which will wait.
+        """
         with self._changed:
-            self._check_room(tenant)
+            self._check_room(tenant, preparing)
 
     @property
     def state(self) -> SchedulerState:
@@ -103,13 +119,34 @@ class Scheduler:
         """Whether requests are served."""
         return self._thread.is_alive() and not self._closing
 
-    def close(self) -> None:
-        """Take no more requests, finish what came within `grace_s`, give up the rest; a second call does nothing."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request runs or waits."""
+        with self._changed:
+            return self._is_busy()
+
+    @property
+    def stalled_s(self) -> float:
+        """For how many seconds no step has ended; 0 where nothing runs or waits."""
+        with self._changed:
+            return time.perf_counter() - self._stepped if self._is_busy() else 0.0
+
+    def stop(self) -> None:
+        """Take no more requests; those that came go on."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(self.config.grace_s)
+
+    def abort(self) -> None:
+        """Give up what runs and waits, before the next step."""
         self._aborted = True
+
+    def close(self) -> None:
+        """Take no more requests, finish what came within `grace_s`, give up the rest; a second call does nothing."""
+        self.stop()
+        if not self._aborted:
+            self._thread.join(self.config.grace_s)
+        self.abort()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -118,13 +155,14 @@ class Scheduler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _check_room(self, tenant: str) -> None:
+    def _check_room(self, tenant: str, preparing: int = 0) -> None:
         if self._closing:
             raise ShuttingDownError("the service is shutting down; ask another one, or later")
-        if not self._queue.has_room(tenant):
-            retry_after_s = max(1, math.ceil(len(self._queue) * self._prefill_s))
+        if (waiting := self._queue.count(tenant) + preparing) >= self.config.max_waiting:
+            retry_after_s = max(1, math.ceil(waiting * self._prefill_s.get(tenant, 0.5)))
             raise QueueFullError(
-                f"{self.config.max_waiting} requests wait already (max_waiting); try again in {retry_after_s} s", retry_after_s
+                f"{waiting} requests wait already (max_waiting={self.config.max_waiting}); try again in {retry_after_s} s",
+                retry_after_s,
             )
 
     def _work(self) -> None:
@@ -145,6 +183,7 @@ class Scheduler:
                 busy = self._is_busy()
                 if self._closing and not busy:
                     return
+                self._stepped = time.perf_counter()
             if not busy:
                 self._checks.step()
                 continue
@@ -167,7 +206,7 @@ class Scheduler:
                 self._leave(running, self._why_over(running.request))
 
     def _is_over(self, request: ServedRequest) -> bool:
-        return request.cancelled or self._aborted or time.perf_counter() - request.submitted > self.config.deadline_s
+        return request.cancelled or self._aborted or time.perf_counter() - request.arrived > self.config.deadline_s
 
     def _why_over(self, request: ServedRequest) -> Failed | None:
         if request.cancelled:
@@ -177,11 +216,9 @@ class Scheduler:
         return Failed(DeadlineError(f"no answer within deadline_s={self.config.deadline_s:g}; ask for less, or later"))
 
     def _admit(self) -> None:
-        while len(self._running) < self.config.max_running and all(running.is_prefilled for running in self._running):
-            with self._changed:
-                if not len(self._queue):
-                    return
-                request = self._queue.take()
+        while len(self._running) < self.config.max_running:
+            if (request := self._take()) is None:
+                return
             try:
                 running = RunningRequest(self._checks.admit(request, sum(one.guarded.sampled for one in self._running)))
             except Exception as error:
@@ -190,19 +227,40 @@ class Scheduler:
             with self._changed:
                 self._running.append(running)
 
+    def _take(self) -> ServedRequest | None:
+        """The next request of a tenant that has a place left, and none that is prefilled now."""
+        places = Counter(running.request.tenant for running in self._running)
+        prefilling = {running.request.tenant for running in self._running if not running.is_prefilled}
+        with self._changed:
+            return self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
+
     def _prefill(self) -> None:
-        running = next((running for running in self._running if not running.is_prefilled), None)
-        if running is None:
+        """Run a layer of the tenant's request whose prefills have taken least of late.
+
+        So who asks little is served at once, beside who asks all the time, and those who both do have half of the time each.
+        """
+        prefilling = [running for running in self._running if not running.is_prefilled]
+        if not prefilling:
             return
+        running = min(prefilling, key=lambda running: self._used_s(running.request.tenant))
+        before_s = running.prefill_s
         try:
             complete = running.prefill_layer()
         except Exception as error:
             self._leave(running, Failed(error))
             return
+        finally:
+            tenant = running.request.tenant
+            self._used[tenant] = self._used_s(tenant) + running.prefill_s - before_s, time.perf_counter()
         if running.is_prefilled:
-            self._prefill_s += 0.2 * (running.prefill_s - self._prefill_s)
+            mean_s = self._prefill_s.get(tenant, 0.5)
+            self._prefill_s[tenant] = mean_s + 0.2 * (running.prefill_s - mean_s)
         if complete:
             self._finish(running)
+
+    def _used_s(self, tenant: str) -> float:
+        used_s, then = self._used.get(tenant, (0.0, 0.0))
+        return used_s * math.exp((then - time.perf_counter()) / OF_LATE_S)
 
     def _decode(self) -> None:
         batch = [running for running in self._running if running.is_prefilled]

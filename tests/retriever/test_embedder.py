@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fakes import tiny_tokenizer
 
-from cacheblend.retriever import Retriever, RetrieverConfig, SentenceTransformerEmbedder
+from cacheblend.retriever import Retriever, RetrieverConfig, SentenceTransformerEmbedder, checked_between_batches
 from cacheblend.retriever.embedding_model import offline_model_dir, verify_weights
 from cacheblend.store.errors import RetrieverError
 
@@ -86,3 +86,21 @@ def test_code_that_comes_with_an_embedder(tmp_path: Path) -> None:
     with pytest.raises(RetrieverError, match="cannot be loaded"):
         SentenceTransformerEmbedder(str(tmp_path)).encode(["x"])
     assert not ran.exists()
+
+
+@needs_package
+def test_a_check_between_batches_ends_an_embedding(embedder: SentenceTransformerEmbedder) -> None:
+    """A long text's embedding ends at the first batch at which its check raises, and the next one is whole."""
+    checks = list[int]()
+
+    def check() -> None:
+        checks.append(len(checks))
+        if len(checks) == 2:
+            raise InterruptedError
+
+    text = "a word or two " * 2200  # more windows than a batch has
+    with pytest.raises(InterruptedError), checked_between_batches(check):
+        embedder.encode([text])
+    assert len(checks) == 2
+    assert embedder.encode(["a word"]).shape == (1, embedder.dimensions)
+    assert len(checks) == 2

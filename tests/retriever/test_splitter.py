@@ -1,5 +1,8 @@
 """Chunks: nothing lost, nothing torn, sizes as promised."""
 
+import threading
+import time
+
 import pytest
 from fakes import tiny_tokenizer
 from hypothesis import given, settings
@@ -129,3 +132,22 @@ def test_a_long_text_is_tokenised_in_slices(monkeypatch: pytest.MonkeyPatch, max
     assert max(len(real.encode(piece, add_special_tokens=False).ids) for piece in sliced) <= max_tokens + 4
     assert max(lengths) <= 500 * (1 if max_tokens < 100 else 8)
     assert len(lengths) > 3
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised() -> None:
+    """Tokenising a long text does not hold Python's lock: another thread gets on meanwhile."""
+    tokenizer, text = PlainTokenizer(tiny_tokenizer()), "word " * 200_000
+    done, turns = threading.Event(), []
+
+    def count() -> None:
+        while not done.is_set():
+            turns.append(done.wait(0.001))
+
+    other = threading.Thread(target=count)
+    other.start()
+    began = time.perf_counter()
+    tokenizer.ids(text)
+    turns_meanwhile, took_s = len(turns), time.perf_counter() - began
+    done.set()
+    other.join()
+    assert turns_meanwhile > took_s / 0.1  # of a hundred times as many that it would have alone

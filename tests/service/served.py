@@ -49,13 +49,21 @@ def serve(
     cache_salt: str = "",
     stop: Sequence[str] = (),
     own_ratio: bool = False,
+    arrived: float | None = None,
     **options: Any,
 ) -> Client:
     """Submit a question; the options are `Engine.prepare`'s."""
     client = Client(on_token)
     prepared = engine.prepare(question, **{"top_k": 2, **options})
     request = ServedRequest(
-        engine, prepared, client.deliver, tenant=tenant, cache_salt=cache_salt, stop=stop, own_ratio=own_ratio
+        engine,
+        prepared,
+        client.deliver,
+        tenant=tenant,
+        cache_salt=cache_salt,
+        stop=stop,
+        own_ratio=own_ratio,
+        arrived=arrived,
     )
     client.cancel = request.cancel
     scheduler.submit(request)

@@ -51,6 +51,7 @@ class ServedConfig:
     max_waiting: int = 64
     max_body_bytes: int = 2**20
     guard_share: float = 0.05
+    grace_s: float = 30.0
     holes: str = "recompute"
     answers: str | None = None
 
@@ -105,6 +106,18 @@ class ServerProcess:
         proc = Path(f"/proc/{self.pid}")
         told: dict[str, int] = json.loads(self._process.stdout.readline())
         return {"open_files": len(list((proc / "fd").iterdir())), "threads": len(list((proc / "task").iterdir())), **told}
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end; gives its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on.
+        """
+        return self._process.wait(timeout_s)
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""
@@ -200,7 +213,12 @@ def main(config: ServedConfig) -> None:
         prefix_budget_bytes=config.prefix_budget_bytes,
         holes=config.holes,
     )
-    serving = ServingConfig(max_running=config.max_running, max_waiting=config.max_waiting, guard_share=config.guard_share)
+    serving = ServingConfig(
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        guard_share=config.guard_share,
+        grace_s=config.grace_s,
+    )
     http = HttpConfig(port=config.port, model_name=MODEL, max_body_bytes=config.max_body_bytes)
     with open(config.answers or os.devnull, "a") as answers:
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of
 
-from cacheblend.retriever import Chunk, Retriever
+from cacheblend.retriever import EmbeddedDocument, Retriever
 from cacheblend.service import Engine
-from cacheblend.store import ChunkKey
+from cacheblend.store import ChunkKey, ChunkKV
 from cacheblend.store.errors import ConfigError, InputError
 
 FIRST, *OTHERS = DOCUMENTS
@@ -55,20 +57,51 @@ def test_delete(engine: Engine) -> None:
 
 def test_deletions_do_not_come_between_an_ingests_halves(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document that is deleted while it is replaced is there with its new text, or gone from index and store."""
-    chunks, deletions = engine.retriever.chunks, list[threading.Thread]()
+    put, deletions = engine.retriever.put, list[threading.Thread]()
 
-    def delete_meanwhile(id_: str) -> list[Chunk]:
+    def delete_meanwhile(embedded: EmbeddedDocument) -> bool:
         if not deletions:
             deletions.append(threading.Thread(target=engine.documents.delete, args=(ID,)))
             deletions[0].start()
             deletions[0].join(0.3)
-        return chunks(id_)
+        return put(embedded)
 
-    monkeypatch.setattr(engine.retriever, "chunks", delete_meanwhile)
+    monkeypatch.setattr(engine.retriever, "put", delete_meanwhile)
     engine.ingest([{"id": ID, "text": "other words"}])
     deletions[0].join()
     assert ID not in [status.id for status in engine.documents.ls()]
     assert engine.store.documents.get(ID) is None
+
+
+def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV that an ingest found stored, and that goes with another document before it ends, is computed then."""
+    precompute_documents = engine.fusor.precompute_documents
+
+    def delete_meanwhile(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
+        monkeypatch.undo()
+        engine.documents.delete(ID)
+        return precompute_documents(*arguments, **options)
+
+    monkeypatch.setattr(engine.fusor, "precompute_documents", delete_meanwhile)
+    report = engine.ingest([{**FIRST, "id": "twin"}, {"id": "new", "text": "words of its own"}])
+    assert [status.id for status in engine.documents.ls()][-2:] == ["twin", "new"]
+    assert keys_of(engine, "twin") <= stored(engine)
+    assert report.evicted == 0
+
+
+def test_an_unchanged_document_that_is_deleted_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document that an ingest found unchanged, and that is deleted before it ends, comes after that."""
+    precompute_documents = engine.fusor.precompute_documents
+
+    def delete_meanwhile(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
+        monkeypatch.undo()
+        engine.documents.delete(ID)
+        return precompute_documents(*arguments, **options)
+
+    monkeypatch.setattr(engine.fusor, "precompute_documents", delete_meanwhile)
+    engine.ingest([FIRST, {"id": "new", "text": "words of its own"}])
+    assert keys_of(engine, ID) <= stored(engine)
+    assert engine.documents.show(ID)[0].stored_chunks == len(keys_of(engine, ID))
 
 
 def test_delete_cut_off_between_store_and_index(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_same_chunk_in_two_documents(open_engine: OpenEngine) -> None:
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
 def test_interrupted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]) -> None:
-    """An ingest cut off between index and KV keeps the documents that it did, and the next ingest completes it."""
+    """An ingest that is cut off changes no document, and the next one goes on from the KV that was computed."""
     engine = open_engine()
     first = len(engine.retriever.splitter.split(Document.of(DOCUMENTS[0])))
     precompute_documents, done = engine.fusor.precompute_documents, first + 2
@@ -86,9 +86,9 @@ def test_interrupted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, i
     monkeypatch.undo()
     engine.close()
     engine = open_engine()
-    assert stored(engine) == done
+    assert (stored(engine), engine.retriever.documents()) == (done, [])
     report = engine.ingest(DOCUMENTS)
-    assert (report.unchanged, report.already_stored) == (len(DOCUMENTS), done)
+    assert (report.added, report.already_stored) == (len(DOCUMENTS), done)
     assert report.computed == report.chunks - done
     assert engine.answer(QUESTION, top_k=TOP_K).plan.hits == TOP_K
 
@@ -143,8 +143,9 @@ def test_full_disk(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(StoreFullError):
         engine.ingest(DOCUMENTS)
     monkeypatch.undo()
+    assert engine.documents.ls() == []
     report = engine.ingest(DOCUMENTS)
-    assert (report.unchanged, report.computed) == (len(DOCUMENTS), report.chunks)
+    assert (report.added, report.computed) == (len(DOCUMENTS), report.chunks)
     assert engine.answer(QUESTION, top_k=TOP_K).plan.hits == TOP_K
 
 

@@ -155,7 +155,7 @@ def test_no_room_says_nothing_of_the_inside(
 ) -> None:
     """A full disk is a 507 without the folder, which the log has."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise StoreFullError("no room on the disk for /srv/tenants/acme/kv")
 
     monkeypatch.setattr(engine, "ingest", fail)

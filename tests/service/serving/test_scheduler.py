@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,8 @@ from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of, wait_until
 from served import Client, replay, serve
 
 from cacheblend.service import Engine
+from cacheblend.service.prefiller import PrefillSteps
+from cacheblend.service.prepared import PreparedRequest
 from cacheblend.service.serving import Done, Failed, Scheduler, ServingConfig
 from cacheblend.store.errors import DeadlineError, QueueFullError, ShuttingDownError
 
@@ -149,10 +152,78 @@ def test_tenants_take_turns(engine: Engine) -> None:
     assert order == ["first", "a", "b", "a", "a"]
 
 
-def test_deadline(engine: Engine) -> None:
+def test_prefills_of_tenants_share_the_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's prompt does not wait for the end of another's prefill, and a tenant's own are prefilled one by one."""
+    order: list[str] = []
+    gate, begun = threading.Event(), threading.Event()
+    steps = engine.prefill_steps
+
+    def slow(prepared: PreparedRequest, salt: str) -> PrefillSteps:
+        layers = steps(prepared, salt)
+        while True:
+            begun.set()
+            assert gate.wait(10)
+            order.append(salt)
+            time.sleep(0.01)
+            try:
+                yield next(layers)
+            except StopIteration as done:
+                return done.value
+
+    monkeypatch.setattr(engine, "prefill_steps", slow)
+    with Scheduler(engine.fusor) as scheduler:
+        clients = [serve(engine, scheduler, QUESTION, max_tokens=1, tenant="a", cache_salt="a1")]
+        assert begun.wait(10)
+        for tenant, salt in (("a", "a2"), ("b", "b1")):
+            clients.append(serve(engine, scheduler, QUESTION, max_tokens=1, tenant=tenant, cache_salt=salt))
+        gate.set()
+        for client in clients:
+            assert isinstance(client.result(), Done)
+    last = {salt: len(order) - order[::-1].index(salt) for salt in order}
+    assert order.index("b1") <= 2
+    assert order.index("a2") >= last["a1"]
+    assert last["b1"] < last["a2"]
+
+
+def test_a_tenant_leaves_places_for_others(engine: Engine) -> None:
+    """Where several tenants ask, long answers of one take no more than three quarters of the places."""
+    order: list[str] = []
+    with Scheduler(
+        engine.fusor, ServingConfig(max_running=4), lambda request, _: order.append(request.tenant), several_tenants=True
+    ) as scheduler:
+        clients = [serve(engine, scheduler, QUESTION, max_tokens=300, tenant="a") for _ in range(4)]
+        wait_until(lambda: scheduler.state.decoding == 3)
+        assert (scheduler.state.waiting, scheduler.state.prefilling) == (1, 0)
+        other = serve(engine, scheduler, QUESTION, max_tokens=1, tenant="b")
+        assert isinstance(other.result(), Done)
+        assert order == ["b"]
+        for client in clients:
+            client.cancel()
+
+
+def test_retry_after_counts_the_tenants_own(engine: Engine) -> None:
+    """What others have waiting is not in a tenant's `Retry-After`."""
+    with Scheduler(engine.fusor, ServingConfig(max_running=1, max_waiting=12, grace_s=0.0)) as scheduler:
+        gate = threading.Event()
+        serve(engine, scheduler, QUESTION, max_tokens=300, on_token=gate.wait)
+        wait_until(lambda: scheduler.state.waiting == 0)
+        seconds = {}
+        for tenant, waiting in (("a", 12), ("b", 2)):
+            for _ in range(waiting):
+                serve(engine, scheduler, QUESTION, tenant=tenant)
+            with pytest.raises(QueueFullError) as caught:
+                scheduler.check_room(tenant, preparing=12 - waiting)
+            seconds[tenant] = caught.value.retry_after_s
+        assert seconds["a"] == seconds["b"] <= 6  # half a second each, where nothing is known of the tenant
+        scheduler.abort()
+        gate.set()
+
+
+@pytest.mark.parametrize("late_s", [0.0, 60.0])
+def test_deadline(engine: Engine, late_s: float) -> None:
     """A request that is not answered in its time fails with a deadline error, and frees its place."""
-    with Scheduler(engine.fusor, ServingConfig(deadline_s=0.3)) as scheduler:
-        end = serve(engine, scheduler, QUESTION, max_tokens=400).result()
+    with Scheduler(engine.fusor, ServingConfig(deadline_s=0.3 + late_s)) as scheduler:
+        end = serve(engine, scheduler, QUESTION, max_tokens=400, arrived=time.perf_counter() - late_s).result()
         assert isinstance(end, Failed)
         assert isinstance(end.error, DeadlineError)
         assert not scheduler.state.decoding

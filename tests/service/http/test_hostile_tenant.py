@@ -1,0 +1,316 @@
+"""A tenant that floods with uploads and questions, and hangs up: what another tenant asks is answered all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from api import MODEL, listening
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
+from fakes import FakeEmbedder
+from numpy.typing import NDArray
+
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.http import HttpConfig, Server, TenantConfig
+from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.serving import ServingConfig
+
+KEYS = {name: new_key() for name in ("hostile", "good")}
+TENANTS = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
+SLOW = "slowly"
+BOUND_S = 8.0  # of each answer, on a machine that does other work as well
+LONG_TEXT = " ".join(f"word{place}" for place in range(400))
+
+
+class SlowEmbedder(FakeEmbedder):
+    """Takes its time for texts that say so: until its gate opens, or so many seconds each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.slow_s, self.entered = threading.Event(), 0.0, threading.Semaphore(0)
+        self.texts: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """See `FakeEmbedder`."""
+        self.texts += texts
+        if any(SLOW in text for text in texts):
+            self.entered.release()
+            if self.slow_s:
+                time.sleep(self.slow_s)
+            else:
+                self.gate.wait(20)
+        return super().encode(texts)
+
+
+@pytest.fixture
+def embedder() -> Iterator[SlowEmbedder]:
+    embedder = SlowEmbedder()
+    yield embedder
+    embedder.gate.set()
+
+
+Serve = Callable[..., tuple[Server, dict[str, httpx.Client]]]
+
+
+@pytest.fixture
+def serve(model_dir: Path, tmp_path: Path, embedder: SlowEmbedder) -> Iterator[Serve]:
+    """A server with both tenants, the good one's documents ingested, and a client of each."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**serving: Any) -> tuple[Server, dict[str, httpx.Client]]:
+            config = EngineConfig(
+                model=str(model_dir),
+                store_dir=tmp_path / "store",
+                chunk_tokens=CHUNK_TOKENS,
+                recompute_ratio=0.15,
+                max_tokens=2,
+            )
+            server = stack.enter_context(
+                Server(
+                    config, ServingConfig(guard_share=0, **serving), HttpConfig(model_name=MODEL), TENANTS, embedder=embedder
+                )
+            )
+            server.engines["good"].ingest(DOCUMENTS[:2])
+            server.engines["hostile"].ingest(DOCUMENTS[:1])
+            embedder.texts.clear()
+            address = stack.enter_context(listening(server))
+            return server, {
+                name: stack.enter_context(
+                    httpx.Client(base_url=address, timeout=BOUND_S, headers={"Authorization": f"Bearer {key}"})
+                )
+                for name, key in KEYS.items()
+            }
+
+        yield start
+
+
+def chat(question: str = QUESTION, **options: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": question}], "top_k": 1, **options}
+
+
+def hang_up(client: httpx.Client, count: int, path: str, body: Callable[[int], dict[str, Any]], after_s: float = 0.3) -> None:
+    """Send so many requests at once, and close their connections before they are answered."""
+
+    def send(number: int) -> None:
+        headers = dict(client.headers)
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(f"{client.base_url}{path}", json=body(number), headers=headers, timeout=after_s)
+
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(send, range(count)))
+
+
+def check_served(good: httpx.Client) -> None:
+    """The other tenant's question, lists, metrics and page are answered within the client's time-out."""
+    for method, path, body in (
+        ("POST", "/v1/chat/completions", chat()),
+        ("GET", "/v1/documents", None),
+        ("GET", "/v1/store", None),
+        ("GET", "/metrics", None),
+        ("GET", "/", None),
+        ("GET", "/readyz", None),
+    ):
+        response = good.request(method, path, json=body)
+        assert response.status_code == 200, (path, response.text)
+
+
+def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None:
+    """Forty uploads, the first of which does not end: few wait, the rest are refused, and the other tenant is served."""
+    server, clients = serve()
+    statuses: list[int] = []
+
+    def upload(number: int) -> None:
+        body = {"documents": [{"id": f"h{number}", "text": f"{SLOW} {number}"}]}
+        with contextlib.suppress(httpx.TransportError):
+            statuses.append(clients["hostile"].post("/v1/documents", json=body, timeout=15).status_code)
+
+    with ThreadPoolExecutor(40) as threads:
+        uploads = [threads.submit(upload, number) for number in range(40)]
+        assert embedder.entered.acquire(timeout=10)
+        wait_until(lambda: len(statuses) == 40 - server.uploads._max_calls)
+        assert set(statuses) == {429}
+        check_served(clients["good"])
+        assert clients["good"].put("/v1/documents/own", json={"text": "words of its own"}).status_code == 200
+        assert clients["hostile"].get("/v1/documents").status_code == 200
+        assert clients["hostile"].delete(f"/v1/documents/{DOCUMENTS[0]['id']}").status_code == 200
+        embedder.gate.set()
+        for one in uploads:
+            one.result()
+    assert sorted(statuses) == [201] * server.uploads._max_calls + [429] * (40 - server.uploads._max_calls)
+
+
+def test_refused_uploads_are_told_when_to_come(serve: Serve, embedder: SlowEmbedder) -> None:
+    """A tenant's upload too many is a 429 with `Retry-After`."""
+    _, clients = serve(max_uploads=1)
+    first = threading.Thread(
+        target=clients["hostile"].post, args=("/v1/documents",), kwargs={"json": {"documents": [{"text": SLOW}]}}
+    )
+    first.start()
+    assert embedder.entered.acquire(timeout=10)
+    refused = clients["hostile"].put("/v1/documents/x", json={"text": "words"})
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert int(refused.headers["Retry-After"]) >= 1
+    embedder.gate.set()
+    first.join()
+
+
+def test_questions_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None:
+    """Forty slow questions whose clients have gone are given up, and the other tenant's waits for one or two of them."""
+    server, clients = serve()
+    embedder.slow_s = 0.2
+    hang_up(clients["hostile"], 40, "/v1/chat/completions", lambda number: chat(f"{SLOW} {number}?"))
+    asked = len(embedder.texts)
+    check_served(clients["good"])
+    assert sum(SLOW in text for text in embedder.texts[asked:]) <= 3
+    wait_until(lambda: not server.preparing.is_busy)
+    assert sum(SLOW in text for text in embedder.texts) < 12
+
+
+def test_an_upload_whose_client_left_before_its_turn(serve: Serve, embedder: SlowEmbedder) -> None:
+    """It is not done, nor is anything of one that was embedded when its client left."""
+    server, clients = serve()
+    body = {"documents": [{"id": "first", "text": SLOW}]}
+    hang_up(clients["hostile"], 1, "/v1/documents", lambda _: body)
+    hang_up(clients["hostile"], 3, "/v1/documents", lambda number: {"documents": [{"id": f"h{number}", "text": "words"}]})
+    wait_until(lambda: server.uploads.count("hostile") == 1)
+    embedder.gate.set()
+    wait_until(lambda: not server.uploads.is_busy)
+    assert not any("words" in text for text in embedder.texts)
+    assert [one["id"] for one in clients["hostile"].get("/v1/documents").json()["data"]] == [DOCUMENTS[0]["id"]]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_half_an_upload(serve: Serve, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """Nothing stays of an upload whose client leaves while KV is computed; what it would replace is as it was."""
+    server, clients = serve()
+    engine, gate, computing = server.engines["hostile"], threading.Event(), threading.Event()
+    before = {entry.key for entry in engine.store.ls()}
+    listed = clients["hostile"].get("/v1/documents").json()
+    precompute_documents = engine.fusor.precompute_documents
+
+    def slow(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for number, kv in enumerate(precompute_documents(*arguments, **options)):
+            yield kv
+            if number == 2:
+                computing.set()
+                assert gate.wait(20)
+
+    monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
+    id_ = str(DOCUMENTS[0]["id"]) if known else "new"
+    hang_up(clients["hostile"], 1, "/v1/documents", lambda _: {"documents": [{"id": id_, "text": LONG_TEXT}]}, after_s=1)
+    assert computing.is_set()
+    time.sleep(0.6)  # the client's going is looked for twice a second
+    gate.set()
+    wait_until(lambda: not server.uploads.is_busy)
+    monkeypatch.undo()
+    engine.store.flush()
+    assert {entry.key for entry in engine.store.ls()} == before
+    assert clients["hostile"].get("/v1/documents").json() == listed
+    found = clients["hostile"].post("/v1/chat/completions", json=chat("word7 word8 word9", return_chunks=True)).json()
+    assert found["cacheblend"]["chunks"][0]["document_id"] == DOCUMENTS[0]["id"]
+
+
+@pytest.mark.parametrize("kind", ["embedding", "waiting", "answering"])
+def test_the_deadline_counts_from_arrival(serve: Serve, embedder: SlowEmbedder, kind: str) -> None:
+    """A request that is late is a 504 wherever it is: in the embedder, waiting to be prepared, or decoding."""
+    _, clients = serve(deadline_s=1.0)
+    client = clients["hostile"]
+    if kind == "waiting":
+        first = threading.Thread(target=client.post, args=("/v1/chat/completions",), kwargs={"json": chat(SLOW)})
+        first.start()
+        assert embedder.entered.acquire(timeout=10)
+    began = time.monotonic()
+    body = {"embedding": chat(SLOW), "waiting": chat(), "answering": chat(max_tokens=300, return_chunks=True)}[kind]
+    if kind == "answering":
+        embedder.slow_s, body = 0.9, chat(SLOW, max_tokens=300)
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 504, response.text
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert time.monotonic() - began < 6
+    embedder.gate.set()
+    if kind == "waiting":
+        first.join()
+
+
+@pytest.mark.parametrize("characters", [3_000, 500_000])
+def test_a_question_too_long_is_not_embedded(serve: Serve, embedder: SlowEmbedder, characters: int) -> None:
+    """A question beyond the model's positions is refused before it is embedded, a very long one before it is tokenised."""
+    server, clients = serve()
+    tokenised: list[int] = []
+    ids = server.layouts._plain.ids
+
+    def count(text: str) -> list[int]:
+        tokenised.append(len(text))
+        return ids(text)
+
+    server.layouts._plain.ids = count  # type: ignore[method-assign]
+    for path, body in (
+        ("/v1/chat/completions", chat("word " * (characters // 5))),
+        ("/v1/completions", {"model": MODEL, "prompt": "word " * (characters // 5), "top_k": 1}),
+    ):
+        response = clients["good"].post(path, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert embedder.texts == []
+    assert max(tokenised, default=0) < 500_000
+
+
+def test_titles(serve: Serve, embedder: SlowEmbedder) -> None:
+    """A title has a bound, and the longest one costs the embedding about as much as none."""
+    _, clients = serve()
+    refused = clients["good"].post("/v1/documents", json={"documents": [{"id": "t", "title": "t" * 1001, "text": "x"}]})
+    assert refused.status_code == 400
+    assert "1000" in refused.json()["error"]["message"]
+    embedded = []
+    for title in ("", "t " * 500):
+        embedder.texts.clear()
+        body = {"title": title, "text": LONG_TEXT}
+        assert clients["good"].put("/v1/documents/t", json=body).status_code == 200
+        embedded.append(sum(map(len, embedder.texts)))
+    assert embedded[1] < 2.2 * embedded[0]  # chunks of 24 tokens: with those of 512 it is an eighth more
+
+
+def test_readiness(serve: Serve, embedder: SlowEmbedder, tmp_path: Path) -> None:
+    """A service that does not get on, or has lost a store's folder, is not ready, and says why."""
+    server, clients = serve(stall_s=0.3)
+    assert clients["good"].get("/readyz").status_code == 200
+    upload = threading.Thread(
+        target=clients["hostile"].post, args=("/v1/documents",), kwargs={"json": {"documents": [{"text": SLOW}]}}
+    )
+    upload.start()
+    wait_until(lambda: server.uploads.stalled_s > 0.3)
+    response = clients["good"].get("/readyz")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+    assert "does not get on" in response.json()["error"]["message"]
+    embedder.gate.set()
+    upload.join()
+    assert clients["good"].get("/readyz").status_code == 200
+    folder = tmp_path / "store" / "tenants" / "hostile" / "kv"
+    shutil.copytree(folder, tmp_path / "aside")
+    shutil.rmtree(folder)
+    response = clients["good"].get("/readyz")
+    assert response.status_code == 503
+    assert "folder" in response.json()["error"]["message"]
+    assert str(tmp_path) not in response.text
+    shutil.copytree(tmp_path / "aside", folder)
+    assert clients["good"].get("/readyz").status_code == 200
+
+
+def test_an_engine_refuses_long_questions_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Engine.answer` embeds no question that cannot be answered."""
+    monkeypatch.setattr(engine.retriever, "search", None)
+    for question in ("word " * 1000, "x" * 500_000):
+        with pytest.raises(ValueError, match="positions"):
+            engine.answer(question)
+    with pytest.raises(ValueError, match="positions"):
+        engine.answer("What?", documents=[{"text": "x" * 500_000}])

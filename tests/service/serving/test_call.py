@@ -1,0 +1,210 @@
+"""Calls of clients wait without a thread, take turns between batches, and end with their clients."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from engines import wait_until
+
+from cacheblend.service.serving import Call, CallPool, Check
+from cacheblend.store.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
+
+NAME = "tests' calls"
+
+
+@pytest.fixture
+def pool() -> Iterator[CallPool]:
+    pool = CallPool(NAME, 8, one_at_a_time=True)
+    yield pool
+    pool.close()
+    assert not threads()
+
+
+def threads() -> int:
+    return sum(thread.name == NAME for thread in threading.enumerate())
+
+
+def batches(count: int, name: str, order: list[str]) -> Callable[[Check], str]:
+    """Work of so many batches, which notes each."""
+
+    def work(check: Check) -> str:
+        for _ in range(count):
+            order.append(name)
+            check()
+        return name
+
+    return work
+
+
+def held(pool: CallPool, tenant: str) -> tuple[Call[bool], threading.Event]:
+    """A call that works until an event, and has begun."""
+    gate, begun = threading.Event(), threading.Event()
+
+    def work(check: Check) -> bool:
+        begun.set()
+        assert gate.wait(20)
+        check()
+        return True
+
+    call = Call(work, tenant=tenant)
+    pool.submit(call)
+    assert begun.wait(10)
+    return call, gate
+
+
+def test_waiting_holds_no_thread(pool: CallPool) -> None:
+    """However many calls of a tenant wait, it has one thread, and they are done in their order."""
+    order: list[str] = []
+    first, gate = held(pool, "a")
+    calls = [Call(batches(1, str(number), order), tenant="a") for number in range(6)]
+    for call in calls:
+        pool.submit(call)
+    assert (threads(), pool.count("a")) == (1, 7)
+    gate.set()
+    assert [call.future.result(10) for call in calls] == order == [str(number) for number in range(6)]
+    assert first.future.result(0) is True
+
+
+def test_turns_between_batches(pool: CallPool) -> None:
+    """A tenant's short call is done while another's long one has come a batch or two further."""
+    order: list[str] = []
+    gate, begun = threading.Event(), threading.Event()
+
+    def long(check: Check) -> None:
+        begun.set()
+        gate.wait(20)
+        batches(200, "a", order)(check)
+
+    calls = [Call(long, tenant="a"), *(Call(batches(1, name, order), tenant=name) for name in "bc")]
+    pool.submit(calls[0])
+    assert begun.wait(10)
+    for call in calls[1:]:
+        pool.submit(call)
+    gate.set()
+    for call in calls:
+        call.future.result(10)
+    assert max(order.index("b"), order.index("c")) <= 3
+
+
+def test_too_many(pool: CallPool) -> None:
+    """A tenant's ninth call is refused, and told to come when its own will be done; another tenant's is not."""
+    _, gate = held(pool, "a")
+    for _ in range(7):
+        pool.submit(Call(lambda _: None, tenant="a"))
+    with pytest.raises(QueueFullError, match=NAME) as caught:
+        pool.submit(Call(lambda _: None, tenant="a"))
+    assert caught.value.retry_after_s >= 1
+    other = Call(lambda _: 7, tenant="b")
+    pool.submit(other)
+    gate.set()
+    assert other.future.result(10) == 7
+
+
+def test_retry_after_counts_the_tenants_own(pool: CallPool) -> None:
+    """Another tenant's slow calls are not in a tenant's `Retry-After`."""
+    pool._mean_s.update(a=100.0, b=0.01)
+    _, gate = held(pool, "a")
+    seconds = {}
+    for tenant in "ab":
+        while pool.count(tenant) < 8:
+            pool.submit(Call(lambda _: None, tenant=tenant))
+        with pytest.raises(QueueFullError) as caught:
+            pool.submit(Call(lambda _: None, tenant=tenant))
+        seconds[tenant] = caught.value.retry_after_s
+    gate.set()
+    assert seconds == {"a": 800, "b": 1}
+
+
+def test_a_client_that_goes(pool: CallPool) -> None:
+    """Work whose client has gone is not begun, or ends at its next batch."""
+    order: list[str] = []
+    running, gate = held(pool, "a")
+    waiting = Call(batches(1, "never", order), tenant="a")
+    pool.submit(waiting)
+    for call in (running, waiting):
+        pool.leave(call, ClientGoneError("gone"))
+        with pytest.raises(ClientGoneError):
+            call.future.result(0)
+    assert pool.count("a") == 1
+    gate.set()
+    wait_until(lambda: not pool.is_busy)
+    assert order == []
+
+
+@pytest.mark.parametrize("until_begun", [False, True])
+def test_deadline(pool: CallPool, until_begun: bool) -> None:
+    """A call is late by the time since it arrived; one whose beginning alone has a deadline goes on."""
+    order: list[str] = []
+    late = Call(batches(1, "late", order), tenant="a", deadline_s=5.0, arrived=time.perf_counter() - 6)
+    pool.submit(late)
+    with pytest.raises(DeadlineError, match="deadline_s=5"):
+        late.future.result(10)
+    assert order == []
+    gate = threading.Event()
+
+    def work(check: Check) -> bool:
+        gate.wait(10)
+        check()
+        return True
+
+    call = Call(work, tenant="b", deadline_s=0.1, until_begun=until_begun)
+    pool.submit(call)
+    wait_until(lambda: call.begun is not None)
+    time.sleep(0.15)
+    gate.set()
+    if until_begun:
+        assert call.future.result(10)
+    else:
+        with pytest.raises(DeadlineError):
+            call.future.result(10)
+
+
+def test_giving_way() -> None:
+    """While more important work goes on, a pool takes its share of the time, and goes on at once when that ends."""
+    busy = threading.Event()
+    busy.set()
+    pool = CallPool(NAME, 8, gives_way=busy.is_set, share=0.01)
+    went_on = threading.Event()
+
+    def work(check: Check) -> None:
+        time.sleep(0.05)
+        check()
+        went_on.set()
+
+    call = Call(work)
+    pool.submit(call)
+    assert not went_on.wait(0.5)
+    assert pool.stalled_s < 0.4
+    busy.clear()
+    assert went_on.wait(5)
+    pool.close()
+
+
+def test_stopping(pool: CallPool) -> None:
+    """A pool that stops refuses what waits and what comes; closed, it gives up what runs, whose client hears of it at once."""
+    running, gate = held(pool, "a")
+    waiting = Call(lambda _: None, tenant="a")
+    pool.submit(waiting)
+    pool.stop()
+    with pytest.raises(ShuttingDownError):
+        waiting.future.result(0)
+    with pytest.raises(ShuttingDownError):
+        pool.submit(Call(lambda _: None))
+    assert not running.future.done()
+    pool.close(timeout_s=0)
+    with pytest.raises(ShuttingDownError):
+        running.future.result(0)
+    gate.set()
+
+
+def test_an_error_is_the_callers(pool: CallPool) -> None:
+    """What work raises comes to who waits for it, and the next call is done."""
+    failing, next_one = Call(lambda _: 1 // 0), Call(lambda _: 2)
+    pool.submit(failing)
+    pool.submit(next_one)
+    with pytest.raises(ZeroDivisionError):
+        failing.future.result(10)
+    assert next_one.future.result(10) == 2

@@ -1,0 +1,106 @@
+"""The server's process ends in its grace, whatever it does, and tells its clients so."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api import MODEL
+from engines import DOCUMENTS, make_model, wait_until
+from server_process import ServedConfig, ServerProcess, free_port
+
+from cacheblend.service import Engine
+from cacheblend.service.http import HttpConfig, Server
+from cacheblend.store.errors import RetrieverError, StoreFullError
+
+GRACE_S = 3.0
+LONG_TEXT = " ".join(f"word{place}" for place in range(40_000))  # ten seconds and more of a small model
+
+
+class Upload(threading.Thread):
+    """An upload, and what becomes of it."""
+
+    def __init__(self, address: str, id_: str) -> None:
+        super().__init__()
+        self._url, self.response = f"{address}/v1/documents/{id_}", None
+        self.start()
+
+    def run(self) -> None:
+        self.response: Any = httpx.put(self._url, json={"text": LONG_TEXT}, timeout=60)
+
+
+def entries(server: ServerProcess) -> int:
+    time.sleep(0.2)  # the upload needs the processor too
+    return int(httpx.get(f"{server.address}/v1/store", timeout=30).json()["nvme"]["entries"])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServedConfig:
+    make_model(tmp_path / "model")
+    return ServedConfig(
+        model=str(tmp_path / "model"), store_dir=str(tmp_path / "store"), port=free_port(), grace_s=GRACE_S, guard_share=0.0
+    )
+
+
+def test_sigterm_while_uploads_run_and_wait(config: ServedConfig, tmp_path: Path) -> None:
+    """The process ends within the grace with exit code 0; both uploads are a 503 in JSON, and nothing of them is left."""
+    log = tmp_path / "log"
+    with ServerProcess(config, log) as server, socket.create_connection(("127.0.0.1", config.port)) as half:
+        half.sendall(b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
+        uploads = [Upload(server.address, id_) for id_ in ("one", "two")]
+        wait_until(lambda: entries(server) > 0)
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.wait(GRACE_S + 5) == 0
+        assert time.monotonic() - began < GRACE_S + 2
+        for upload in uploads:
+            upload.join()
+            assert upload.response.status_code == 503, upload.response.text
+            assert upload.response.json()["error"]["type"] == "server_error"
+    with ServerProcess(config, log) as server:
+        assert httpx.get(f"{server.address}/v1/documents").json()["data"] == []
+        assert entries(server) == 0
+
+
+def test_a_second_sigterm(config: ServedConfig, tmp_path: Path) -> None:
+    """The process ends at once, by its own exit and not by an abort."""
+    with ServerProcess(config, tmp_path / "log") as server:
+        upload = threading.Thread(target=_fails, args=(server.address,))
+        upload.start()
+        wait_until(lambda: entries(server) > 0)
+        server.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.wait(5) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 1.0
+        upload.join()
+
+
+def _fails(address: str) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.put(f"{address}/v1/documents/one", json={"text": LONG_TEXT}, timeout=60)
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room"), RetrieverError("no room"), OSError(28, "no room")], ids=repr)
+def test_an_ordinary_end_after_a_failed_write(engine: Engine, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+    """What cannot be written at the end is logged, and the exit is that of a stop which was asked for."""
+
+    def fail() -> None:
+        raise error
+
+    def serve() -> None:
+        with Server(engine.config, None, HttpConfig(model_name=MODEL), engine=engine) as server:
+            server._opened.callback(fail)
+            raise SystemExit(0)
+
+    with pytest.raises(SystemExit, match="0"):
+        serve()
+    assert "no room" in caplog.text
+    assert [status.id for status in engine.documents.ls()] == [document["id"] for document in DOCUMENTS]
