@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Document, Retriever
-from cacheblend.store import ChunkKey, KVStore
-from cacheblend.store.errors import InputError
+from cacheblend.store import ChunkKey, DocumentVersion, KVStore
+from cacheblend.store.errors import DocumentChangedError, InputError, StoreFullError
 
 from .answer import IngestReport
 from .lengths import check_chunks
@@ -19,7 +21,6 @@ from .lengths import check_chunks
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 StreamProgress = Callable[[int, int], None]
-FLUSH_EVERY = 256  # chunks; each flush waits for the writer
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 
@@ -58,7 +59,12 @@ class Ingester:
         if not given:
             raise InputError("no documents to ingest; give at least one")
         report = self._ingest(given, on_progress or (lambda *_: None))
-        self._warn_of_evictions(report)
+        if report.evicted:
+            raise StoreFullError(
+                f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget at "
+                "once, or others took their place; the texts are in the index and can be asked about; raise nvme_budget_bytes, "
+                "unpin or delete documents, or ingest fewer at once"
+            )
         return report
 
     def ingest_stream(
@@ -97,28 +103,35 @@ class Ingester:
                 chunks[document.id, document.version] = own
                 earlier = self._context.earlier(own)
                 keys[document.id, document.version] = list(map(self._key, own, earlier))
-            dropped = self._store.documents.put((*document, list(dict.fromkeys(own))) for document, own in keys.items())
+            with self._store.exclusive():  # deletions and other processes' ingests come before this or after it
+                self._check_versions(self._retriever.version, keys)
+                dropped = self._store.documents.put((*document, list(dict.fromkeys(own))) for document, own in keys.items())
         every = dict.fromkeys(key for own in keys.values() for key in own)
         missing = {key for key in every if key not in self._store}
         wanted: list[tuple[list[Sequence[int]], list[int]]] = []
-        to_compute: list[ChunkKey] = []
+        to_compute: list[tuple[ChunkKey, DocumentVersion]] = []
         for versioned, document_keys in keys.items():
             which: list[int] = []
             for index, key in enumerate(document_keys):
                 if key in missing:
                     missing.remove(key)  # whoever has it again need not bring it
                     which.append(index)
-                    to_compute.append(key)
+                    to_compute.append((key, versioned))
             wanted.append((chunks[versioned], which))
         computed = tokens = 0
-        for key, kv in zip(to_compute, self._fusor.precompute_documents(wanted, self._prefix_ids, self._context), strict=True):
-            self._store.put(key, kv, flush=False)
+        writes: deque[tuple[Future[bool], DocumentVersion]] = deque()
+        for (key, document), kv in zip(
+            to_compute, self._fusor.precompute_documents(wanted, self._prefix_ids, self._context), strict=True
+        ):
+            writes.append((self._store.put(key, kv, flush=False, document=document), document))
             computed, tokens = computed + 1, tokens + len(kv.token_ids)
-            if computed % FLUSH_EVERY == 0:
-                self._store.flush()  # a full disk ends the run here, not hours later
+            while writes and writes[0][0].done():
+                _check_write(*writes.popleft())  # a full disk ends the run here, not hours later
             report("precompute", computed, len(to_compute))
             computed_one(len(kv.token_ids))
-        self._store.flush()
+        for write in writes:
+            _check_write(*write)
+        self._check_versions(self._store.documents.version, keys)
         return IngestReport(
             documents=len(given),
             added=added.added,
@@ -133,6 +146,12 @@ class Ingester:
             seconds=time.perf_counter() - started,
         )
 
+    @staticmethod
+    def _check_versions(version_of: Callable[[str], str | None], documents: Iterable[DocumentVersion]) -> None:
+        for id_, version in documents:
+            if version_of(id_) != version:
+                raise DocumentChangedError(id_)
+
     def _warn_of_evictions(self, report: IngestReport) -> None:
         if report.evicted:
             logger.warning(
@@ -140,6 +159,12 @@ class Ingester:
                 report.evicted,
                 self._store.config.nvme_budget_bytes,
             )
+
+
+def _check_write(stored: Future[bool], document: DocumentVersion) -> None:
+    """Wait until a chunk's KV is durable; raises what hindered that."""
+    if not stored.result():
+        raise DocumentChangedError(document[0])
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -8,6 +8,7 @@
     ├── UnsupportedModelError     the model's architecture is not one that blending is right on
     ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
+    │   └── DamagedDocumentError  a document's text, token ids or vectors in the index are not the ones that were written
     ├── ProfileError              a profile or calibration is damaged, or of another model, device or version
     ├── StoreError                the store cannot be used
     │   ├── StoreDirectoryError   not a store, not writable, or of another format
@@ -17,6 +18,7 @@
     │   ├── QueueFullError        too many requests wait
     │   ├── DeadlineError         a request was not answered in its time
     │   └── ShuttingDownError     the service takes no more requests
+    ├── DocumentChangedError      a document was deleted or replaced while it was ingested
     └── FusionCancelledError      the caller cancelled a fusion or its loading
 
 A message names the value at fault and the remedy. The command line turns any of them into one line and exit code 1, or 2
@@ -60,6 +62,17 @@ class RetrieverError(CacheBlendError):
     """The retrieval index or the embedder cannot be used."""
 
 
+class DamagedDocumentError(RetrieverError):
+    """A document's text, token ids or vectors in the index are not the ones that were written."""
+
+    def __init__(self, document_id: str) -> None:
+        super().__init__(
+            f"document {document_id!r} is damaged in the index; ingest it again, which replaces it, or find what else is damaged "
+            "with `cacheblend store verify`"
+        )
+        self.document_id = document_id
+
+
 class ProfileError(CacheBlendError):
     """A device profile or a calibration is damaged, or of another model, device or version."""
 
@@ -98,6 +111,17 @@ class DeadlineError(ServiceError):
 
 class ShuttingDownError(ServiceError):
     """The service takes no more requests."""
+
+
+class DocumentChangedError(CacheBlendError):
+    """A document was deleted or replaced while it was ingested, so its KV was not stored."""
+
+    def __init__(self, document_id: str) -> None:
+        super().__init__(
+            f"document {document_id!r} was deleted or replaced while it was ingested; its KV was not stored; "
+            "look which text it has now, and ingest it again if it is to be another"
+        )
+        self.document_id = document_id
 
 
 class FusionCancelledError(CacheBlendError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 
 from cacheblend.retriever import Chunk
@@ -19,6 +19,7 @@ from .schemas import IngestBody, PinBody, ReplaceBody
 
 router = APIRouter(prefix="/v1/documents")
 _Result = TypeVar("_Result")
+LISTED, MOST_LISTED = 100, 1000  # documents of a page
 
 
 @router.post("", status_code=201)
@@ -34,11 +35,25 @@ async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
 
 
 @router.get("")
-async def ls(request: Request) -> dict[str, Any]:
-    """Every document."""
+async def ls(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MOST_LISTED, description="At most so many documents.")] = LISTED,
+    after: Annotated[str | None, Query(description="List those behind the document of this id: the `last_id` before.")] = None,
+) -> dict[str, Any]:
+    """A page of the documents, in the order of adding; `has_more` tells whether to ask for the one after `last_id`."""
     engine: Engine = request.state.engine
-    documents = await run_in_threadpool(engine.documents.ls)
-    return {"object": "list", "data": [_body(document) for document in documents]}
+    try:
+        documents, has_more = await run_in_threadpool(engine.documents.page, limit, after)
+    except InputError as error:
+        raise ApiError(400, str(error), param="after", code="document_not_found") from error
+    ids = [document.id for document in documents]
+    return {
+        "object": "list",
+        "data": [_body(document) for document in documents],
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+        "has_more": has_more,
+    }
 
 
 @router.get("/{id_:path}")
@@ -70,8 +85,7 @@ async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     """Spare a document's KV from evictions, or no longer."""
     engine: Engine = request.state.engine
     await _known(lambda: engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_))
-    status, _ = await _known(lambda: engine.documents.show(id_))
-    return _body(status)
+    return _body(await _known(lambda: engine.documents.status(id_)))
 
 
 async def _known(call: Callable[[], _Result]) -> _Result:

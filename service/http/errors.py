@@ -13,7 +13,9 @@ from starlette.exceptions import HTTPException
 from cacheblend.store.errors import (
     CacheBlendError,
     ConfigError,
+    DamagedDocumentError,
     DeadlineError,
+    DocumentChangedError,
     InputError,
     PromptTooLongError,
     QueueFullError,
@@ -41,6 +43,7 @@ def status_of(error: Exception) -> int:
         (ShuttingDownError, 503),
         (DeadlineError, 504),
         (StoreFullError, 507),
+        (DocumentChangedError, 409),
         (ConfigError, 400),
         (InputError, 400),
     )
@@ -50,6 +53,8 @@ def status_of(error: Exception) -> int:
 def error_body(error: Exception) -> dict[str, Any]:
     """The body: `{"error": {"message", "type", "param", "code"}}`."""
     status = status_of(error)
+    if isinstance(error, DamagedDocumentError):
+        return _body(status, str(error), None, "document_damaged")
     if status == 500:
         return _body(500, "an error inside the service; its log has it under the request's id", None, "internal_error")
     if isinstance(error, ApiError):
@@ -61,6 +66,7 @@ def error_body(error: Exception) -> dict[str, Any]:
         (QueueFullError, "queue_full"),
         (DeadlineError, "deadline_exceeded"),
         (StoreFullError, "store_full"),
+        (DocumentChangedError, "document_changed"),
     )
     return _body(status, str(error), None, next((code for kind, code in codes if isinstance(error, kind)), None))
 
