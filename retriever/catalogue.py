@@ -1,7 +1,7 @@
 """The source of truth about what was added: documents, their chunks, token ids and vectors, in one SQLite file.
 
-Each row has a checksum of all that it holds, which every read compares: SQLite has none of its own. It finds what disks do, and is
-no defence against someone who may write to the file.
+Each row has a checksum of all that it holds, which every read compares: SQLite has none of its own. It finds what disks do, and
+is no defence against someone who may write to the file.
 
 Shapes: N chunks, D dimensions.
 """
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 FORMAT = "2"
 _BEFORE_CHECKSUMS = "1"  # a format that is brought to this one at opening
 BUSY_TIMEOUT_S = 30.0
-_MISORDERED = ("row ", "wrong # of entries", "non-unique entry")  # how SQLite tells of an index that does not fit its table
 _WRONG_VALUE = re.compile(r"\S+ value in ")  # found by the row's checksum
 _STATE = ("generation", "dimensions", "format")  # what of `meta` is no setting
 
@@ -99,7 +98,7 @@ class IndexReport:
         damaged: ids of documents of which a row is missing or is not what was written; repaired by removing them, so that
             questions find the others: they must be ingested again.
         strays: chunks of no document; repaired by removing them.
-        misordered: whether an index of the file did not fit its tables; repaired by making it again.
+        broken: whether SQLite finds the file's own structure broken; repaired by making its lookup tables again.
         repaired: whether it was all mended.
     """
 
@@ -107,13 +106,13 @@ class IndexReport:
     chunks: int
     damaged: tuple[str, ...]
     strays: int
-    misordered: bool
+    broken: bool
     repaired: bool
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found."""
-        return not (self.damaged or self.strays or self.misordered)
+        return not (self.damaged or self.strays or self.broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +150,7 @@ class Catalogue:
             if self._reserve is None or not self._reserve.release():
                 raise
             self._open()
-        if self._reserve is not None:
-            self._reserve.refill()
+        self._refill()
 
     def _open(self) -> None:
         path = self._path
@@ -228,7 +226,9 @@ class Catalogue:
                 ),
             )
             added = [self._insert(chunk, vector_D) for chunk, vector_D in zip(chunks, vectors_ND, strict=True)]
-            return Change(added, removed, self.generation)
+            change = Change(added, removed, self.generation)
+        self._refill()
+        return change
 
     def remove(self, document_id: str) -> Change:
         """Remove a document and its chunks in one transaction; on a full disk, too, as long as it has a reserve.
@@ -245,9 +245,12 @@ class Catalogue:
             if self._reserve is None or not self._reserve.release():
                 raise
             change = self._take_out(document_id)
+        self._refill()
+        return change
+
+    def _refill(self) -> None:
         if self._reserve is not None:
             self._reserve.refill()
-        return change
 
     def _take_out(self, document_id: str) -> Change:
         with self._write():
@@ -301,16 +304,16 @@ class Catalogue:
         """Check every row; with `repair`, mend what can be mended. See `IndexReport`.
 
         Raises:
-            RetrieverError: the file's own structure is broken.
+            RetrieverError: the file's own structure is broken beyond that.
             StoreFullError: the disk has no room for the repair.
 
         """
-        misordered = self._is_misordered()
-        if misordered and repair:
+        broken = self._broken_structure()
+        if broken and repair:
             with self._errors():
                 self._db.execute("REINDEX")
-            if self._is_misordered():
-                raise self._unusable("an index of it cannot be made again")
+            if still_broken := self._broken_structure():
+                raise self._unusable(still_broken)
         # By rowid, and every id: those of damaged rows may be no text, or not the one that their chunks name.
         rows = self._rows("SELECT rowid, id FROM documents ORDER BY rowid")
         bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_whole(id_)]
@@ -327,18 +330,14 @@ class Catalogue:
             chunks=chunks,
             damaged=damaged,
             strays=strays,
-            misordered=misordered,
+            broken=bool(broken),
             repaired=repair,
         )
 
-    def _is_misordered(self) -> bool:
-        """Whether an index of the file does not fit its table; raises RetrieverError where the file is broken otherwise."""
-        found = [str(message) for (message,) in self._rows("PRAGMA integrity_check(100)")]
-        found = [message for message in found if message != "ok" and not _WRONG_VALUE.match(message)]
-        for message in found:
-            if not message.startswith(_MISORDERED):
-                raise self._unusable(message)
-        return bool(found)
+    def _broken_structure(self) -> str:
+        """The first thing that SQLite finds wrong with the file; empty for nothing. Values are the rows' checksums' affair."""
+        found = (str(message) for (message,) in self._rows("PRAGMA integrity_check(100)"))
+        return next((message for message in found if message != "ok" and not _WRONG_VALUE.match(message)), "")
 
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of a document, or all, in the order of adding.
@@ -376,11 +375,15 @@ class Catalogue:
         Vectors that cannot be of this catalogue are left out, and logged; one that is damaged otherwise is found out with its
         chunk, when a question comes upon it.
         """
-        query, arguments = "SELECT id, document_id, vector FROM chunks ", ()
+        query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id "
+        arguments: tuple[str, ...] = ()
         if document_id is not None:
-            query, arguments = f"{query} WHERE document_id = ?", (document_id,)
-        dimensions, ids, vectors, damaged = self.dimensions or 0, [], [], []
-        for id_, owner, raw in self._rows(f"{query} ORDER BY id", arguments):
+            query, arguments = f"{query} WHERE c.document_id = ?", (document_id,)
+        dimensions = self.dimensions or 0
+        ids: list[int] = []
+        vectors: list[NDArray[np.float32]] = []
+        damaged: list[str] = []
+        for id_, owner, raw in self._rows(f"{query} ORDER BY c.id", arguments):
             if isinstance(raw, bytes) and len(raw) == 4 * dimensions:
                 vector_D = np.frombuffer(raw, dtype="<f4")
                 if np.isfinite(vector_D).all():
@@ -431,8 +434,8 @@ class Catalogue:
                 self._db.execute("UPDATE documents SET chunks = (SELECT count(*) FROM chunks WHERE document_id = documents.id)")
                 self._db.execute("UPDATE documents SET checksum = checksum(id, version, title, chunks)")
                 self._db.execute(
-                    "UPDATE chunks SET checksum = checksum(document_id, (SELECT version FROM documents WHERE id = document_id), "
-                    "position, text, token_ids, vector)"
+                    "UPDATE chunks SET checksum = checksum(document_id, (SELECT version FROM documents WHERE id = document_id)"
+                    ", position, text, token_ids, vector)"
                 )
                 self._set_meta("format", FORMAT)
             self._db.execute("COMMIT")
@@ -519,8 +522,8 @@ def _document(row: tuple[Any, ...]) -> CataloguedDocument:
     id_, version, title, chunks, created_s, checksum = row
     if checksum == _checksum(id_, version, title, chunks):
         return CataloguedDocument(id_, version, title, chunks, created_s)
-    printable = [str(value).encode(errors="replace").decode() for value in (id_, version)]
-    return CataloguedDocument(*printable, "", chunks if isinstance(chunks, int) else 0, 0.0, damaged=True)
+    printable_id, printable_version = (str(value).encode(errors="replace").decode() for value in (id_, version))
+    return CataloguedDocument(printable_id, printable_version, "", chunks if isinstance(chunks, int) else 0, 0.0, damaged=True)
 
 
 def _chunk(row: tuple[Any, ...]) -> Chunk:

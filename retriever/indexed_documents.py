@@ -11,7 +11,6 @@ from cacheblend.store.errors import RetrieverError
 from .catalogue import Catalogue, CataloguedDocument, IndexReport
 from .chunk import Chunk
 
-
 INDEX_FILE = "catalogue.sqlite"
 
 

@@ -214,7 +214,9 @@ class Retriever:
                 self._index.rebuild()
                 found = self._find(self._check_top_k(top_k), vector_D, top_k)
             if found is None:
-                raise RetrieverError(f"the index does not fit its catalogue in {self.config.directory}; ingest the documents anew")
+                raise RetrieverError(
+                    f"the index does not fit its catalogue in {self.config.directory}; ingest the documents anew"
+                )
             return found
 
     def close(self) -> None:

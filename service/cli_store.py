@@ -132,8 +132,7 @@ def verify(
 
 def _print_index(index: IndexReport) -> None:
     found = (
-        f"{len(index.damaged)} damaged, {index.strays} chunks of no document"
-        f"{', out of order' if index.misordered else ''}"
+        f"{len(index.damaged)} damaged, {index.strays} chunks of no document{', its structure broken' if index.broken else ''}"
     )
     options.stdout.print(
         f"index: {index.documents} documents, {index.chunks} chunks: {'all whole' if index.ok else found}", highlight=False

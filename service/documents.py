@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from cacheblend.retriever import CataloguedDocument, Chunk
 from cacheblend.store import KVStore, StoredDocument
-from cacheblend.store.errors import InputError
+from cacheblend.store.errors import InputError, StoreFullError
 
 
 class DocumentIndex(Protocol):
@@ -148,7 +148,12 @@ class Documents:
             if self._store.documents.version(id_) is not None:
                 self._store.documents.delete(id_)
             if self._index.document(id_) is not None:
-                self._index.delete(id_)
+                try:
+                    self._index.delete(id_)
+                except StoreFullError:  # what the KV's files left free is reserved again, or taken by others
+                    if not self._store.release_reserve():
+                        raise
+                    self._index.delete(id_)
         return status
 
     def pin(self, id_: str) -> None:

@@ -61,9 +61,9 @@ class Ingester:
         report = self._ingest(given, on_progress or (lambda *_: None))
         if report.evicted:
             raise StoreFullError(
-                f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget at "
-                "once, or others took their place; the texts are in the index and can be asked about; raise nvme_budget_bytes, "
-                "unpin or delete documents, or ingest fewer at once"
+                f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget "
+                "at once, or others took their place; the texts are in the index and can be asked about; "
+                "raise nvme_budget_bytes, unpin or delete documents, or ingest fewer at once"
             )
         return report
 
@@ -120,10 +120,10 @@ class Ingester:
             wanted.append((chunks[versioned], which))
         computed = tokens = 0
         writes: deque[tuple[Future[bool], DocumentVersion]] = deque()
-        for (key, document), kv in zip(
+        for (key, versioned), kv in zip(
             to_compute, self._fusor.precompute_documents(wanted, self._prefix_ids, self._context), strict=True
         ):
-            writes.append((self._store.put(key, kv, flush=False, document=document), document))
+            writes.append((self._store.put(key, kv, flush=False, document=versioned), versioned))
             computed, tokens = computed + 1, tokens + len(kv.token_ids)
             while writes and writes[0][0].done():
                 _check_write(*writes.popleft())  # a full disk ends the run here, not hours later

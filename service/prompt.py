@@ -22,8 +22,8 @@ class PromptPieces:
     """A prompt's token ids: `head`, every chunk's, and `tail`, which holds the question. Their concatenation is the prompt.
 
     `document_ids` says which document each chunk is of, and `earlier` the chunks of that document which its KV is computed
-    after; both are empty where nobody knows. `documents` has the id and version of the ingested document that each chunk is of, or
-    None. `may_be_continued` says whether a later
+    after; both are empty where nobody knows. `documents` has the id and version of the ingested document that each chunk is
+    of, or None. `may_be_continued` says whether a later
     prompt may begin with all of this one, chunks and answer included: then its blended KV is kept for that.
     """
 

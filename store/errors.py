@@ -67,8 +67,8 @@ class DamagedDocumentError(RetrieverError):
 
     def __init__(self, document_id: str) -> None:
         super().__init__(
-            f"document {document_id!r} is damaged in the index; ingest it again, which replaces it, or find what else is damaged "
-            "with `cacheblend store verify`"
+            f"document {document_id!r} is damaged in the index; ingest it again, which replaces it; "
+            "`cacheblend store verify` finds what else is damaged"
         )
         self.document_id = document_id
 

@@ -55,9 +55,7 @@ class KVStore:
         self._pending = PendingEntries()
         self._closed = False
 
-    def put(
-        self, key: ChunkKey, kv: ChunkKV, flush: bool = True, *, document: DocumentVersion | None = None
-    ) -> Future[bool]:
+    def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True, *, document: DocumentVersion | None = None) -> Future[bool]:
         """Store a chunk's KV. A key that is stored already is only noted as used.
 
         Args:
@@ -172,6 +170,11 @@ class KVStore:
         """
         self._check_open()
         return self._nvme.exclusive()
+
+    def release_reserve(self) -> bool:
+        """Give up the room on the disk that is reserved for removals, for a removal beside this store; False if it is gone."""
+        self._check_open()
+        return self._nvme.release_reserve()
 
     @property
     def documents(self) -> StoreDocuments:

@@ -107,6 +107,11 @@ class NvmeTier:
                 self.folder.entry_path(digest).unlink(missing_ok=True)
             return change()
 
+    def release_reserve(self) -> bool:
+        """Give up the room that is reserved for removals, for one beside this store; the next change takes it again."""
+        with self.exclusive():
+            return self._reserve.release()
+
     def __contains__(self, digest: str) -> bool:
         return not self._pins.is_leaving(digest) and digest in self.catalogue
 

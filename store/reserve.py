@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class Reserve:
             finally:
                 os.close(fd)
         except OSError:
-            self._path.unlink(missing_ok=True)  # half of it would only take what others need
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)  # half of it would only take what others need
 
     def release(self) -> bool:
         """Give the room up; False where there was none."""

@@ -149,6 +149,6 @@ class StoreFolder:
         if version != STORE_FORMAT:
             raise StoreDirectoryError(
                 f"{self.root} has format {version}, this version of cacheblend reads {STORE_FORMAT}; "
-                "use the version that made it, or a new folder (chunks are computed again); where no other version ever used it, "
-                f"the number is damaged: remove {_MARKER}, which is made again"
+                "use the version that made it, or a new folder (chunks are computed again); where no other version ever used "
+                f"it, the number is damaged: remove {_MARKER}, which is made again"
             )
