@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _MAX_TOUCHED = 1024
 _PAGE = 64
 _COLUMNS = "digest, model, codec, namespace, tokens, layers, bytes, created_ns, used_ns"
+_NO_DIGEST = "(length(digest) != 64 OR digest GLOB '*[^0-9a-f]*')"
 _MAX_NS = 2**62  # the year 2116: a time of use beyond it is no time
 _TOTALS = "SELECT namespace, count(*), sum(bytes) FROM entries GROUP BY namespace"
 
@@ -210,6 +211,11 @@ class Catalogue:
             wrong = " OR ".join(f"typeof({name}) != '{kind}'" for name, kind in columns.items())
             if self.database.rows(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1"):
                 raise self.database.unusable(f"a row of the table {table} is damaged")
+        for table in ("entries", "document_chunks"):  # a damaged digest is no name of a file
+            if self.database.rows(f"SELECT 1 FROM {table} WHERE {_NO_DIGEST} LIMIT 1"):
+                logger.warning("rows of the table %s with damaged keys are dropped; `store verify --repair` finds files", table)
+                with self.database.transaction() as transaction:
+                    transaction.execute(f"DELETE FROM {table} WHERE {_NO_DIGEST}")
         if self._totals_are_wrong():
             logger.warning("the totals of the catalogue are not those of its rows, and are counted anew")
             with self.database.transaction() as transaction:

@@ -263,6 +263,24 @@ def test_a_row_that_is_no_row(open_store, statement: str) -> None:
     assert len(open_store().ls()) == 3
 
 
+@pytest.mark.parametrize("digest", ["char(0) || substr(digest, 2)", "'../' || substr(digest, 4)", "substr(digest, 2)"])
+def test_a_key_that_names_no_file(open_store, digest: str) -> None:
+    """A row whose key is damaged is dropped at the opening; its file is found again by `verify`."""
+    with open_store() as store:
+        for pair in PAIRS:
+            store.put(*pair)
+        store.documents.put([("a", "1", [KEY])])
+    directory = Path(store.config.directory)
+    for table in ("entries", "document_chunks"):
+        catalogue_of(directory, f"UPDATE {table} SET digest = {digest} WHERE digest = '{KEY}'")
+    store = open_store()
+    assert store.get(KEY) is None
+    assert store.verify(repair=True).orphans == (str(KEY),)
+    assert same(store.get(KEY), KV)
+    store.documents.delete("a")
+    assert store.verify().ok
+
+
 @pytest.mark.parametrize(
     ("operation", "freed"),
     [(operation, freed) for operation in ("delete", "delete a document", "shrink") for freed in ("reserve", "entries")]
