@@ -1,10 +1,15 @@
-"""The truth about what was added: documents, their chunks, token ids and vectors, in one SQLite file.
+"""The source of truth about what was added: documents, their chunks, token ids and vectors, in one SQLite file.
+
+Each row has a checksum of all that it holds, which every read compares: SQLite has none of its own. It finds what disks do, and
+is no defence against someone who may write to the file.
 
 Shapes: N chunks, D dimensions.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,21 +19,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from cacheblend.store.disk import make_private_file
-from cacheblend.store.errors import InputError, RetrieverError
+from cacheblend.store.disk import is_disk_full, make_private_file
+from cacheblend.store.errors import DamagedDocumentError, InputError, RetrieverError, StoreFullError
+from cacheblend.store.reserve import Reserve
 
 from .chunk import Chunk
 from .document import Document
 
-FORMAT = "1"
+logger = logging.getLogger(__name__)
+
+FORMAT = "2"
+_BEFORE_CHECKSUMS = "1"  # a format that is brought to this one at opening
 BUSY_TIMEOUT_S = 30.0
+_WRONG_VALUE = re.compile(r"\S+ value in ")  # found by the row's checksum
 _STATE = ("generation", "dimensions", "format")  # what of `meta` is no setting
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS documents (id TEXT PRIMARY KEY, version TEXT NOT NULL, title TEXT NOT NULL, created_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS documents (
+    id TEXT PRIMARY KEY,
+    version TEXT NOT NULL,
+    title TEXT NOT NULL,
+    created_s REAL NOT NULL,
+    chunks INTEGER NOT NULL DEFAULT 0,     -- how many the document has
+    checksum BLOB NOT NULL DEFAULT x''     -- of id, version, title and number of chunks
+);
 CREATE TABLE IF NOT EXISTS chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- the index's id; never used twice
     document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
@@ -36,24 +54,65 @@ CREATE TABLE IF NOT EXISTS chunks (
     text TEXT NOT NULL,
     token_ids BLOB NOT NULL,               -- int32, little-endian
     vector BLOB NOT NULL,                  -- float32, little-endian
+    checksum BLOB NOT NULL DEFAULT x'',    -- of document, version, position, text, token ids and vector
     UNIQUE (document_id, position)
 );
 """
+_TO_FORMAT_2 = [
+    f"ALTER TABLE {table} ADD COLUMN {column}"
+    for table, column in (
+        ("documents", "chunks INTEGER NOT NULL DEFAULT 0"),
+        ("documents", "checksum BLOB NOT NULL DEFAULT x''"),
+        ("chunks", "checksum BLOB NOT NULL DEFAULT x''"),
+    )
+]
+_SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
 _SELECT_CHUNKS = """
-SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids
+SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum
 FROM chunks c JOIN documents d ON d.id = c.document_id
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CataloguedDocument:
-    """A document as the catalogue lists it; `created_s` is Unix time."""
+    """A document as the catalogue lists it; `created_s` is Unix time.
+
+    Of a `damaged` one id, title, version or the number of chunks is not what was written; its title is left out.
+    """
 
     id: str
     version: str
     title: str
     chunks: int
     created_s: float
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexReport:
+    """What a check of every row found.
+
+    Args:
+        documents: documents in the catalogue.
+        chunks: chunks in it.
+        damaged: ids of documents of which a row is missing or is not what was written; repaired by removing them, so that
+            questions find the others: they must be ingested again.
+        strays: chunks of no document; repaired by removing them.
+        broken: whether SQLite finds the file's own structure broken; repaired by making its lookup tables again.
+        repaired: whether it was all mended.
+    """
+
+    documents: int
+    chunks: int
+    damaged: tuple[str, ...]
+    strays: int
+    broken: bool
+    repaired: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not (self.damaged or self.strays or self.broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +135,25 @@ class Catalogue:
 
     Raises:
         RetrieverError: the file cannot be used, is of another format, or holds documents of other settings.
+        StoreFullError: the disk is full, and documents are to be written.
 
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, str]) -> None:
+        self._path = path
         self._where = "memory" if path is None else str(path)
         self._settings = dict(settings)
+        self._reserve = None if path is None else Reserve(path.with_name("reserve"))
+        try:
+            self._open()
+        except StoreFullError:
+            if self._reserve is None or not self._reserve.release():
+                raise
+            self._open()
+        self._refill()
+
+    def _open(self) -> None:
+        path = self._path
         if path is not None:
             make_private_file(path)
         with self._errors():
@@ -89,6 +161,8 @@ class Catalogue:
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
+        # A damaged text is found by its checksum, and then by name; an error here would name no document.
+        self._db.text_factory = lambda raw: raw.decode(errors="surrogateescape")
         try:
             self._check_format()  # first: a file of another format is left as it is
             with self._errors():
@@ -96,6 +170,8 @@ class Catalogue:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 # A power cut may lose the last documents, never half of one; FULL would sync the disk once a document.
                 self._db.execute("PRAGMA synchronous = NORMAL")
+                if self._has_meta() and self._meta("format") == _BEFORE_CHECKSUMS:
+                    self._add_checksums()
                 self._db.executescript(_SCHEMA)
                 if self._meta("format") is None:
                     self._set_meta("format", FORMAT)
@@ -112,13 +188,15 @@ class Catalogue:
     @property
     def generation(self) -> int:
         """How many writes there have been, by any process."""
-        return int(self._meta("generation") or 0)
+        return self._number("generation") or 0
 
     @property
     def dimensions(self) -> int | None:
         """Length of the vectors; None before the first."""
-        value = self._meta("dimensions")
-        return None if value is None else int(value)
+        dimensions = self._number("dimensions")
+        if dimensions is not None and dimensions < 1:
+            raise self._unusable("the length of its vectors is damaged")
+        return dimensions
 
     @property
     def settings(self) -> dict[str, str]:
@@ -130,6 +208,7 @@ class Catalogue:
 
         Raises:
             RetrieverError: the file cannot be written, or has other settings or vectors of another length.
+            StoreFullError: the disk is full.
 
         """
         settings = {**self._settings, "dimensions": str(vectors_ND.shape[1])}
@@ -142,19 +221,40 @@ class Catalogue:
                 self._compare(settings)
             removed = self._remove(document.id)
             self._db.execute(
-                "INSERT INTO documents VALUES (?, ?, ?, ?)", (document.id, document.version, document.title, time.time())
+                "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)",
+                (
+                    *(document.id, document.version, document.title, time.time(), len(chunks)),
+                    _checksum(document.id, document.version, document.title, len(chunks)),
+                ),
             )
             added = [self._insert(chunk, vector_D) for chunk, vector_D in zip(chunks, vectors_ND, strict=True)]
-            return Change(added, removed, self.generation)
+            change = Change(added, removed, self.generation)
+        self._refill()
+        return change
 
     def remove(self, document_id: str) -> Change:
-        """Remove a document and its chunks in one transaction.
+        """Remove a document and its chunks in one transaction; on a full disk, too, as long as it has a reserve.
 
         Raises:
             InputError: there is no such document.
             RetrieverError: the file cannot be written.
+            StoreFullError: the disk is full, and the reserve was needed before.
 
         """
+        try:
+            change = self._take_out(document_id)
+        except StoreFullError:
+            if self._reserve is None or not self._reserve.release():
+                raise
+            change = self._take_out(document_id)
+        self._refill()
+        return change
+
+    def _refill(self) -> None:
+        if self._reserve is not None:
+            self._reserve.refill()
+
+    def _take_out(self, document_id: str) -> Change:
         with self._write():
             if self.version(document_id) is None:
                 raise self._unknown(document_id)
@@ -165,47 +265,146 @@ class Catalogue:
         rows = self._rows("SELECT version FROM documents WHERE id = ?", (document_id,))
         return str(rows[0][0]) if rows else None
 
-    def documents(self) -> list[CataloguedDocument]:
-        """Every document, in the order of adding."""
-        rows = self._rows(
-            "SELECT d.id, d.version, d.title, count(c.id), d.created_s FROM documents d JOIN chunks c ON c.document_id = d.id "
-            "GROUP BY d.id ORDER BY min(c.id)"
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+        """Documents in the order of adding.
+
+        Args:
+            limit: at most so many; None for all.
+            after: those added after this one; None for the first ones.
+
+        Raises:
+            InputError: there is no document `after`.
+
+        """
+        last = 0
+        if after is not None:
+            rows = self._rows("SELECT rowid FROM documents WHERE id = ?", (after,))
+            if not rows:
+                raise self._unknown(after)
+            last = rows[0][0]
+        arguments = (last, -1 if limit is None else limit)
+        return [_document(row) for row in self._rows(f"{_SELECT_DOCUMENTS} WHERE rowid > ? ORDER BY rowid LIMIT ?", arguments)]
+
+    def document(self, document_id: str) -> CataloguedDocument | None:
+        """One document; None where there is no such document."""
+        rows = self._rows(f"{_SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
+        return _document(rows[0]) if rows else None
+
+    def ids(self) -> set[str]:
+        """Every document's id."""
+        return {id_ for (id_,) in self._rows("SELECT id FROM documents")}
+
+    def is_whole(self, document_id: str) -> bool:
+        """Whether all rows of a document are there, and are what was written."""
+        try:
+            self.chunks(document_id)
+        except (DamagedDocumentError, InputError):
+            return False
+        return True
+
+    def verify(self, *, repair: bool) -> IndexReport:
+        """Check every row; with `repair`, mend what can be mended. See `IndexReport`.
+
+        Raises:
+            RetrieverError: the file's own structure is broken beyond that.
+            StoreFullError: the disk has no room for the repair.
+
+        """
+        broken = self._broken_structure()
+        if broken and repair:
+            with self._errors():
+                self._db.execute("REINDEX")
+            if still_broken := self._broken_structure():
+                raise self._unusable(still_broken)
+        # By rowid, and every id: those of damaged rows may be no text, or not the one that their chunks name.
+        rows = self._rows("SELECT rowid, id FROM documents ORDER BY rowid")
+        bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_whole(id_)]
+        [[chunks]] = self._rows("SELECT count(*) FROM chunks")
+        [[strays]] = self._rows("SELECT count(*) FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
+        if repair and (bad or strays):
+            with self._write():
+                for rowid, _ in bad:
+                    self._db.execute("DELETE FROM documents WHERE rowid = ?", (rowid,))
+                self._db.execute("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
+        damaged = tuple(str(id_).encode(errors="replace").decode() for _, id_ in bad)
+        return IndexReport(
+            documents=len(rows),
+            chunks=chunks,
+            damaged=damaged,
+            strays=strays,
+            broken=bool(broken),
+            repaired=repair,
         )
-        return [CataloguedDocument(*row) for row in rows]
+
+    def _broken_structure(self) -> str:
+        """The first thing that SQLite finds wrong with the file; empty for nothing. Values are the rows' checksums' affair."""
+        found = (str(message) for (message,) in self._rows("PRAGMA integrity_check(100)"))
+        return next((message for message in found if message != "ok" and not _WRONG_VALUE.match(message)), "")
 
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of a document, or all, in the order of adding.
 
         Raises:
             InputError: there is no such document.
+            DamagedDocumentError: a row is missing, or is not what was written.
 
         """
         if document_id is None:
             return [_chunk(row) for row in self._rows(_SELECT_CHUNKS + "ORDER BY c.id")]
         rows = self._rows(_SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
         if not rows:
+            if self.version(document_id) is not None:
+                raise DamagedDocumentError(document_id)
             raise self._unknown(document_id)
-        return [_chunk(row) for row in rows]
+        chunks = [_chunk(row) for row in rows]
+        if [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
+            raise DamagedDocumentError(document_id)
+        return chunks
 
-    def chunk(self, id_: int) -> Chunk:
-        """The chunk of an index id that this catalogue gave."""
-        [row] = self._rows(_SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
-        return _chunk(row)
+    def chunk(self, id_: int) -> Chunk | None:
+        """The chunk of an index id; None where there is none, which is so of an index that does not fit this catalogue.
+
+        Raises:
+            DamagedDocumentError: the row is not what was written.
+
+        """
+        rows = self._rows(_SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
+        return _chunk(rows[0]) if rows else None
 
     def vectors(self, document_id: str | None = None) -> tuple[list[int], NDArray[np.float32]]:
-        """Index ids of a document's chunks, or of all, ascending, and their vectors, float32 (N, D)."""
-        if document_id is None:
-            rows = self._rows("SELECT id, vector FROM chunks ORDER BY id")
-        else:
-            rows = self._rows("SELECT id, vector FROM chunks WHERE document_id = ? ORDER BY id", (document_id,))
-        vectors_ND = np.frombuffer(b"".join(vector for _, vector in rows), dtype="<f4").reshape(len(rows), -1 if rows else 0)
-        return [id_ for id_, _ in rows], vectors_ND.astype(np.float32, copy=False)
+        """Index ids of a document's chunks, or of all, ascending, and their vectors, float32 (N, D).
+
+        Vectors that cannot be of this catalogue are left out, and logged; one that is damaged otherwise is found out with its
+        chunk, when a question comes upon it.
+        """
+        query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id "
+        arguments: tuple[str, ...] = ()
+        if document_id is not None:
+            query, arguments = f"{query} WHERE c.document_id = ?", (document_id,)
+        dimensions = self.dimensions or 0
+        ids: list[int] = []
+        vectors: list[NDArray[np.float32]] = []
+        damaged: list[str] = []
+        for id_, owner, raw in self._rows(f"{query} ORDER BY c.id", arguments):
+            if isinstance(raw, bytes) and len(raw) == 4 * dimensions:
+                vector_D = np.frombuffer(raw, dtype="<f4")
+                if np.isfinite(vector_D).all():
+                    ids.append(id_)
+                    vectors.append(vector_D)
+                    continue
+            damaged.append(str(owner))
+        if damaged and not ids:
+            raise self._unusable("the length of its vectors is damaged")
+        for owner in damaged:
+            logger.error("a chunk is not in the index: %s", DamagedDocumentError(owner))
+        return ids, np.array(vectors, dtype=np.float32).reshape(len(ids), dimensions)
 
     def _insert(self, chunk: Chunk, vector_D: NDArray[np.float32]) -> int:
-        token_ids = np.asarray(chunk.token_ids, dtype="<i4").tobytes()
+        token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
+        checksum = _checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
         cursor = self._db.execute(
-            "INSERT INTO chunks (document_id, position, text, token_ids, vector) VALUES (?, ?, ?, ?, ?)",
-            (chunk.document_id, chunk.position, chunk.text, token_ids, vector_D.astype("<f4").tobytes()),
+            "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)",
+            (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum),
         )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
@@ -217,12 +416,35 @@ class Catalogue:
 
     def _check_format(self) -> None:
         """Refuse a file that another version of cacheblend made: two versions never share one."""
-        has_meta = self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
-        if has_meta and (found := self._meta("format")) not in (None, FORMAT):
+        if self._has_meta() and (found := self._meta("format")) not in (None, FORMAT, _BEFORE_CHECKSUMS):
             raise RetrieverError(
                 f"{self._where} has format {found}, this version of cacheblend reads {FORMAT}; "
                 "use the version that made it, or another directory and ingest the documents anew"
             )
+
+    def _has_meta(self) -> bool:
+        return bool(self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"))
+
+    def _add_checksums(self) -> None:
+        """Bring a file of the format before this one to it: what its rows hold now is taken to be what was written."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            if self._meta("format") == _BEFORE_CHECKSUMS:  # no other process was sooner
+                for statement in _TO_FORMAT_2:
+                    self._db.execute(statement)
+                self._db.create_function("checksum", -1, _checksum, deterministic=True)
+                self._db.execute("UPDATE documents SET chunks = (SELECT count(*) FROM chunks WHERE document_id = documents.id)")
+                self._db.execute("UPDATE documents SET checksum = checksum(id, version, title, chunks)")
+                self._db.execute(
+                    "UPDATE chunks SET checksum = checksum(document_id, (SELECT version FROM documents WHERE id = document_id)"
+                    ", position, text, token_ids, vector)"
+                )
+                self._set_meta("format", FORMAT)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
 
     def _compare(self, settings: Mapping[str, str]) -> None:
         for key, value in settings.items():
@@ -263,6 +485,15 @@ class Catalogue:
         rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
         return str(rows[0][0]) if rows else None
 
+    def _number(self, key: str) -> int | None:
+        value = self._meta(key)
+        if value is None:
+            return None
+        try:
+            return int(value)
+        except ValueError:
+            raise self._unusable(f"its {key} is damaged ({value!r})") from None
+
     def _set_meta(self, key: str, value: str) -> None:
         self._db.execute("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
 
@@ -274,17 +505,45 @@ class Catalogue:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
-            raise RetrieverError(
-                f"the catalogue in {self._where} cannot be used: {error}; check that the directory is a retriever's, "
-                "that it is writable and its disk not full, or ingest into another directory"
-            ) from error
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged name stands in SQLite's own message
+            if self._path is not None and is_disk_full(self._path, error):
+                raise StoreFullError(f"no room on the disk for {self._where}: {error}; free space") from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, why: object) -> RetrieverError:
+        return RetrieverError(
+            f"the catalogue in {self._where} cannot be used: {why}; check that the directory is a retriever's and that it is "
+            "writable, try `cacheblend store verify --repair`, or ingest into another directory"
+        )
 
     def _unknown(self, document_id: str) -> InputError:
         return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
 
 
+def _document(row: tuple[Any, ...]) -> CataloguedDocument:
+    id_, version, title, chunks, created_s, checksum = row
+    if checksum == _checksum(id_, version, title, chunks):
+        return CataloguedDocument(id_, version, title, chunks, created_s)
+    printable_id, printable_version = (str(value).encode(errors="replace").decode() for value in (id_, version))
+    return CataloguedDocument(printable_id, printable_version, "", chunks if isinstance(chunks, int) else 0, 0.0, damaged=True)
+
+
 def _chunk(row: tuple[Any, ...]) -> Chunk:
-    document_id, version, position, title, text, token_ids = row
+    document_id, version, position, title, text, token_ids, vector, checksum, chunks, document_checksum = row
+    if checksum != _checksum(document_id, version, position, text, token_ids, vector) or document_checksum != _checksum(
+        document_id, version, title, chunks
+    ):
+        raise DamagedDocumentError(str(document_id))
     ids = tuple(np.frombuffer(token_ids, dtype="<i4").tolist())
     return Chunk(document_id, version, position, title, text, ids)
+
+
+def _checksum(*fields: object) -> bytes:
+    """The xxh3-128 of values as SQLite gives them, each with its kind and length."""
+    digest = xxhash.xxh3_128()
+    for field in fields:
+        kind = next((kind for kind in (bytes, str, int) if isinstance(field, kind)), object)
+        raw = field if isinstance(field, bytes) else str(field).encode(errors="surrogateescape")
+        digest.update(f"{kind.__name__}:{len(raw)}:".encode())
+        digest.update(raw)
+    return digest.digest()

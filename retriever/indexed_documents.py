@@ -8,8 +8,10 @@ from typing import Self
 
 from cacheblend.store.errors import RetrieverError
 
-from .catalogue import Catalogue, CataloguedDocument
+from .catalogue import Catalogue, CataloguedDocument, IndexReport
 from .chunk import Chunk
+
+INDEX_FILE = "catalogue.sqlite"
 
 
 class IndexedDocuments:
@@ -24,20 +26,47 @@ class IndexedDocuments:
     """
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "catalogue.sqlite"
+        path = directory / INDEX_FILE
         if not path.is_file():
             raise RetrieverError(f"{directory} holds no index; name the folder that documents were ingested into")
         self._catalogue = Catalogue(path, {})
 
-    def documents(self) -> list[CataloguedDocument]:
-        """Every document, in the order of adding."""
-        return self._catalogue.documents()
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+        """Documents in the order of adding: at most `limit`, and those added after the document `after`.
+
+        Raises:
+            InputError: there is no document `after`.
+
+        """
+        return self._catalogue.documents(limit, after)
+
+    def document(self, document_id: str) -> CataloguedDocument | None:
+        """One document; None where there is no such document."""
+        return self._catalogue.document(document_id)
+
+    def version(self, document_id: str) -> str | None:
+        """The version of a document; None where there is no such document."""
+        return self._catalogue.version(document_id)
+
+    def ids(self) -> set[str]:
+        """Every document's id."""
+        return self._catalogue.ids()
+
+    def verify(self, *, repair: bool = False) -> IndexReport:
+        """Check every row; with `repair`, mend what can be mended. See `IndexReport`.
+
+        Raises:
+            RetrieverError: the file's own structure is broken.
+
+        """
+        return self._catalogue.verify(repair=repair)
 
     def chunks(self, document_id: str) -> list[Chunk]:
         """The chunks of a document, in order.
 
         Raises:
             InputError: there is no such document.
+            DamagedDocumentError: its rows are not what was written.
 
         """
         return self._catalogue.chunks(document_id)

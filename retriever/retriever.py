@@ -117,6 +117,7 @@ class Retriever:
         Raises:
             InputError: a document cannot be used, or two with one id have different texts.
             RetrieverError: the embedder or the directory cannot be used.
+            StoreFullError: the disk is full.
 
         """
         given, wanted = _checked(documents)
@@ -181,6 +182,7 @@ class Retriever:
         Raises:
             InputError: there is no such document.
             RetrieverError: the directory cannot be written.
+            StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
 
         """
         with self._lock:
@@ -195,16 +197,37 @@ class Retriever:
             index = self._index.current()
             return 0 if index is None else len(index)
 
-    def documents(self) -> list[CataloguedDocument]:
-        """Every document, in the order of adding."""
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+        """Documents in the order of adding: at most `limit`, and those added after the document `after`.
+
+        Raises:
+            InputError: there is no document `after`.
+
+        """
         with self._lock:
-            return self._catalogue.documents()
+            return self._catalogue.documents(limit, after)
+
+    def document(self, document_id: str) -> CataloguedDocument | None:
+        """One document; None where there is no such document."""
+        with self._lock:
+            return self._catalogue.document(document_id)
+
+    def version(self, document_id: str) -> str | None:
+        """The version of a document; None where there is no such document."""
+        with self._lock:
+            return self._catalogue.version(document_id)
+
+    def ids(self) -> set[str]:
+        """Every document's id."""
+        with self._lock:
+            return self._catalogue.ids()
 
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of one document, or all, in the order of adding.
 
         Raises:
             InputError: there is no such document.
+            DamagedDocumentError: its rows are not what was written.
 
         """
         with self._lock:
@@ -216,6 +239,7 @@ class Retriever:
         Raises:
             InputError: the question is empty, top_k below 1, or there are no chunks at all.
             RetrieverError: the embedder or the directory cannot be used.
+            DamagedDocumentError: a chunk that was found is not what was written.
 
         """
         if not isinstance(question, str) or not question.strip():
@@ -232,8 +256,15 @@ class Retriever:
                     f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
-            ids, distances = index.search(vector_D, min(top_k, len(index)))
-            return [ScoredChunk(self._catalogue.chunk(id_), distance) for id_, distance in zip(ids, distances, strict=True)]
+            found = self._find(index, vector_D, top_k)
+            if found is None:  # the index has ids that the catalogue lacks: it is of another one, or a row's id is damaged
+                self._index.rebuild()
+                found = self._find(self._searchable(), vector_D, top_k)
+            if found is None:
+                raise RetrieverError(
+                    f"the index does not fit its catalogue in {self.config.directory}; ingest the documents anew"
+                )
+            return found
 
     def close(self) -> None:
         """Write the index beside the catalogue and close both; a second call does nothing."""
@@ -261,7 +292,9 @@ class Retriever:
 
     def _changed(self, wanted: Mapping[str, Document]) -> list[Document]:
         with self._lock:
-            return [document for id_, document in wanted.items() if document.version != self._catalogue.version(id_)]
+            # A damaged document is replaced by what is given now, though it be the same.
+            versions = {id_: self._catalogue.version(id_) if self._catalogue.is_whole(id_) else None for id_ in wanted}
+        return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> list[str]:
         """What chunks are found by: their text, behind their document's title, which the text has in the first chunk only.
@@ -291,6 +324,15 @@ class Retriever:
                 f"({len(texts)}, {self.embedder.dimensions}) was expected; use another embedder"
             )
         return vectors_ND
+
+    def _find(self, index: VectorIndex, vector_D: NDArray[np.float32], top_k: int) -> list[ScoredChunk] | None:
+        """The nearest chunks; None where the catalogue does not have one of them."""
+        found = []
+        for id_, distance in zip(*index.search(vector_D, min(top_k, len(index))), strict=True):
+            if (chunk := self._catalogue.chunk(id_)) is None:
+                return None
+            found.append(ScoredChunk(chunk, distance))
+        return found
 
     def _searchable(self) -> VectorIndex:
         index = self._index.current()

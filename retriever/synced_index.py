@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend.store.errors import RetrieverError
+from cacheblend.store.errors import RetrieverError, StoreFullError
 
 from .catalogue import Catalogue, Change
 from .index import VectorIndex
@@ -64,17 +64,22 @@ class SyncedIndex:
             self._index.add(change.added_ids, vectors_ND)
         self._generation = change.generation
 
+    def rebuild(self) -> None:
+        """Build the index from the catalogue, whatever its file holds."""
+        self._file_generation = -1
+        self._index = None if self._catalogue.dimensions is None else self._build(self._catalogue.dimensions)
+
     def save(self) -> None:
         """Write the file, unless it shows the catalogue's generation already.
 
         Where writing fails, a warning is logged: nothing is lost, the next opening builds the index from the catalogue.
         """
-        if self._path is None or (index := self.current()) is None or self._generation == self._file_generation:
-            return
         try:
+            if self._path is None or (index := self.current()) is None or self._generation == self._file_generation:
+                return
             index.save(self._path, self._generation)
             self._file_generation = self._generation
-        except OSError as error:
+        except (OSError, RetrieverError, StoreFullError) as error:
             _log.warning("could not write %s: %s", self._path, error)
 
     def _read(self, generation: int, dimensions: int) -> VectorIndex:
@@ -85,6 +90,9 @@ class SyncedIndex:
                     return index
             except RetrieverError as error:
                 _log.warning("%s; building the index from the catalogue", error)
+        return self._build(dimensions)
+
+    def _build(self, dimensions: int) -> VectorIndex:
         ids, vectors_ND = self._catalogue.vectors()
         index = VectorIndex(dimensions)
         if ids:

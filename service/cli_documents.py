@@ -13,7 +13,7 @@ from rich.table import Table
 from cacheblend.retriever.indexed_documents import IndexedDocuments
 
 from . import cli_options as options
-from .cli_store import open_store
+from .cli_store import UNBOUNDED, open_store
 from .documents import Documents, DocumentStatus
 
 app = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
@@ -21,15 +21,23 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `do
 
 
 @app.command("ls")
-def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+def ls(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many; left out, all.")] = None,
+    after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed behind this document.")] = None,
+    as_json: options.Json = False,
+) -> None:
     """List the documents, and how much of each one's KV is stored.
 
-    Example: cacheblend documents ls --store-dir ./store --json
+    Example: cacheblend documents ls --store-dir ./store --limit 100 --json
     """
     with _open(store_dir) as documents:
-        found = documents.ls()
+        if limit is None and after is None:
+            found, has_more = documents.ls(), False
+        else:
+            found, has_more = documents.page(limit or UNBOUNDED, after)
     if as_json:
-        options.print_json({"documents": [status.as_dict() for status in found]})
+        options.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
         return
     table = Table("id", "title", "chunks", "KV stored", "shared", "bytes", "pinned")
     for status in found:
@@ -43,7 +51,7 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
             "yes" if status.pinned else "",
         )
     options.stdout.print(table)
-    options.stdout.print(f"{len(found)} documents")
+    options.stdout.print(f"{len(found)} documents{'; there are more' if has_more else ''}")
 
 
 @app.command("show")
@@ -78,7 +86,7 @@ def delete(
     """
     with _open(store_dir) as documents:
         if not yes:
-            status, _ = documents.show(id_)
+            status = documents.status(id_)
             options.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?")
         _tell(documents.delete(id_), "deleted", as_json)
 
@@ -91,7 +99,7 @@ def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_jso
     """
     with _open(store_dir) as documents:
         documents.pin(id_)
-        _tell(documents.show(id_)[0], "pinned", as_json)
+        _tell(documents.status(id_), "pinned", as_json)
 
 
 @app.command("unpin")
@@ -102,7 +110,7 @@ def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_j
     """
     with _open(store_dir) as documents:
         documents.unpin(id_)
-        _tell(documents.show(id_)[0], "unpinned", as_json)
+        _tell(documents.status(id_), "unpinned", as_json)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +10,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from cacheblend.retriever.catalogue import IndexReport
+from cacheblend.retriever.indexed_documents import INDEX_FILE, IndexedDocuments
 from cacheblend.store import KVStore, StoreConfig
 from cacheblend.store.errors import InputError
 
 from . import cli_options as options
-from .config import KV_FOLDER
+from .config import INDEX_FOLDER, KV_FOLDER
 from .store_merge import merge_stores
 
 app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
@@ -96,14 +99,22 @@ def verify(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Check every file and every checksum; exits with 1 if something is wrong and was not repaired.
+    """Check every file and every checksum, of KV and index; exits with 1 if something is wrong and was not repaired.
+
+    A document that is damaged in the index cannot be mended: --repair removes it there. Its KV stays for when it is ingested
+    again, or until it is deleted.
 
     Example: cacheblend store verify --store-dir ./store --repair
     """
     with open_store(store_dir) as store, options.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
+    index = None
+    if (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
+        with IndexedDocuments(store_dir / INDEX_FOLDER) as documents:
+            index = documents.verify(repair=repair)
+    ok = report.ok and (index is None or index.ok)
     if as_json:
-        options.print_json(report.as_dict())
+        options.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
     else:
         found = (
             f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.misstated)} listed wrongly, "
@@ -111,10 +122,24 @@ def verify(
             f"{', totals miscounted' if report.miscounted else ''}"
         )
         options.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
-        if not report.ok:
+        if index is not None:
+            _print_index(index)
+        if not ok:
             options.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
-    if not report.ok and not report.repaired:
+    if not ok and not report.repaired:
         raise typer.Exit(1)
+
+
+def _print_index(index: IndexReport) -> None:
+    found = (
+        f"{len(index.damaged)} damaged, {index.strays} chunks of no document{', its structure broken' if index.broken else ''}"
+    )
+    options.stdout.print(
+        f"index: {index.documents} documents, {index.chunks} chunks: {'all whole' if index.ok else found}", highlight=False
+    )
+    for id_ in index.damaged:
+        what = "removed from the index; ingest it again" if index.repaired else "damaged in the index; ingest it again"
+        options.stdout.print(f"  {id_}: {what}", highlight=False, markup=False)
 
 
 @app.command("clear")

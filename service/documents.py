@@ -10,14 +10,20 @@ from typing import Any, Protocol
 
 from cacheblend.retriever import CataloguedDocument, Chunk
 from cacheblend.store import KVStore, StoredDocument
-from cacheblend.store.errors import InputError
+from cacheblend.store.errors import InputError, StoreFullError
 
 
 class DocumentIndex(Protocol):
     """The index's part: `Retriever`, or `IndexedDocuments` where there is no model at hand."""
 
-    def documents(self) -> list[CataloguedDocument]:
-        """Every document, in the order of adding."""
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+        """Documents in the order of adding: at most `limit`, and those added after the document `after`."""
+
+    def document(self, document_id: str) -> CataloguedDocument | None:
+        """One document; None where there is no such document."""
+
+    def ids(self) -> set[str]:
+        """Every document's id."""
 
     def chunks(self, document_id: str) -> list[Chunk]:
         """The chunks of a document."""
@@ -40,6 +46,7 @@ class DocumentStatus:
         shared_chunks: different chunks that other documents have as well; each is stored once.
         stored_bytes: bytes of the files of its chunks' KV.
         own_bytes: the part of them that goes with the document.
+        damaged: whether its id, version or title in the index is not what was written; ingested again it is whole.
     """
 
     id: str
@@ -51,6 +58,7 @@ class DocumentStatus:
     shared_chunks: int
     stored_bytes: int
     own_bytes: int
+    damaged: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -71,10 +79,38 @@ class Documents:
         self._changing = changing or nullcontext()
 
     def ls(self) -> list[DocumentStatus]:
-        """Every document, in the order of adding."""
+        """Every document: those in the index in the order of adding, then by id those that the store alone knows."""
         stored = {document.id: document for document in self._store.documents.ls()}
         indexed = [_status(document, stored.pop(document.id, None)) for document in self._index.documents()]
         return indexed + [_lost(document) for document in stored.values()]
+
+    def page(self, limit: int, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
+        """A part of what `ls` gives, at the cost of that part.
+
+        Args:
+            limit: at most so many, 1 and above.
+            after: those listed after the document of this id; None for the first ones.
+
+        Returns:
+            The documents, and whether more follow.
+
+        Raises:
+            InputError: there is no document `after`.
+        """
+        wanted = limit + 1
+        in_index = after is None or self._index.document(after) is not None
+        if not in_index and self._store.documents.version(str(after)) is None:
+            raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
+        indexed = self._index.documents(wanted, after) if in_index else []
+        found = [_status(document, self._store.documents.get(document.id)) for document in indexed]
+        if len(found) < wanted:
+            known = self._index.ids()
+            last = "" if in_index or after is None else after
+            lost = [id_ for id_ in self._store.documents.ids() if id_ > last and id_ not in known]
+            for id_ in lost[: wanted - len(found)]:
+                if (stored := self._store.documents.get(id_)) is not None:
+                    found.append(_lost(stored))
+        return found[:limit], len(found) > limit
 
     def show(self, id_: str) -> tuple[DocumentStatus, Sequence[Chunk]]:
         """One document and its chunks.
@@ -82,29 +118,42 @@ class Documents:
         Raises:
             InputError: there is no such document.
         """
-        status = next((status for status in self.ls() if status.id == id_), None)
-        if status is None:
-            raise _unknown(id_)
+        status = self.status(id_)
         try:
             return status, self._index.chunks(id_) if status.chunks else ()
-        except InputError:  # deleted since it was listed
+        except InputError:  # deleted since it was looked up
             raise _unknown(id_) from None
+
+    def status(self, id_: str) -> DocumentStatus:
+        """One document without its chunks; raises as `show` does."""
+        document, stored = self._index.document(id_), self._store.documents.get(id_)
+        if document is not None:
+            return _status(document, stored)
+        if stored is None:
+            raise _unknown(id_)
+        return _lost(stored)
 
     def delete(self, id_: str) -> DocumentStatus:
         """Remove a document, pinned or not, and the KV of the chunks that no other document has; tells what it was.
 
-        The KV goes first: where the process dies between the two, the document is still listed and can be deleted again.
+        The KV goes first: where the process dies between the two, the document is still listed and can be deleted again. Both
+        go under the store's lock, so that no other process's ingest notes the document between them.
 
         Raises:
             InputError: there is no such document.
             StoreError, RetrieverError: store or index cannot be written.
         """
-        with self._changing:
-            status, _ = self.show(id_)
-            if self._store.documents.get(id_) is not None:
+        with self._changing, self._store.exclusive():
+            status = self.status(id_)
+            if self._store.documents.version(id_) is not None:
                 self._store.documents.delete(id_)
-            if status.chunks:
-                self._index.delete(id_)
+            if self._index.document(id_) is not None:
+                try:
+                    self._index.delete(id_)
+                except StoreFullError:  # what the KV's files left free is reserved again, or taken by others
+                    if not self._store.release_reserve():
+                        raise
+                    self._index.delete(id_)
         return status
 
     def pin(self, id_: str) -> None:
@@ -113,12 +162,12 @@ class Documents:
         Raises:
             InputError: there is no such document, or its KV was never ingested.
         """
-        self.show(id_)
+        self.status(id_)
         self._store.documents.pin(id_)
 
     def unpin(self, id_: str) -> None:
         """Let the KV of a document's chunks be evicted again; raises as `pin` does."""
-        self.show(id_)
+        self.status(id_)
         self._store.documents.unpin(id_)
 
 
@@ -133,6 +182,7 @@ def _status(document: CataloguedDocument, stored: StoredDocument | None) -> Docu
         shared_chunks=stored.shared_chunks if stored else 0,
         stored_bytes=stored.stored_bytes if stored else 0,
         own_bytes=stored.own_bytes if stored else 0,
+        damaged=document.damaged,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Self
 from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.loader import LoadingController, Profile
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
-from cacheblend.store import KVStore
+from cacheblend.store import DocumentVersion, KVStore
 from cacheblend.store.errors import InputError
 
 from .answer import Answer, IngestReport
@@ -66,7 +66,7 @@ class Engine:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
             self._contexts = ChunkContexts(context, self.retriever)
-            self._holes = HoleFiller(self.fusor, self.store, self._prompts.head, context)
+            self._holes = HoleFiller(self.fusor, self.store, self._prompts.head, context, self.retriever.version)
             opened.callback(self._holes.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
             self._prefiller = Prefiller(
@@ -126,8 +126,9 @@ class Engine:
 
         Raises:
             InputError: a document cannot be used, or its chunks are longer than the model's positions; none is ingested then.
-            StoreFullError: the disk is full, or a chunk's KV is larger than the whole budget. A budget below the corpus is no
-                error: the report counts what was evicted, and a warning is logged.
+            StoreFullError: the disk is full, or the KV of these documents does not fit the budget at once: some of it is not
+                stored then. The texts are in the index all the same.
+            DocumentChangedError: one of the documents was deleted or replaced meanwhile; nothing of its KV is stored.
         """
         self._check_open()
         return self._ingester.ingest(documents, on_progress, check)
@@ -144,7 +145,9 @@ class Engine:
             on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
 
         Raises:
-            InputError, StoreFullError: see `ingest`; the batches before it are ingested.
+            InputError, DocumentChangedError: see `ingest`; the batches before it are ingested.
+            StoreFullError: the disk is full, or a chunk's KV is larger than the whole budget. A budget below the corpus is no
+                error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
         return self._ingester.ingest_stream(documents, on_progress)
@@ -259,7 +262,9 @@ class Engine:
         retrieved = time.perf_counter()
         found = [scored.chunk for scored in chunks]
         pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
-        pieces = replace(pieces, earlier=self._contexts.of_prompt(found))
+        pieces = replace(
+            pieces, earlier=self._contexts.of_prompt(found), documents=self._documents_of(found, brought=documents is not None)
+        )
         max_tokens = check_length(pieces, max_tokens, positions)
         return PreparedRequest(
             method=method,
@@ -318,6 +323,14 @@ class Engine:
             split = [given] if isinstance(given, Chunk) else self.retriever.splitter.split(given)
             chunks += [ScoredChunk(chunk, math.nan) for chunk in split]
         return chunks
+
+    def _documents_of(self, chunks: Sequence[Chunk], *, brought: bool) -> tuple[DocumentVersion | None, ...]:
+        """The ingested document that each chunk is of; None for a text that was brought and is not ingested as it is."""
+        documents = [(chunk.document_id, chunk.version) for chunk in chunks]
+        if brought:
+            known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
+            return tuple(document if known[document[0]] == document[1] else None for document in documents)
+        return tuple(documents)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.store import ChunkKey, ChunkKV, KVStore
+from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.errors import CacheBlendError
 from cacheblend.store.seen_before import SeenBefore
 
@@ -21,7 +22,12 @@ POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at le
 POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
 MOST_PENDING_BYTES = 128 * 2**20  # that wait to be written
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
-_Hole = tuple[tuple[int, ...], Sequence[Sequence[int]]]  # tokens, and the chunks of its document that they stand after
+
+
+class _Hole(NamedTuple):
+    token_ids: tuple[int, ...]
+    earlier: Sequence[Sequence[int]]  # the chunks of its document that it stands after
+    document: DocumentVersion | None  # the ingested document that it is of
 
 
 class HoleFiller:
@@ -39,10 +45,19 @@ class HoleFiller:
         store: where the KV goes.
         prefix_ids: what every chunk is computed after.
         context: what stands between that and a chunk.
+        version_of: the version of an ingested document now; None where there is none of that id.
     """
 
-    def __init__(self, fusor: Fusor, store: KVStore, prefix_ids: Sequence[int], context: ChunkContext) -> None:
+    def __init__(
+        self,
+        fusor: Fusor,
+        store: KVStore,
+        prefix_ids: Sequence[int],
+        context: ChunkContext,
+        version_of: Callable[[str], str | None],
+    ) -> None:
         self._fusor, self._store, self._prefix_ids, self._context = fusor, store, tuple(prefix_ids), context
+        self._version_of = version_of
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
         self._missed = SeenBefore(REMEMBERED_MISSES)
@@ -52,19 +67,27 @@ class HoleFiller:
         self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
         self._thread.start()
 
-    def fill(self, key: ChunkKey, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> None:
+    def fill(
+        self,
+        key: ChunkKey,
+        token_ids: Sequence[int],
+        earlier: Sequence[Sequence[int]],
+        document: DocumentVersion | None = None,
+    ) -> None:
         """Have a chunk's KV computed and stored, some time after the running requests, if it is worth it.
 
         Args:
             key: the chunk's.
             token_ids: the chunk's.
             earlier: the chunks of its document that it is computed after.
+            document: id and version of the ingested document that it is of: its KV is stored only while that is there in this
+                version, and goes with it; but for a salt's, which goes by use. None for a text that a request brought.
         """
         with self._changed:
             if self._closed or not self._is_worth(key, len(token_ids)):
                 return
             line = self._waiting.setdefault(key.namespace, OrderedDict())
-            line.setdefault(key, (tuple(token_ids), earlier))
+            line.setdefault(key, _Hole(tuple(token_ids), earlier, document))
             if sum(map(len, self._waiting.values())) > MOST_WAITING:
                 longest, line = max(reversed(self._waiting.items()), key=lambda waiting: len(waiting[1]))
                 line.popitem()
@@ -72,17 +95,18 @@ class HoleFiller:
                     del self._waiting[longest]
             self._changed.notify_all()
 
-    def keep(self, key: ChunkKey, kv: ChunkKV) -> None:
+    def keep(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None = None) -> None:
         """Store a chunk's KV that a request computed alone itself, if that is worth it; it is written in the background.
 
-        Where the disk is behind it is dropped, to be missed again: the request does not wait for the disk.
+        Where the disk is behind it is dropped, to be missed again: the request does not wait for the disk. For `document` see
+        `fill`.
         """
         with self._changed:
             worth = not self._closed and self._is_worth(key, len(kv.token_ids))
         if not worth or self._store.stats().pending_bytes > MOST_PENDING_BYTES:
             return
         try:
-            self._store.put(key, kv, flush=False)
+            self._put(key, kv, document)
         except Exception as error:  # the request has its KV, whatever becomes of the store's copy
             logger.warning("the KV of chunk %s was not stored: %s: %s", key, type(error).__name__, error)
 
@@ -144,12 +168,12 @@ class HoleFiller:
                 self._changed.wait_for(lambda: self._closed or not self._requests, timeout=postpone_s)
                 if self._closed:
                     return
-                key, (token_ids, earlier) = self._take()
+                key, hole = self._take()
                 self._busy = True
             began = time.perf_counter()
             try:
-                if key not in self._store:
-                    in_own_thread(self._compute, key, [*earlier, token_ids])
+                if key not in self._store and self._is_there(hole.document):
+                    in_own_thread(self._compute, key, hole)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)
             except Exception:  # out of memory, say: without this thread no hole would ever be filled, and drain never return
@@ -159,7 +183,19 @@ class HoleFiller:
                     self._busy, self._took_s = False, time.perf_counter() - began
                     self._changed.notify_all()
 
-    def _compute(self, key: ChunkKey, chunks: Sequence[Sequence[int]]) -> None:
-        """Precompute and store the last of some chunks."""
+    def _compute(self, key: ChunkKey, hole: _Hole) -> None:
+        chunks = [*hole.earlier, hole.token_ids]
         (kv,) = self._fusor.precompute_document(chunks, self._prefix_ids, [len(chunks) - 1], self._context)
-        self._store.put(key, kv, flush=False)
+        self._put(key, kv, hole.document)
+
+    def _is_there(self, document: DocumentVersion | None) -> bool:
+        return document is None or self._version_of(document[0]) == document[1]
+
+    def _put(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None) -> None:
+        """Store a chunk's KV, unless its document was deleted or replaced since it was missed."""
+        if document is not None and self._store.documents.version(document[0]) != document[1]:
+            with self._store.exclusive():  # deletions take this lock: they come before or after
+                if not self._is_there(document):
+                    return
+                self._store.documents.put([(*document, ())])  # a store whose catalogue was lost has forgotten it
+        self._store.put(key, kv, flush=False, document=document)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
 from cacheblend.store import ChunkKey, KVStore
-from cacheblend.store.errors import CacheBlendError, InputError, ServiceError
+from cacheblend.store.errors import CacheBlendError, DocumentChangedError, InputError, StoreFullError
 
 from .answer import IngestReport
 from .lengths import check_chunks
@@ -20,7 +22,6 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 StreamProgress = Callable[[int, int], None]
 Check = Callable[[], None]
-FLUSH_EVERY = 256  # chunks; each flush waits for the writer
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 
@@ -61,7 +62,12 @@ class Ingester:
         if not given:
             raise InputError("no documents to ingest; give at least one")
         report = self._ingest(given, on_progress or (lambda *_: None), check=check or (lambda: None))
-        self._warn_of_evictions(report)
+        if report.evicted:
+            raise StoreFullError(
+                f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget "
+                "at once, or others took their place; the texts are in the index and can be asked about; "
+                "raise nvme_budget_bytes, unpin or delete documents, or ingest fewer at once"
+            )
         return report
 
     def ingest_stream(
@@ -95,6 +101,7 @@ class Ingester:
         started = time.perf_counter()
         stands_after = len(self._prefix_ids) + len(self._context.filler_ids)
         check_chunks(given, self._retriever.splitter, self._fusor.max_positions, stands_after)
+        began = {document.id: self._retriever.version(document.id) for document in given}
         # 1. What is new is embedded. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         embedded: dict[str, EmbeddedDocument] = {}
         done = len(given) - len(new := self._retriever.changed(given))
@@ -116,21 +123,24 @@ class Ingester:
         stored: list[ChunkKey] = []
         try:
             tokens = self._compute(chunks, keys, every.keys() - found, stored, report, computed_one, check)
-            # 3. The documents change, all at once. What others have deleted meanwhile of what was found is brought before.
+            # 3. The documents change, all at once. KV that was there and is evicted by now is computed first.
             while True:
-                with self._changing:
-                    lost = [document for document in self._retriever.changed(given) if document.id not in embedded]
+                with self._changing, self._store.exclusive():
+                    for document in given:
+                        if self._retriever.version(document.id) not in (began[document.id], document.version):
+                            raise DocumentChangedError(document.id)
                     gone = {key for key in found if key not in self._store}
-                    if not lost and not gone:
+                    if not gone:
                         replaced = sum(self._retriever.put(one) for one in embedded.values())
                         dropped = self._store.documents.put(
                             (*document, list(dict.fromkeys(own))) for document, own in keys.items()
                         )
                         break
-                embedded |= {one.document.id: one for one in self._retriever.embed(lost, check)}
                 tokens += self._compute(chunks, keys, gone, stored, report, computed_one, check)
                 found -= gone  # once each: where the budget is below the corpus, they may go again
-        except ServiceError:  # given up by its client, or by the service that stops: as if it had never come
+        except (
+            CacheBlendError
+        ):  # its client or the service gave it up, the disk is full, a document changed: as if it never came
             self._drop(stored)
             raise
         return IngestReport(
@@ -168,20 +178,21 @@ class Ingester:
                     which.append(index)
                     to_compute.append(key)
             readings.append((chunks[versioned], which))
-        tokens, done = 0, len(stored)
+        tokens, done, writes = 0, len(stored), deque[Future[bool]]()
         check()
         for key, kv in zip(
             to_compute, self._fusor.precompute_documents(readings, self._prefix_ids, self._context), strict=True
         ):
             stored.append(key)
-            self._store.put(key, kv, flush=False)
+            writes.append(self._store.put(key, kv, flush=False))
             tokens += len(kv.token_ids)
-            if len(stored) % FLUSH_EVERY == 0:
-                self._store.flush()  # a full disk ends the run here, not hours later
+            while writes and writes[0].done():
+                writes.popleft().result()  # a full disk ends the run here, not hours later
             report("precompute", len(stored), done + len(to_compute))
             computed_one(len(kv.token_ids))
             check()
-        self._store.flush()
+        for write in writes:
+            write.result()
         return tokens
 
     def _chunks(self, document: Document) -> Sequence[Chunk]:

@@ -189,7 +189,7 @@ class Prefiller:
                 whole = yield from away.watch(self._recompute(pieces, prefix.watch(ResidentLayers())))
                 prefilled = replace(whole, segments=planned_segments(pieces, keys, placements, None))
             else:
-                computed = yield from away.watch(self._precompute(first, namespace))
+                computed = yield from away.watch(self._precompute(first, pieces, namespace))
                 precompute_s = time.perf_counter() - looked_up - away.seconds
                 kvs = [
                     computed.get(chunk, stored) if not pieces.earlier_of(index) else stored
@@ -208,7 +208,7 @@ class Prefiller:
                 self._tell(controller, loading, prefilled, loader, looked_up + away.seconds, precompute_s)
         for index, (key, chunk, kv) in enumerate(zip(keys, pieces.chunks, kvs, strict=True)):
             if kv is None:
-                self._holes.fill(key, chunk, pieces.earlier_of(index))
+                self._holes.fill(key, chunk, pieces.earlier_of(index), pieces.document_of(index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
 
     def _computed_first(self, pieces: PromptPieces, placements: Sequence[Placement | None]) -> list[tuple[int, ...]]:
@@ -219,13 +219,13 @@ class Prefiller:
         return list(dict.fromkeys(pieces.chunks[index] for index in missing if not pieces.earlier_of(index)))
 
     def _precompute(
-        self, chunks: Sequence[tuple[int, ...]], namespace: str
+        self, chunks: Sequence[tuple[int, ...]], pieces: PromptPieces, namespace: str
     ) -> Generator[None, None, dict[tuple[int, ...], ChunkKV]]:
         """The KV of chunks that no text of a document stands before, a chunk a step; it is stored as well."""
         computed: dict[tuple[int, ...], ChunkKV] = {}
         for chunk in chunks:
             (computed[chunk],) = self._fusor.precompute_document([chunk], self._head, context=self._context)
-            self._holes.keep(self.key(chunk, (), namespace), computed[chunk])
+            self._holes.keep(self.key(chunk, (), namespace), computed[chunk], pieces.document_of(pieces.chunks.index(chunk)))
             yield
         return computed
 

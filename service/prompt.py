@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from jinja2.exceptions import TemplateError
 
 from cacheblend.retriever import Chunk, PlainTokenizer
+from cacheblend.store import DocumentVersion
 from cacheblend.store.errors import InputError
 
 # The words around a question where nobody asks for others.
@@ -21,7 +22,8 @@ class PromptPieces:
     """A prompt's token ids: `head`, every chunk's, and `tail`, which holds the question. Their concatenation is the prompt.
 
     `document_ids` says which document each chunk is of, and `earlier` the chunks of that document which its KV is computed
-    after; both are empty where nobody knows. `may_be_continued` says whether a later
+    after; both are empty where nobody knows. `documents` has the id and version of the ingested document that each chunk is
+    of, or None. `may_be_continued` says whether a later
     prompt may begin with all of this one, chunks and answer included: then its blended KV is kept for that.
     """
 
@@ -31,6 +33,7 @@ class PromptPieces:
     document_ids: tuple[str, ...] = ()
     may_be_continued: bool = True
     earlier: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    documents: tuple[DocumentVersion | None, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -44,6 +47,10 @@ class PromptPieces:
     def earlier_of(self, index: int) -> tuple[tuple[int, ...], ...]:
         """The chunks of its document that a chunk's KV is computed after."""
         return self.earlier[index] if self.earlier else ()
+
+    def document_of(self, index: int) -> DocumentVersion | None:
+        """The ingested document that a chunk is of; None for a text that the request brought."""
+        return self.documents[index] if self.documents else None
 
 
 class Layout(Protocol):

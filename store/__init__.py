@@ -25,6 +25,7 @@ from .errors import (
 from .eviction import NamespaceShare
 from .key import ChunkKey, context_digest
 from .kv_store import KVStore
+from .pending import DocumentVersion
 from .placement import Placement
 from .prefix_blocks import PrefixBlocks, PrefixStats
 from .prefix_run import PrefixRun
@@ -40,6 +41,7 @@ __all__ = [
     "ChunkKey",
     "ConfigError",
     "DamagedEntryError",
+    "DocumentVersion",
     "InputError",
     "KVStore",
     "LayerPair",

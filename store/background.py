@@ -17,7 +17,8 @@ _MAX_OFFERS = 16
 class Background:
     """Runs jobs one after the other, in order, on a thread that starts with the first.
 
-    It keeps no reference to who gave it jobs that are done, so that an unclosed store can be collected, and warn.
+    A job that raises is logged, and the next one runs: whoever wants to know how a job went has it say so itself. It keeps no
+    reference to who gave it jobs that are done, so that an unclosed store can be collected, and warn.
 
     Args:
         queue_bytes: bytes of submitted jobs that may wait; a larger one waits alone.
@@ -30,7 +31,6 @@ class Background:
         self._jobs: deque[tuple[Callable[[], None], int]] = deque()
         self._given, self._done, self._waiting_bytes = 0, 0, 0
         self._stopping = False
-        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None], job_bytes: int) -> None:
@@ -55,13 +55,10 @@ class Background:
                 self._add(job, 0)
 
     def flush(self) -> None:
-        """Wait until all jobs given so far are done, and raise the first error since the last flush."""
+        """Wait until all jobs given so far are done, well or not."""
         with self._changed:
             given = self._given
             self._changed.wait_for(lambda: self._done >= given)
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def stop(self) -> None:
         """End the thread once its jobs are done, without waiting for it."""
@@ -70,11 +67,10 @@ class Background:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Finish all jobs and end the thread; raises as `flush` does."""
+        """Finish all jobs and end the thread."""
         self.stop()
         if self._thread is not None:
             self._thread.join()
-        self.flush()
 
     def _add(self, job: Callable[[], None], job_bytes: int) -> None:
         self._jobs.append((job, job_bytes))
@@ -92,19 +88,12 @@ class Background:
                 if not self._jobs:
                     return
                 job, job_bytes = self._jobs.popleft()
-            error = self._attempt(job)
+            try:
+                job()
+            except Exception as error:  # the thread must go on with the others
+                logger.error("work in the background failed: %s", error)
             del job
             with self._changed:
-                self._error = self._error or error
                 self._done += 1
                 self._waiting_bytes -= job_bytes
                 self._changed.notify_all()
-
-    @staticmethod
-    def _attempt(job: Callable[[], None]) -> Exception | None:
-        try:
-            job()
-        except Exception as error:  # any failure belongs to whoever flushes
-            logger.error("work in the background failed: %s", error)
-            return error
-        return None

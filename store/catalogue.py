@@ -14,13 +14,15 @@ from .database import Database
 from .errors import StoreDirectoryError, StoreError
 from .eviction import Evictable
 from .key import ChunkKey
-from .schema import IS_PINNED, SCHEMA, SCHEMA_VERSION
+from .schema import COLUMNS, IS_PINNED, SCHEMA, SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 
 _MAX_TOUCHED = 1024
 _PAGE = 64
 _COLUMNS = "digest, model, codec, namespace, tokens, layers, bytes, created_ns, used_ns"
+_NO_DIGEST = "(length(digest) != 64 OR digest GLOB '*[^0-9a-f]*')"
+_MAX_NS = 2**62  # the year 2116: a time of use beyond it is no time
 _TOTALS = "SELECT namespace, count(*), sum(bytes) FROM entries GROUP BY namespace"
 
 
@@ -105,8 +107,19 @@ class Catalogue:
             self._last_ns = max(self._last_ns + 1, time.time_ns())
             return self._last_ns
 
-    def change(self, *, add: Sequence[CatalogueEntry] = (), remove: Iterable[str] = ()) -> None:
+    def change(
+        self,
+        *,
+        add: Sequence[CatalogueEntry] = (),
+        remove: Iterable[str] = (),
+        chunks: Iterable[tuple[str, str]] = (),
+    ) -> None:
         """Add entries and remove others in one transaction, synced to the disk on return.
+
+        Args:
+            add: entries that are new, or take the place of those of their keys.
+            remove: digests.
+            chunks: `(document, digest)`: chunks that these documents have from now on.
 
         Raises:
             StoreFullError: the disk is full.
@@ -122,6 +135,7 @@ class Catalogue:
                 transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in remove))
                 transaction.executemany("DELETE FROM entries WHERE digest = ?", ((entry.key.digest,) for entry in add))
                 _insert(transaction, add)
+                transaction.executemany("INSERT OR IGNORE INTO document_chunks VALUES (?, ?)", chunks)
         except BaseException:
             with self._touch_lock:
                 self._touched = touched | self._touched
@@ -170,16 +184,45 @@ class Catalogue:
 
         """
         self.database.check()
-        counted: Mapping[str, tuple[int, int]] = {row[0]: row[1:] for row in self.database.rows(_TOTALS)}
-        kept = {row[0]: row[1:] for row in self.database.rows("SELECT * FROM totals")}
-        return counted != kept or bool(self.database.rows(f"SELECT 1 FROM entries WHERE pinned != {IS_PINNED} LIMIT 1"))
+        wrong_pins = f"SELECT 1 FROM entries WHERE pinned != {IS_PINNED} LIMIT 1"
+        return self._totals_are_wrong() or bool(self.database.rows(wrong_pins))
 
     def count_anew(self) -> None:
         """Count totals and pins from the rows that they follow from."""
         with self.database.transaction() as transaction:
-            transaction.execute("DELETE FROM totals")
-            transaction.execute(f"INSERT INTO totals {_TOTALS}")
+            _count_totals(transaction)
             transaction.execute(f"UPDATE entries SET pinned = {IS_PINNED}")
+
+    def correct_bytes(self, file_bytes: Mapping[str, int]) -> None:
+        """Note how large the files of entries are, by digest, and count totals anew."""
+        with self.database.transaction() as transaction:
+            transaction.executemany(
+                "UPDATE entries SET bytes = ? WHERE digest = ?", ((size, digest) for digest, size in file_bytes.items())
+            )
+            _count_totals(transaction)
+
+    def _totals_are_wrong(self) -> bool:
+        counted: Mapping[str, tuple[int, int]] = {row[0]: row[1:] for row in self.database.rows(_TOTALS)}
+        return counted != {row[0]: row[1:] for row in self.database.rows("SELECT * FROM totals")}
+
+    def _check_rows(self) -> None:
+        """Refuse rows of which a bad disk has altered a value's kind, and mend what follows from others."""
+        for table, columns in COLUMNS.items():
+            wrong = " OR ".join(f"typeof({name}) != '{kind}'" for name, kind in columns.items())
+            if self.database.rows(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1"):
+                raise self.database.unusable(f"a row of the table {table} is damaged")
+        for table in ("entries", "document_chunks"):  # a damaged digest is no name of a file
+            if self.database.rows(f"SELECT 1 FROM {table} WHERE {_NO_DIGEST} LIMIT 1"):
+                logger.warning("rows of the table %s with damaged keys are dropped; `store verify --repair` finds files", table)
+                with self.database.transaction() as transaction:
+                    transaction.execute(f"DELETE FROM {table} WHERE {_NO_DIGEST}")
+        if self._totals_are_wrong():
+            logger.warning("the totals of the catalogue are not those of its rows, and are counted anew")
+            with self.database.transaction() as transaction:
+                _count_totals(transaction)
+        if self.database.rows("SELECT 1 FROM entries WHERE used_ns > ? LIMIT 1", _MAX_NS):
+            with self.database.transaction() as transaction:
+                transaction.execute("UPDATE entries SET used_ns = created_ns % ?", (_MAX_NS,))
 
     def _prepare(self, path: Path, found: Callable[[], Iterable[CatalogueEntry]]) -> None:
         ((version,),) = self.database.rows("PRAGMA user_version")
@@ -202,6 +245,13 @@ class Catalogue:
                 f"{path} has schema {version}, this version of cacheblend reads {SCHEMA_VERSION}; "
                 f"use the version that made it{older}"
             )
+        else:
+            self._check_rows()
+
+
+def _count_totals(transaction: sqlite3.Connection) -> None:
+    transaction.execute("DELETE FROM totals")
+    transaction.execute(f"INSERT INTO totals {_TOTALS}")
 
 
 def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogueEntry]) -> None:

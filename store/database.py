@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from .disk import make_private_file
+from .disk import is_disk_full, make_private_file
 from .errors import StoreDirectoryError, StoreFullError
 
 BUSY_TIMEOUT_S = 30.0
@@ -109,7 +109,7 @@ class Database:
         """
         ((found,), *_) = self.rows("PRAGMA quick_check(1)")
         if found != "ok":
-            raise self._unusable(found)
+            raise self.unusable(found)
 
     def _connect(self) -> sqlite3.Connection:
         # isolation_level=None: `transaction` alone begins and ends them.
@@ -121,12 +121,13 @@ class Database:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged name stands in SQLite's own message
+            if is_disk_full(self._path, error):
                 raise StoreFullError(f"no room on the disk for {self._path}: {error}; free space") from error
-            raise self._unusable(error) from error
+            raise self.unusable(error) from error
 
-    def _unusable(self, why: object) -> StoreDirectoryError:
+    def unusable(self, why: object) -> StoreDirectoryError:
+        """The error for a file that is broken, with what to do."""
         return StoreDirectoryError(
             f"{self._path} cannot be used: {why}; check that the folder is writable, or, with no process using the store, "
             f"move {self._path.name}* away: it is made again from the entries' files"

@@ -77,6 +77,27 @@ class DocumentTable:
         rows = self._database.rows(_LIST + "WHERE d.id = ? GROUP BY d.id", id_)
         return _document(rows[0]) if rows else None
 
+    def version(self, id_: str) -> str | None:
+        """The version of a document; None where there is no such document."""
+        rows = self._database.rows("SELECT version FROM documents WHERE id = ?", id_)
+        return rows[0][0] if rows else None
+
+    def ids(self) -> list[str]:
+        """Every document's id, in order."""
+        return [id_ for (id_,) in self._database.rows("SELECT id FROM documents ORDER BY id")]
+
+    def has_chunk(self, digest: str) -> bool:
+        """Whether any document has a chunk."""
+        return bool(self._database.rows("SELECT 1 FROM document_chunks WHERE digest = ? LIMIT 1", digest))
+
+    def own_digests(self, id_: str) -> list[str]:
+        """Digests of the chunks that no other document has: what goes with the document."""
+        query = (
+            "SELECT digest FROM document_chunks mine WHERE document = ? AND NOT EXISTS "
+            "(SELECT 1 FROM document_chunks other WHERE other.digest = mine.digest AND other.document != mine.document)"
+        )
+        return [digest for (digest,) in self._database.rows(query, id_)]
+
     def digests(self, ids: Iterable[str]) -> list[str]:
         """Digests of the chunks of these documents, each once."""
         query = "SELECT digest FROM document_chunks WHERE document = ?"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from .document_table import DocumentTable, StoredDocument
+from .document_table import StoredDocument
 from .errors import InputError
 from .key import ChunkKey
 from .nvme_tier import NvmeTier
@@ -23,7 +23,7 @@ class StoreDocuments:
 
     def __init__(self, nvme: NvmeTier, forget: Callable[[Iterable[str]], None]) -> None:
         self._nvme, self._forget = nvme, forget
-        self._table = DocumentTable(nvme.catalogue.database)
+        self._table = nvme.documents
 
     def ls(self) -> list[StoredDocument]:
         """Every document, by id."""
@@ -32,6 +32,14 @@ class StoreDocuments:
     def get(self, id_: str) -> StoredDocument | None:
         """One document; None where the store knows none of that id."""
         return self._table.get(id_)
+
+    def version(self, id_: str) -> str | None:
+        """The version of a document; None where the store knows none of that id."""
+        return self._table.version(id_)
+
+    def ids(self) -> list[str]:
+        """Every document's id, in order."""
+        return self._table.ids()
 
     def put(self, documents: Iterable[tuple[str, str, Sequence[ChunkKey]]]) -> int:
         """Note documents and their chunks, in one transaction; stores no KV.
@@ -67,14 +75,19 @@ class StoreDocuments:
     def delete(self, id_: str) -> int:
         """Forget a document, pinned or not, and remove the KV of chunks that no other document has; gives their number.
 
+        Works on a full disk too: files go first there.
+
         Raises:
             InputError: there is no such document.
 
         """
         with self._nvme.exclusive():
-            if self._table.get(id_) is None:
+            if self._table.version(id_) is None:
                 raise InputError(f"the store knows no document {id_!r}; `cacheblend documents ls` lists them")
-            return self._drop(self._table.digests([id_]), lambda: self._table.remove(id_))
+            own = self._table.own_digests(id_)
+            return self._drop(
+                self._table.digests([id_]), lambda: self._nvme.on_a_full_disk_too(lambda: self._table.remove(id_), own)
+            )
 
     def pin(self, id_: str) -> None:
         """Spare the document's chunks from evictions, now and when they are stored later, by every process.
@@ -84,12 +97,12 @@ class StoreDocuments:
 
         """
         with self._nvme.exclusive():
-            self._table.set_pinned(id_, True)
+            self._nvme.on_a_full_disk_too(lambda: self._table.set_pinned(id_, True))
 
     def unpin(self, id_: str) -> None:
         """Let the document's chunks be evicted again; raises as `pin` does."""
         with self._nvme.exclusive():
-            self._table.set_pinned(id_, False)
+            self._nvme.on_a_full_disk_too(lambda: self._table.set_pinned(id_, False))
 
     def _drop(self, digests: Sequence[str], change: Callable[[], list[str]]) -> int:
         with self._nvme.changing(digests):

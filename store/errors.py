@@ -8,6 +8,7 @@
     ├── UnsupportedModelError     the model's architecture is not one that blending is right on
     ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
+    │   └── DamagedDocumentError  a document's text, token ids or vectors in the index are not the ones that were written
     ├── ProfileError              a profile or calibration is damaged, or of another model, device or version
     ├── StoreError                the store cannot be used
     │   ├── StoreDirectoryError   not a store, not writable, or of another format
@@ -18,6 +19,7 @@
     │   ├── DeadlineError         a request was not answered in its time
     │   ├── ClientGoneError       nobody waits for the answer any more
     │   └── ShuttingDownError     the service takes no more requests
+    ├── DocumentChangedError      a document was deleted or replaced while it was ingested
     └── FusionCancelledError      the caller cancelled a fusion or its loading
 
 A message names the value at fault and the remedy. The command line turns any of them into one line and exit code 1, or 2
@@ -59,6 +61,17 @@ class ModelFetchError(CacheBlendError):
 
 class RetrieverError(CacheBlendError):
     """The retrieval index or the embedder cannot be used."""
+
+
+class DamagedDocumentError(RetrieverError):
+    """A document's text, token ids or vectors in the index are not the ones that were written."""
+
+    def __init__(self, document_id: str) -> None:
+        super().__init__(
+            f"document {document_id!r} is damaged in the index; ingest it again, which replaces it; "
+            "`cacheblend store verify` finds what else is damaged"
+        )
+        self.document_id = document_id
 
 
 class ProfileError(CacheBlendError):
@@ -103,6 +116,17 @@ class ClientGoneError(ServiceError):
 
 class ShuttingDownError(ServiceError):
     """The service takes no more requests."""
+
+
+class DocumentChangedError(CacheBlendError):
+    """A document was deleted or replaced while it was ingested, so its KV was not stored."""
+
+    def __init__(self, document_id: str) -> None:
+        super().__init__(
+            f"document {document_id!r} was deleted or replaced while it was ingested; its KV was not stored; "
+            "look which text it has now, and ingest it again if it is to be another"
+        )
+        self.document_id = document_id
 
 
 class FusionCancelledError(CacheBlendError):

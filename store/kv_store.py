@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from .entry import EncodedEntry
 from .errors import StoreError, StoreFullError
 from .key import ChunkKey
 from .nvme_tier import NvmeTier
-from .pending import PendingEntries, write_group
+from .pending import DocumentVersion, PendingEntries, PendingWrite, write_group
 from .pins import Pins
 from .placement import Placement
 from .ram_tier import RamTier
@@ -54,7 +55,7 @@ class KVStore:
         self._pending = PendingEntries()
         self._closed = False
 
-    def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True) -> None:
+    def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True, *, document: DocumentVersion | None = None) -> Future[bool]:
         """Store a chunk's KV. A key that is stored already is only noted as used.
 
         Args:
@@ -62,11 +63,18 @@ class KVStore:
             kv: the KV, on any device; not referred to after return.
             flush: return when the entry would outlive a power cut. Otherwise it is readable at once and written in the
                 background; blocks only while more than `queue_bytes` wait.
+            document: id and version of the ingested document whose chunk it is. The entry is stored only while the store knows
+                the document in that version (or, without a namespace, another one has the chunk), and without a namespace it
+                belongs to the document from then on.
+
+        Returns:
+            What became of this entry alone; done already with `flush`. Its `result()` waits until the entry is written. It is
+            True where it would outlive a power cut, and False where it was deleted before it was written, or its document was.
+            It raises what follows where the background met it; the entry is then a miss, which is logged and counted.
 
         Raises:
             InputError: the KV is not the key's, or cannot be stored.
-            StoreFullError: the disk is full, or the NVMe budget less what is pinned has no room. In the background such an
-                error is logged, counted, and raised by `flush` or `close`; the entry is then a miss.
+            StoreFullError: the disk is full, or the NVMe budget less what is pinned has no room.
             StoreDirectoryError: the folder cannot be written.
 
         """
@@ -75,24 +83,26 @@ class KVStore:
         if digest in self._nvme:
             self._ram.get(digest)
             self._nvme.catalogue.touch(digest)
-            return
+            return _done(True)
         entry = EncodedEntry.of(key, kv)
+        write = PendingWrite(entry, document)
         if flush:
-            self._write([entry])
-            return
+            self._write([write])
+            return _done(digest in self._nvme)
         if entry.nbytes > self.config.nvme_budget_bytes:
             raise StoreFullError(
                 f"an entry of {entry.nbytes} bytes is larger than nvme_budget_bytes={self.config.nvme_budget_bytes}; "
                 "raise the budget or split the chunk"
             )
-        if not self._pending.add(entry):
-            return
+        if (waiting := self._pending.add(write)) is not write:
+            return waiting.stored
         try:
             self._keep_in_ram(entry)
-            self._background.submit(partial(self._write_pending, entry), entry.nbytes)
+            self._background.submit(partial(self._write_pending, write), entry.nbytes)
         except BaseException:
             self._forget([digest])
             raise
+        return write.stored
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """A chunk's KV on the CPU, the caller's own copy; None for a miss. An entry read from NVMe is kept in RAM."""
@@ -154,6 +164,18 @@ class KVStore:
             self._nvme.clear()
             self._ram.clear()
 
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Alone among the threads and processes that change this store; re-entrant. For changes beside it that belong together
+        with one of its own: whoever holds it keeps every writer waiting.
+        """
+        self._check_open()
+        return self._nvme.exclusive()
+
+    def release_reserve(self) -> bool:
+        """Give up the room on the disk that is reserved for removals, for a removal beside this store; False if it is gone."""
+        self._check_open()
+        return self._nvme.release_reserve()
+
     @property
     def documents(self) -> StoreDocuments:
         """The documents that the chunks belong to."""
@@ -196,33 +218,31 @@ class KVStore:
         )
 
     def flush(self) -> None:
-        """Wait until what was put before is on NVMe, and raise the first error that the background met since the last time."""
+        """Wait until what was put before is on NVMe, or has failed: what `put` returned tells which."""
         self._check_open()
         self._background.flush()
 
     def close(self) -> None:
-        """Write what waits, and close; raises as `flush` does, closed all the same. A second call does nothing."""
+        """Write what waits, and close. A second call does nothing.
+
+        An entry that cannot be written is a miss at the next opening: that is logged, and told by what its `put` returned.
+        """
         if self._closed:
             return
         self._closed = True
         try:
             self._background.close()
+            self._nvme.catalogue.save_uses()
+        except StoreError as error:  # a full disk, say: entries go in a slightly older order
+            logger.warning("the last times of use are not kept: %s", error)
         finally:
-            try:
-                self._nvme.catalogue.save_uses()
-            finally:
-                self._nvme.close()
+            self._nvme.close()
 
     def __enter__(self) -> KVStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except StoreError:
-            if error is None:
-                raise
-            # The block's own error is the one to see; the background has logged its.
+        self.close()
 
     def __del__(self) -> None:
         if not self._closed:
@@ -278,23 +298,37 @@ class KVStore:
             self._ram.discard(digest)
         return kept
 
-    def _write(self, entries: Sequence[EncodedEntry]) -> None:
-        for evicted in self._nvme.write(entries):
+    def _write(self, writes: Sequence[PendingWrite]) -> None:
+        for evicted in self._nvme.write(writes):
             self._ram.discard(evicted)
-        for entry in entries:
-            self._keep_in_ram(entry)
+        for write in writes:
+            if write.digest in self._nvme:
+                self._keep_in_ram(write.entry)
+                self._pending.end(write.digest, True)
+            else:  # its document is gone
+                self._forget([write.digest])
 
-    def _write_pending(self, entry: EncodedEntry) -> None:
-        if entry.info.key.digest not in self._pending:
+    def _write_pending(self, write: PendingWrite) -> None:
+        if write.digest not in self._pending:
             return  # written with others, deleted, or given up, while it waited
-        with self._nvme.exclusive():
-            if not (group := self._pending.group(entry)):
-                return
-            try:
-                write_group(group, self._write, self._give_up)
-            finally:
-                self._pending.discard([written.info.key.digest for written in group])
+        group = [write]
+        try:
+            with self._nvme.exclusive():
+                group = self._pending.group(write)
+                if group:
+                    write_group(group, self._write, self._give_up)
+        except Exception as error:  # not of one entry: the folder is gone, say
+            for one in group:
+                self._give_up(one, error)
 
-    def _give_up(self, entry: EncodedEntry) -> None:
+    def _give_up(self, write: PendingWrite, error: Exception) -> None:
+        logger.error("entry %s was not written: %s", write.digest, error)
         self._events.count("failed_write")
-        self._forget([entry.info.key.digest])
+        self._ram.discard(write.digest)
+        self._pending.end(write.digest, error)
+
+
+def _done(stored: bool) -> Future[bool]:
+    future: Future[bool] = Future()
+    future.set_result(stored)
+    return future

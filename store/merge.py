@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .document_table import DocumentTable
 from .errors import InputError, StoreDirectoryError
 from .eviction import TierBudget
 from .nvme_tier import NvmeTier
+from .pending import PendingWrite
 from .pins import Pins
 from .store_folder import StoreFolder, holds_store
 
@@ -75,7 +75,7 @@ def merge(sources: Sequence[Path], target: Path, *, on_progress: Callable[[int, 
                 if row.key.digest in into:
                     already_stored += 1
                 elif (entry := tier.load(row.key.digest)) is not None:
-                    into.write([entry])
+                    into.write([PendingWrite(entry)])
                     entries, copied_bytes = entries + 1, copied_bytes + row.bytes
                 done += 1
                 if on_progress is not None:
@@ -105,7 +105,7 @@ def _open(root: Path, opened: ExitStack) -> NvmeTier:
 
 def _note_documents(tier: NvmeTier, into: NvmeTier) -> tuple[int, int]:
     """How many documents of one store are known to the other now, and how many chunks went with their other versions."""
-    given, table = DocumentTable(tier.catalogue.database), DocumentTable(into.catalogue.database)
+    given, table = tier.documents, into.documents
     noted = dropped = 0
     for page in given.pages():
         rows = [(id_, version, given.digests([id_])) for id_, version, _ in page]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from .catalogue import Catalogue, CatalogueEntry
 from .direct_read import check_direct_reads
+from .document_table import DocumentTable
 from .entry import EncodedEntry
 from .entry_file import EntryFile
 from .entry_header import EntryHeader
@@ -17,11 +19,14 @@ from .entry_writer import NewFile, write_files
 from .errors import DamagedEntryError, StoreError, StoreFullError
 from .eviction import TierBudget
 from .journal import Journal
+from .pending import PendingWrite
 from .pins import Pins
+from .reserve import Reserve
 from .store_folder import StoreFolder
 from .write_lock import WriteLock
 
 logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 class NvmeTier:
@@ -42,14 +47,19 @@ class NvmeTier:
             opened.callback(self._lock.close)
             self._journal = Journal(folder.journal)
             opened.callback(self._journal.close)
+            self._reserve = Reserve(folder.reserve)
             with self._lock:
-                self.catalogue = Catalogue(folder.catalogue, self._entries_of_files)
+                self.catalogue = self.on_a_full_disk_too(lambda: Catalogue(folder.catalogue, self._entries_of_files))
                 opened.callback(self.catalogue.close)
+            self.documents = DocumentTable(self.catalogue.database)
             for namespace in self.catalogue.recent_namespaces(budget.recent.most):
                 budget.used(namespace)
             with self.exclusive():
                 self.leftovers(remove=True)
+                if self.catalogue.totals()[1] > budget.bytes:
+                    self._correct_sizes()
                 self.shrink()
+                self._reserve.refill()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -73,6 +83,34 @@ class NvmeTier:
             yield
         finally:
             self._end_change(digests)
+
+    def on_a_full_disk_too(self, change: Callable[[], _Result], digests: Iterable[str] = ()) -> _Result:
+        """Make a change that frees room or needs hardly any: on a full disk first the reserve goes, then files that go anyway.
+
+        Args:
+            change: what to do in the catalogue; made once, or not at all.
+            digests: the entries whose rows it removes.
+
+        Raises:
+            StoreFullError: there is no room all the same.
+
+        """
+        try:
+            return change()
+        except StoreFullError:
+            if not self._reserve.release() and not digests:
+                raise
+        try:
+            return change()
+        except StoreFullError:
+            for digest in digests:
+                self.folder.entry_path(digest).unlink(missing_ok=True)
+            return change()
+
+    def release_reserve(self) -> bool:
+        """Give up the room that is reserved for removals, for one beside this store; the next change takes it again."""
+        with self.exclusive():
+            return self._reserve.release()
 
     def __contains__(self, digest: str) -> bool:
         return not self._pins.is_leaving(digest) and digest in self.catalogue
@@ -104,8 +142,11 @@ class NvmeTier:
                 self.set_aside(digest, range(file.info.layers))
                 return None
 
-    def write(self, entries: Sequence[EncodedEntry]) -> Sequence[str]:
+    def write(self, writes: Sequence[PendingWrite]) -> Sequence[str]:
         """Store entries of one namespace, all of them, durable on return; gives the digests of those evicted for them.
+
+        A chunk of a document that the store does not know any more, or not in that version, is left out, unless another
+        document has it. Of the others those without a namespace are noted as their documents'.
 
         Raises:
             StoreFullError: the disk is full, or the budget less what is pinned has no room.
@@ -113,12 +154,20 @@ class NvmeTier:
 
         """
         with self.exclusive():
-            new = {entry.info.key.digest: entry for entry in entries}
+            wanted = [write for write in writes if self._has_document(write)]
+            new = {write.digest: write.entry for write in wanted}
             for digest in [digest for digest in new if digest in self.catalogue]:
                 self.catalogue.touch(digest)
                 del new[digest]
             if not new:
                 return ()
+            chunks = [
+                (write.document[0], write.digest)
+                for write in wanted
+                if write.document is not None
+                and not write.entry.info.key.namespace
+                and self.documents.version(write.document[0]) == write.document[1]
+            ]
             (namespace,) = {entry.info.key.namespace for entry in new.values()}
             self.budget.used(namespace)
             headers = {digest: EntryHeader.of(entry).pack() for digest, entry in new.items()}
@@ -132,7 +181,7 @@ class NvmeTier:
                     ]
                 )
                 rows = [self._row(entry, len(headers[digest])) for digest, entry in new.items()]
-                self.catalogue.change(add=rows, remove=victims)
+                self.catalogue.change(add=rows, remove=victims, chunks=chunks)
             return victims
 
     def remove(self, digests: Iterable[str]) -> int:
@@ -141,13 +190,7 @@ class NvmeTier:
             known = [digest for digest in digests if digest in self.catalogue]
             if known:
                 with self.changing(known):
-                    try:
-                        self.catalogue.change(remove=known)
-                    except StoreFullError:
-                        # On a full disk the catalogue may have room for the change only after the files are gone.
-                        for digest in known:
-                            self.folder.entry_path(digest).unlink(missing_ok=True)
-                        self.catalogue.change(remove=known)
+                    self.on_a_full_disk_too(lambda: self.catalogue.change(remove=known), known)
             return len(known)
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
@@ -193,7 +236,7 @@ class NvmeTier:
         with self.exclusive(), self._making_room(None, 0) as victims:
             if victims:
                 with self.changing(victims):
-                    self.catalogue.change(remove=victims)
+                    self.on_a_full_disk_too(lambda: self.catalogue.change(remove=victims), victims)
             return victims
 
     def leftovers(self, *, remove: bool) -> int:
@@ -211,6 +254,29 @@ class NvmeTier:
             raise DamagedEntryError(f"{path} is not where its entry belongs")
         written_ns = min(file.written_ns, time.time_ns())
         return CatalogueEntry(info.key, len(info.token_ids), info.layers, file.file_bytes, written_ns, written_ns)
+
+    def _has_document(self, write: PendingWrite) -> bool:
+        """Whether an entry may be stored as far as its document goes; under the lock, without which no document changes."""
+        if write.document is None:
+            return True
+        id_, version = write.document
+        if self.documents.version(id_) == version:
+            return True
+        return not write.entry.info.key.namespace and self.documents.has_chunk(write.digest)
+
+    def _correct_sizes(self) -> None:
+        """Hold rows against their files before an opening evicts: a number that a bad disk altered must not empty the store."""
+        wrong: dict[str, int] = {}
+        for row in self.catalogue.entries():
+            try:
+                file_bytes = self.folder.entry_path(row.key.digest).stat().st_size
+            except FileNotFoundError:
+                continue
+            if file_bytes != row.bytes:
+                wrong[row.key.digest] = file_bytes
+        if wrong:
+            logger.warning("the catalogue was wrong about the sizes of %d files: they are noted as they are", len(wrong))
+            self.catalogue.correct_bytes(wrong)
 
     def _row(self, entry: EncodedEntry, header_bytes: int) -> CatalogueEntry:
         info, now_ns = entry.info, self.catalogue.now_ns()
@@ -268,6 +334,7 @@ class NvmeTier:
                     for path in (self.folder.writing / digest, self.folder.entry_path(digest)):
                         path.unlink(missing_ok=True)
             self._journal.end()
+            self._reserve.refill()
         except (OSError, StoreError) as error:
             logger.warning("files of entries that are gone stay until the next change: %s", error)
 

@@ -14,6 +14,17 @@ IS_PINNED = """EXISTS (
     WHERE document_chunks.digest = entries.digest AND documents.pinned
 )"""
 
+# What the columns hold. SQLite does not hold a value against its column's type when it reads.
+COLUMNS = {
+    "entries": {
+        **dict.fromkeys(("digest", "model", "codec", "namespace"), "text"),
+        **dict.fromkeys(("tokens", "layers", "bytes", "created_ns", "used_ns", "pinned"), "integer"),
+    },
+    "totals": {"namespace": "text", "entries": "integer", "bytes": "integer"},
+    "documents": {"id": "text", "version": "text", "pinned": "integer", "changed_ns": "integer"},
+    "document_chunks": {"document": "text", "digest": "text"},
+}
+
 SCHEMA = (
     """CREATE TABLE entries (
         digest TEXT PRIMARY KEY,

@@ -5,6 +5,7 @@ catalogue.sqlite     which entries there are
 lock                 held by the process that changes files or catalogue
 journal              the entries that it is changing; empty between changes
 entries/ab/abcd...   one file an entry, in folders by the first two digits of its key
+reserve              room that is given up where the disk is too full for a removal
 writing/             files that are being written; left over there after a crash
 damaged/             files whose bytes were not the ones written, set aside; the last few, outside the budget
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,10 +23,14 @@ from pathlib import Path
 from .disk import make_folder, private_opener, sync_folder, write_error
 from .errors import StoreDirectoryError
 
+logger = logging.getLogger(__name__)
+
 STORE_FORMAT = 1
 _KIND = "cacheblend-store"
 _MARKER = "store.json"
 _NEW_MARKER = f"{_MARKER}.new"
+_MARKER_BYTES = 4096
+_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 _KEPT_DAMAGED = 8
 _IGNORED = ("lost+found", _NEW_MARKER)  # the root of a fresh file system is an empty folder too
 
@@ -47,7 +53,9 @@ class StoreFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.catalogue, self.lock, self.journal = (root / name for name in ("catalogue.sqlite", "lock", "journal"))
+        self.catalogue, self.lock, self.journal, self.reserve = (
+            root / name for name in ("catalogue.sqlite", "lock", "journal", "reserve")
+        )
         self._marker, self._entries, self.writing, self.damaged = (
             root / name for name in (_MARKER, "entries", "writing", "damaged")
         )
@@ -55,7 +63,7 @@ class StoreFolder:
             raise StoreDirectoryError(f"{root} is a file, not a store; name a folder")
         try:
             make_folder(root)
-            if not self._marker.exists():
+            if not self._marker.exists() or self._is_damaged_marker():
                 self._make()
             self._check()
             for folder in (self._entries, self.writing, self.damaged):
@@ -98,7 +106,9 @@ class StoreFolder:
 
     def _make(self) -> None:
         strangers = sorted(path.name for path in self.root.iterdir() if not path.name.startswith(_IGNORED))
-        if strangers and not self._marker.exists():  # another process may just have made it
+        if self._has_the_rest():
+            logger.warning("%s is missing or damaged, and is made again: the rest of the store is there", self._marker)
+        elif strangers and not self._marker.exists():  # another process may just have made it
             raise StoreDirectoryError(
                 f"{self.root} is not a store: it holds {strangers[0]} and no {self._marker.name}; name an empty or a new folder"
             )
@@ -111,16 +121,34 @@ class StoreFolder:
         os.replace(new, self._marker)
         sync_folder(self.root)
 
+    def _has_the_rest(self) -> bool:
+        """Whether a folder is a store but for its marker; the catalogue's own version tells whether it can be read."""
+        return self.catalogue.is_file() and self.lock.is_file() and self._entries.is_dir()
+
+    def _is_damaged_marker(self) -> bool:
+        """Whether the marker says nothing that any version wrote, in a folder that has all else."""
+        if not self._has_the_rest():
+            return False
+        try:
+            kind, version = self._read_marker()
+        except _UNREADABLE:
+            return True
+        return kind != _KIND or not isinstance(version, int)
+
+    def _read_marker(self) -> tuple[object, object]:
+        marker = json.loads(self._marker.read_bytes()[:_MARKER_BYTES])
+        return marker["kind"], marker["format"]
+
     def _check(self) -> None:
         try:
-            marker = json.loads(self._marker.read_text())
-            kind, version = marker["kind"], marker["format"]
-        except (ValueError, TypeError, KeyError) as error:
+            kind, version = self._read_marker()
+        except _UNREADABLE as error:
             raise StoreDirectoryError(f"{self._marker} is not a store's marker; name another folder") from error
         if kind != _KIND:
             raise StoreDirectoryError(f"{self.root} is not a store but {kind!r}; name another folder")
         if version != STORE_FORMAT:
             raise StoreDirectoryError(
                 f"{self.root} has format {version}, this version of cacheblend reads {STORE_FORMAT}; "
-                "use the version that made it, or a new folder (chunks are computed again)"
+                "use the version that made it, or a new folder (chunks are computed again); where no other version ever used "
+                f"it, the number is damaged: remove {_MARKER}, which is made again"
             )

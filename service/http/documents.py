@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from cacheblend.retriever import Chunk
@@ -21,6 +21,7 @@ from .server import Server
 
 router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
 _Result = TypeVar("_Result")
+LISTED, MOST_LISTED = 100, 1000  # documents of a page
 
 
 @router.post("", status_code=201)
@@ -34,14 +35,31 @@ async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
 
 
 @router.get("")
-async def ls(request: Request) -> Response:
-    """Every document."""
+async def ls(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MOST_LISTED, description="At most so many documents.")] = LISTED,
+    after: Annotated[str | None, Query(description="List those behind the document of this id: the `last_id` before.")] = None,
+) -> Response:
+    """A page of the documents, in the order of adding; `has_more` tells whether to ask for the one after `last_id`."""
     engine: Engine = request.state.engine
 
-    def list_all() -> Response:  # written out here too: of many documents that takes long
-        return JSONResponse({"object": "list", "data": [_body(document) for document in engine.documents.ls()]})
+    def list_page() -> Response:  # written out here too: of many documents that takes long
+        documents, has_more = engine.documents.page(limit, after)
+        ids = [document.id for document in documents]
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [_body(document) for document in documents],
+                "first_id": ids[0] if ids else None,
+                "last_id": ids[-1] if ids else None,
+                "has_more": has_more,
+            }
+        )
 
-    return await _call(request, list_all)
+    try:
+        return await _call(request, list_page)
+    except InputError as error:
+        raise ApiError(400, str(error), param="after", code="document_not_found") from error
 
 
 @router.get("/{id_:path}")
@@ -73,7 +91,7 @@ async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
 
     def set_pinned() -> DocumentStatus:
         engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_)
-        return engine.documents.show(id_)[0]
+        return engine.documents.status(id_)
 
     return _body(await _known(request, set_pinned))
 

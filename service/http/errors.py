@@ -14,7 +14,9 @@ from starlette.exceptions import HTTPException
 from cacheblend.store.errors import (
     CacheBlendError,
     ConfigError,
+    DamagedDocumentError,
     DeadlineError,
+    DocumentChangedError,
     InputError,
     PromptTooLongError,
     QueueFullError,
@@ -44,6 +46,7 @@ def status_of(error: Exception) -> int:
         (ShuttingDownError, 503),
         (DeadlineError, 504),
         (StoreFullError, 507),
+        (DocumentChangedError, 409),
         (ConfigError, 400),
         (InputError, 400),
     )
@@ -53,6 +56,8 @@ def status_of(error: Exception) -> int:
 def error_body(error: Exception) -> dict[str, Any]:
     """The body: `{"error": {"message", "type", "param", "code"}}`."""
     status = status_of(error)
+    if isinstance(error, DamagedDocumentError):
+        return _body(status, str(error), None, "document_damaged")
     if status == 500:
         return _body(500, "an error inside the service; its log has it under the request's id", None, "internal_error")
     if isinstance(error, ApiError):
@@ -64,6 +69,7 @@ def error_body(error: Exception) -> dict[str, Any]:
         (QueueFullError, "queue_full"),
         (DeadlineError, "deadline_exceeded"),
         (StoreFullError, "store_full"),
+        (DocumentChangedError, "document_changed"),
     )
     message = NO_ROOM if isinstance(error, StoreFullError) else str(error)  # whose own has the folder
     return _body(status, message, None, next((code for kind, code in codes if isinstance(error, kind)), None))

@@ -15,16 +15,16 @@ from cacheblend.retriever.merge import merge_indexes
 from cacheblend.store.errors import RetrieverError
 
 DOCUMENT = {"id": "1", "text": "some words"}
-REFUSED = r"catalogue\.sqlite has format 2, this version of cacheblend reads 1; use the version that made it, or another dir"
+REFUSED = r"catalogue\.sqlite has format 3, this version of cacheblend reads 2; use the version that made it, or another dir"
 
 
 def open_index(directory: Path) -> Retriever:
     return Retriever(RetrieverConfig(directory=directory, chunk_tokens=16), tiny_tokenizer(), FakeEmbedder())
 
 
-def to_format_2(directory: Path) -> None:
+def to_format_3(directory: Path) -> None:
     with sqlite3.connect(directory / "catalogue.sqlite") as later:
-        later.execute("UPDATE meta SET value = '2' WHERE key = 'format'")
+        later.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
         later.execute("ALTER TABLE chunks RENAME TO pieces")
     later.close()
 
@@ -52,7 +52,7 @@ def test_an_index_of_another_format(tmp_path: Path, documents: list[dict[str, st
     with open_index(tmp_path / "index") as index:
         if documents:
             index.add(documents)
-    to_format_2(tmp_path / "index")
+    to_format_3(tmp_path / "index")
     before = content(tmp_path / "index")
     with pytest.raises(RetrieverError, match=REFUSED):
         use(tmp_path / "index")
@@ -65,7 +65,7 @@ def test_a_format_that_changes_under_an_open_index(tmp_path: Path) -> None:
     with open_index(tmp_path) as index:
         index.add([DOCUMENT])
         with sqlite3.connect(tmp_path / "catalogue.sqlite") as later:
-            later.execute("UPDATE meta SET value = '2' WHERE key = 'format'")
+            later.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
         later.close()
         with pytest.raises(RetrieverError, match=REFUSED):
             index.add([{"id": "2", "text": "other words"}])
@@ -80,9 +80,9 @@ def test_another_version_beside_an_open_index(
         if documents:
             index.add(documents)
         with monkeypatch.context() as later:
-            later.setattr("cacheblend.retriever.catalogue.FORMAT", "2")
+            later.setattr("cacheblend.retriever.catalogue.FORMAT", "3")
             with pytest.raises(
-                RetrieverError, match="has format 1, this version of cacheblend reads 2; use the version that made"
+                RetrieverError, match="has format 2, this version of cacheblend reads 3; use the version that made"
             ):
                 open_index(tmp_path)
         assert index.add([{"id": "2", "text": "other words"}]).added == 1

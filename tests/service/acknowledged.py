@@ -13,6 +13,7 @@ from server_process import MODEL
 TEXT = " ".join(text for _, text in sorted(topics.items()))
 IDS = 8  # of each writer's documents, so that some are replaced and some are deleted
 CHARACTERS = 300
+NO_ROOM = 507
 
 
 @dataclass(slots=True)
@@ -23,16 +24,19 @@ class Acknowledged:
         texts: by id; None for what was deleted.
         doubtful: changes under way when the server was killed, by id: the text that may have come.
         changed: ids whose documents have not been asked about since they changed.
-        answered, asked, under_way, made: counts; see `scripts/crash_server.py`.
+        unsettled: ids whose last change was not answered with 2xx.
+        answered, asked, under_way, made, no_room: counts; see `scripts/crash_server.py`.
     """
 
     texts: dict[str, str | None] = field(default_factory=dict)
     doubtful: dict[str, str | None] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    unsettled: set[str] = field(default_factory=set)
     answered: int = 0
     asked: int = 0
     under_way: int = 0
     made: int = 0
+    no_room: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -60,15 +64,38 @@ class Writer:
                 except httpx.TransportError:
                     with self._known.lock:
                         self._known.doubtful[id_] = text
+                        self._known.unsettled.add(id_)
                         self._known.under_way += 1
                     return
+                if response.status_code == NO_ROOM and text is not None:  # a deletion must find room
+                    self._look(client, id_, text)
+                    continue
                 if not response.is_success:
                     self.fault = f"{id_}: {response.status_code} {response.text}"
                     return
                 with self._known.lock:
                     self._known.texts[id_] = text
                     self._known.changed.add(id_)
+                    self._known.unsettled.discard(id_)
                     self._known.answered += 1
+
+    def _look(self, client: httpx.Client, id_: str, text: str) -> None:
+        """Look at a document whose upload had no room: its text is the one before or the new one; KV of it may be missing."""
+        before = self._known.texts.get(id_)
+        try:
+            now = _text_of(client, id_)
+        except httpx.TransportError:
+            with self._known.lock:
+                self._known.doubtful[id_] = text
+                self._known.unsettled.add(id_)
+            return
+        if now not in (before, text):
+            self.fault = f"{id_}: half a change: {now!r} is neither {before!r} nor {text!r}"
+        with self._known.lock:
+            self._known.texts[id_] = now
+            self._known.unsettled.add(id_)
+            self._known.changed.discard(id_)
+            self._known.no_room += 1
 
     def _change(self, client: httpx.Client, id_: str, text: str | None) -> httpx.Response:
         path = f"/v1/documents/{id_}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,36 @@ def test_verify_finds_damage(run: CommandLine, passages: Path) -> None:
     assert "1 damaged" in found.out
     assert run("store", "verify", *store, "--repair").code == 0
     assert run("store", "verify", *store).code == 0
+
+
+def test_verify_looks_at_the_index(run: CommandLine, passages: Path) -> None:
+    """A damaged document in the index makes `store verify` exit with 1; `--repair` takes it out, and ingesting mends it."""
+    run.on_store("ingest", str(passages))
+    store = ("--store-dir", str(run.store))
+    id_ = run("documents", "ls", *store, "--json").json["documents"][0]["id"]
+    with sqlite3.connect(run.store / "index" / "catalogue.sqlite") as catalogue:
+        catalogue.execute("UPDATE chunks SET text = upper(text) WHERE document_id = ?", (id_,))
+    catalogue.close()
+    shown = run("documents", "show", id_, *store)
+    assert (shown.code, "ingest it again" in shown.err) == (1, True)
+    found = run("store", "verify", *store)
+    assert (found.code, f"{id_}: damaged in the index" in found.out) == (1, True)
+    assert run("store", "verify", *store, "--repair", "--json").json["index"]["damaged"] == [id_]
+    assert run("store", "verify", *store).code == 0
+    assert run.on_store("ingest", str(passages), "--json").json["added"] == 1
+    assert run("documents", "show", id_, *store).code == 0
+
+
+def test_pages_of_documents(run: CommandLine, passages: Path) -> None:
+    """A list of documents comes in pages, if that is asked for."""
+    run.on_store("ingest", str(passages))
+    store = ("--store-dir", str(run.store), "--json")
+    every = [document["id"] for document in run("documents", "ls", *store).json["documents"]]
+    page = run("documents", "ls", "--limit", "2", *store).json
+    assert ([document["id"] for document in page["documents"]], page["has_more"]) == (every[:2], True)
+    rest = run("documents", "ls", "--after", every[1], *store).json
+    assert ([document["id"] for document in rest["documents"]], rest["has_more"]) == (every[2:], False)
+    assert run("documents", "ls", "--after", "nothing", *store).code == 2
 
 
 def test_demo_compares_four_methods(run: CommandLine, passages: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of
 
 from cacheblend.retriever import EmbeddedDocument, Retriever
+from cacheblend.retriever.catalogue import Catalogue as IndexCatalogue
+from cacheblend.retriever.indexed_documents import IndexedDocuments
 from cacheblend.service import Engine
-from cacheblend.store import ChunkKey, ChunkKV
-from cacheblend.store.errors import ConfigError, InputError
+from cacheblend.service.documents import Documents
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store.database import Database
+from cacheblend.store.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
 
 FIRST, *OTHERS = DOCUMENTS
 ID = str(FIRST["id"])
@@ -90,7 +95,7 @@ def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monk
 
 
 def test_an_unchanged_document_that_is_deleted_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document that an ingest found unchanged, and that is deleted before it ends, comes after that."""
+    """A document that an ingest found unchanged, and that is deleted before it ends, stays deleted; nothing else comes either."""
     precompute_documents = engine.fusor.precompute_documents
 
     def delete_meanwhile(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
@@ -98,10 +103,12 @@ def test_an_unchanged_document_that_is_deleted_meanwhile(engine: Engine, monkeyp
         engine.documents.delete(ID)
         return precompute_documents(*arguments, **options)
 
+    others = stored(engine) - keys_of(engine, ID)
     monkeypatch.setattr(engine.fusor, "precompute_documents", delete_meanwhile)
-    engine.ingest([FIRST, {"id": "new", "text": "words of its own"}])
-    assert keys_of(engine, ID) <= stored(engine)
-    assert engine.documents.show(ID)[0].stored_chunks == len(keys_of(engine, ID))
+    with pytest.raises(DocumentChangedError, match=ID):
+        engine.ingest([FIRST, {"id": "new", "text": "words of its own"}])
+    assert not {ID, "new"} & {status.id for status in engine.documents.ls()}
+    assert stored(engine) == others
 
 
 def test_delete_cut_off_between_store_and_index(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +165,7 @@ def test_pin(open_ingested: OpenEngine) -> None:
         assert engine.documents.show(ID)[0].pinned
     with open_ingested(nvme_budget_bytes=total // 2) as engine:
         assert pinned <= stored(engine)
-        engine.ingest([{"id": "more", "title": "more", "text": str(OTHERS[0]["text"])[::-1]}])
+        engine.ingest_stream([{"id": "more", "title": "more", "text": str(OTHERS[0]["text"])[::-1]}])
         assert pinned <= stored(engine)
         engine.ingest([{**FIRST, "text": f"{FIRST['text']} Another end."}])
         assert engine.documents.show(ID)[0].pinned
@@ -198,3 +205,182 @@ def test_unknown_codec(open_engine: OpenEngine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"codec='zip'.*int4"):
         open_engine(codec="zip", chunk_tokens=CHUNK_TOKENS)
     assert not (tmp_path / "store").exists()
+
+
+@contextmanager
+def other_process(engine: Engine) -> Iterator[Documents]:
+    """The documents of an engine's folder as another process, such as the command line, has them open."""
+    folder = Path(engine.config.store_dir)
+    with (
+        KVStore(StoreConfig(directory=folder / "kv", ram_budget_bytes=1)) as store,
+        IndexedDocuments(folder / "index") as index,
+    ):
+        yield Documents(index, store)
+
+
+def during_the_second_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Have something happen while an upload computes, when its first chunk's KV is written already."""
+    precompute_documents = engine.fusor.precompute_documents
+
+    def slow(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
+        for number, kv in enumerate(precompute_documents(*arguments, **options)):
+            if number == 1:
+                engine.store.flush()
+                act()
+            yield kv
+
+    monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
+
+
+def entries_of(engine: Engine) -> list[Path]:
+    return [path for path in (Path(engine.config.store_dir) / "kv" / "entries").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("where", ["here", "in another process"])
+@pytest.mark.parametrize("change", ["delete", "replace"])
+def test_changed_while_its_upload_computes(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, where: str, change: str
+) -> None:
+    """An upload whose document is deleted or replaced meanwhile is told so, and leaves no row, file or text of it."""
+    engine = open_engine()
+    other = open_engine()
+    engine.ingest([{"id": ID, "text": "what was there before"}])
+
+    def act() -> None:
+        monkeypatch.undo()
+        if change == "replace":
+            (engine if where == "here" else other).ingest([{"id": ID, "text": "quite other words"}])
+        elif where == "here":
+            engine.documents.delete(ID)
+        else:
+            with other_process(engine) as documents:
+                documents.delete(ID)
+
+    during_the_second_chunk(engine, monkeypatch, act)
+    with pytest.raises(DocumentChangedError, match="'for' was deleted or replaced"):
+        engine.ingest([FIRST])
+    engine.store.flush()
+    left = {} if change == "delete" else {ID: keys_of(engine, ID)}
+    assert {status.id for status in engine.documents.ls()} == set(left)
+    assert stored(engine) == {key for keys in left.values() for key in keys}
+    assert len(entries_of(engine)) == len(stored(engine))
+    assert engine.store.verify().ok
+    assert engine.ingest([FIRST]).evicted == 0
+
+
+def full_until(store_has_room: Callable[[], bool], index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no commit of the store find room until something is freed, and none of the index while its reserve is there."""
+    transaction, write = Database.transaction, IndexCatalogue._write
+
+    @contextmanager
+    def of_store(database: Database) -> Iterator[object]:
+        with transaction(database) as connection:
+            yield connection
+            if not store_has_room():
+                raise StoreFullError("no room")
+
+    @contextmanager
+    def of_index(catalogue: IndexCatalogue) -> Iterator[None]:
+        with write(catalogue):
+            yield
+            if (index / "reserve").exists():
+                raise StoreFullError("no room")
+
+    monkeypatch.setattr(Database, "transaction", of_store)
+    monkeypatch.setattr(IndexCatalogue, "_write", of_index)
+
+
+@pytest.mark.parametrize("freed", ["the reserve", "the files"])
+def test_deleting_on_a_full_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch, freed: str) -> None:
+    """On a full disk a document is deleted all the same: the reserve makes room, or its own files, which go first then."""
+    keys, folder = keys_of(engine, ID), Path(engine.config.store_dir)
+    files = [folder / "kv" / "entries" / str(key)[:2] / str(key) for key in keys]
+    reserves = [folder / "kv" / "reserve", folder / "index" / "reserve"]
+    assert all(reserve.stat().st_size >= 256 * 1024 for reserve in reserves)
+    with monkeypatch.context() as patch:
+        if freed == "the reserve":
+            full_until(lambda: not reserves[0].exists(), folder / "index", patch)
+        else:
+            full_until(lambda: not any(file.exists() for file in files), folder / "index", patch)
+        engine.documents.delete(ID)
+    assert not keys & stored(engine)
+    assert ID not in [status.id for status in engine.documents.ls()]
+    assert engine.retriever.search(QUESTION, 1)
+    assert engine.store.verify().ok
+    assert all(reserve.exists() for reserve in reserves)  # taken again as soon as there is room
+
+
+def test_deleting_again_on_a_disk_that_stays_full(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the index has used its reserve up, the store gives its own for a deletion."""
+    index, kv = (Path(engine.config.store_dir) / name for name in ("index", "kv"))
+    (index / "reserve").unlink()
+    (index / "reserve").mkdir()  # cannot be taken again
+    write = IndexCatalogue._write
+
+    @contextmanager
+    def full(catalogue: IndexCatalogue) -> Iterator[None]:
+        with write(catalogue):
+            yield
+            if (kv / "reserve").exists():
+                raise StoreFullError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexCatalogue, "_write", full)
+        engine.documents.delete(ID)
+    assert ID not in engine.retriever.ids()
+
+
+def test_adding_on_a_full_disk_takes_no_reserve(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is reserved for removals is not used up by uploads."""
+    index = Path(engine.config.store_dir) / "index"
+    with monkeypatch.context() as patch:
+        full_until(lambda: True, index, patch)
+        with pytest.raises(StoreFullError):
+            engine.ingest([{"id": "new", "text": "no room for this"}])
+    assert (index / "reserve").exists()
+    assert engine.retriever.document("new") is None
+
+
+def test_pinning_on_a_full_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin needs no more room than the reserve has; so does unpinning."""
+    reserve = Path(engine.config.store_dir) / "kv" / "reserve"
+    with monkeypatch.context() as patch:
+        full_until(lambda: not reserve.exists(), reserve.parent, patch)
+        engine.documents.pin(ID)
+        assert engine.documents.status(ID).pinned
+        engine.documents.unpin(ID)
+    assert not engine.documents.status(ID).pinned
+
+
+def test_pages(engine: Engine) -> None:
+    """Pages follow one another in the order of `ls`, the documents that the store alone knows at the end."""
+    engine.store.documents.put([("lost-b", "1", []), ("lost-a", "1", [])])
+    every = [status.id for status in engine.documents.ls()]
+    assert every == [*(document["id"] for document in DOCUMENTS), "lost-a", "lost-b"]
+    for limit in (1, 2, 3, 6, 7, 100):
+        found: list[str] = []
+        after, has_more = None, True
+        while has_more:
+            page, has_more = engine.documents.page(limit, after)
+            assert 0 < len(page) <= limit
+            found += [status.id for status in page]
+            after = found[-1]
+        assert found == every
+    assert engine.documents.page(5, "lost-b") == ([], False)
+    engine.ingest([{**FIRST, "text": "it goes to the end"}])
+    assert engine.documents.page(1)[0][0].id == DOCUMENTS[1]["id"]
+    with pytest.raises(InputError, match="begin again with the first page"):
+        engine.documents.page(1, "nothing")
+
+
+def test_one_document_is_looked_up_by_its_id(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Showing, pinning and deleting one document lists no others."""
+
+    def listing(*_: object) -> None:
+        raise AssertionError("all documents were listed")
+
+    monkeypatch.setattr("cacheblend.store.document_table.DocumentTable.ls", listing)
+    monkeypatch.setattr(IndexCatalogue, "documents", listing)
+    engine.documents.show(ID)
+    engine.documents.pin(ID)
+    engine.documents.delete(ID)

@@ -1,11 +1,14 @@
 import logging
+import shutil
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, entry_file, furthest, key_of, kinds, wait_until
 
+from cacheblend.retriever import Chunk
 from cacheblend.service import Engine
 from cacheblend.store.errors import DamagedEntryError
 
@@ -185,6 +188,74 @@ def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch
     assert engine.store.stats().nvme.evictions == 1
 
 
+@pytest.mark.parametrize("salt", ["", "a salt"])
+@pytest.mark.parametrize("when", ["queued", "computed"])
+@pytest.mark.parametrize("change", ["delete", "replace"])
+def test_a_hole_of_a_document_that_is_gone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, change: str, when: str, salt: str
+) -> None:
+    """What a request missed of a document that is deleted or replaced before it is computed, or meanwhile, is not stored."""
+    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    document, precompute_document = str(DOCUMENTS[0]["id"]), engine.fusor.precompute_document
+    chunks = engine.retriever.chunks(document)
+    engine.store.clear()
+
+    def act() -> None:
+        if change == "delete":
+            engine.documents.delete(document)
+        else:
+            engine.ingest([{"id": document, "text": "quite other words"}])
+
+    def late(*arguments: Any) -> object:
+        computed = precompute_document(*arguments)
+        if when == "computed":
+            act()
+        return computed
+
+    monkeypatch.setattr(engine.fusor, "precompute_document", late)
+    with engine.holes:  # so that the filler does not begin
+        prepared = engine.prepare("x", documents=chunks[:1])
+        list(engine.prefill_steps(prepared, salt))
+        if when == "queued":
+            act()
+    engine.drain()
+    left = {key_of(engine, chunk) for one in DOCUMENTS for chunk in known_chunks(engine, str(one["id"]))}
+    assert {entry.key for entry in engine.store.ls()} <= left
+    assert not [entry for entry in engine.store.ls() if entry.key.namespace]
+
+
+def known_chunks(engine: Engine, document: str) -> list[Chunk]:
+    return engine.retriever.chunks(document) if engine.retriever.version(document) else []
+
+
+def test_what_a_changed_instruction_makes_goes_with_its_document(open_ingested: OpenEngine) -> None:
+    """KV that is computed behind requests after the head has changed belongs to its document, as what was ingested does."""
+    engine = open_ingested(instruction="Quite another instruction.\n\n")
+    before = {entry.key for entry in engine.store.ls()}
+    document = ask(engine).chunks[0].chunk.document_id
+    engine.drain()
+    made = {entry.key for entry in engine.store.ls()} - before
+    assert len(made) == TOP_K
+    for one in {scored.chunk.document_id for scored in ask(engine).chunks}:
+        engine.documents.delete(one)
+    assert document not in engine.retriever.ids()
+    assert not made & {entry.key for entry in engine.store.ls()}
+
+
+def test_a_store_that_has_forgotten_its_documents(open_ingested: OpenEngine) -> None:
+    """Where the store's catalogue was lost, what is computed behind a request notes its document again, and goes with it."""
+    with open_ingested() as engine:
+        folder = Path(engine.config.store_dir) / "kv"
+    shutil.rmtree(folder)
+    engine = open_ingested()
+    chunks = ask(engine).chunks
+    engine.drain()
+    assert ask(engine).plan.misses == 0
+    for document in {scored.chunk.document_id for scored in chunks}:
+        engine.documents.delete(document)
+    assert engine.store.stats().nvme.entries == 0
+
+
 def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Namespaces' holes are filled in turn, and beyond the most that may wait the longest line loses its last."""
     monkeypatch.setattr("cacheblend.service.hole_filler.MOST_WAITING", 5)
@@ -208,7 +279,7 @@ def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_evicted_corpus_is_still_answered(open_engine: OpenEngine) -> None:
     """With room for a few entries alone, answers stay right while entries come and go."""
     engine = open_engine(nvme_budget_bytes=150_000, ram_budget_bytes=1)
-    engine.ingest(DOCUMENTS)
+    engine.ingest_stream(DOCUMENTS)
     for question in (QUESTION, "How is a class defined?", "What does with do?") * 2:
         blend = engine.answer(question, top_k=TOP_K, recompute_ratio=1.0)
         full = engine.answer(question, top_k=TOP_K, method="full_recompute")

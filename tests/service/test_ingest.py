@@ -156,10 +156,11 @@ def test_budget_below_a_chunk(open_engine: OpenEngine) -> None:
 
 
 def test_budget_below_the_corpus(open_engine: OpenEngine) -> None:
-    """A KV budget below the corpus keeps what fits; questions over the rest are answered all the same."""
+    """A KV budget below the corpus keeps what fits, which a stream reports; questions over the rest are answered."""
     engine = open_engine(nvme_budget_bytes=300_000, ram_budget_bytes=1)
-    report = engine.ingest(DOCUMENTS)
+    report = engine.ingest_stream(DOCUMENTS)
     assert report.computed == report.chunks > stored(engine) > 0
+    assert report.evicted == report.chunks - stored(engine)
     answer = engine.answer(QUESTION, top_k=12)
     assert answer.plan.hits + answer.plan.misses == 12
     assert answer.plan.misses > 0

@@ -1,4 +1,4 @@
-"""Writes in the background: readable at once, durable after `flush`, failures raised there."""
+"""Writes in the background: readable at once, durable after `flush`, each with a result of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 
 import pytest
-from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same, wait_until
+from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same
 
 from cacheblend.store import ChunkKey, StoreFullError, pending
 from cacheblend.store.catalogue import Catalogue
@@ -73,9 +73,9 @@ def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
     commits = []
     change = Catalogue.change
 
-    def counting(catalogue, *, add=(), remove=()) -> None:
+    def counting(catalogue, *, add=(), **options) -> None:
         commits.append(len(add))
-        change(catalogue, add=add, remove=remove)
+        change(catalogue, add=add, **options)
 
     monkeypatch.setattr(Catalogue, "change", counting)
     monkeypatch.setattr(pending, "GROUP_ENTRIES", 4)
@@ -124,10 +124,11 @@ def test_one_of_a_group_cannot_be_written(open_store, monkeypatch) -> None:
 
     monkeypatch.setattr("cacheblend.store.nvme_tier.write_files", failing)
     with store._nvme.exclusive():
-        for pair in PAIRS[:3]:
-            store.put(*pair, flush=False)
+        writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
+    assert writes[0].result()
     with pytest.raises(StoreFullError, match="no room for this one"):
-        store.flush()
+        writes[1].result()
+    assert writes[2].result()
     stats = store.stats()
     assert (stats.failed_writes, stats.pending_writes, stats.nvme.entries) == (1, 0, 2)
     assert [store.get(key) is not None for key, _ in PAIRS[:3]] == [True, False, True]
@@ -137,16 +138,15 @@ def test_deleted_before_it_is_written(open_store) -> None:
     """An entry that is deleted while it waits is never written."""
     store = open_store()
     with store._nvme.exclusive():
-        for pair in PAIRS[:3]:
-            store.put(*pair, flush=False)
+        writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
         assert store.delete(PAIRS[1][0])
-    store.flush()
+    assert [write.result() for write in writes] == [True, False, True]
     assert store.get(PAIRS[1][0]) is None
     assert files_under(store, "entries") == sorted(str(PAIRS[seed][0]) for seed in (0, 2))
 
 
-def test_failures_are_logged_counted_and_raised_by_flush(open_store, monkeypatch, caplog) -> None:
-    """An entry that cannot be written in the background becomes a miss; `flush` raises the first error once."""
+def test_failures_are_logged_counted_and_told_to_who_put_the_entry(open_store, monkeypatch, caplog) -> None:
+    """An entry that cannot be written in the background becomes a miss; who put it is told, and nobody else."""
     store = open_store()
 
     def full(_: int) -> None:
@@ -154,12 +154,14 @@ def test_failures_are_logged_counted_and_raised_by_flush(open_store, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        store.put(*PAIRS[0], flush=False)
-        store.put(*PAIRS[1], flush=False)
+        failed = [store.put(*pair, flush=False) for pair in PAIRS[:2]]
+        store.flush()
+    assert store.put(*PAIRS[2], flush=False).result()
+    for write in failed:
         with pytest.raises(StoreFullError, match="no room on the disk"):
-            store.flush()
+            write.result()
     assert "no room on the disk" in caplog.text
-    store.flush()
+    store.delete(PAIRS[2][0])
     stats = store.stats()
     assert (stats.failed_writes, stats.pending_writes, stats.nvme.entries, stats.ram.entries) == (2, 0, 0, 0)
     assert store.get(PAIRS[0][0]) is None
@@ -168,27 +170,51 @@ def test_failures_are_logged_counted_and_raised_by_flush(open_store, monkeypatch
     assert same(store.get(PAIRS[0][0]), PAIRS[0][1])
 
 
-def test_close_raises_what_the_background_met(open_store) -> None:
-    """An error that nobody flushed is raised by `close`, and the store is closed all the same."""
+def test_closing_after_a_failed_write(open_store, caplog) -> None:
+    """A store that could not write an entry closes all the same: who put it is told, and the entry is a miss."""
     store = open_store(nvme_budget_bytes=FILE_BYTES)
     store.put(*PAIRS[0])
     with store.pin([PAIRS[0][0]]):
-        store.put(*PAIRS[1], flush=False)
-        with pytest.raises(StoreFullError):
-            store.close()
+        write = store.put(*PAIRS[1], flush=False)
+        store.close()
+    with pytest.raises(StoreFullError):
+        write.result()
+    assert str(PAIRS[1][0]) in caplog.text
+    assert open_store().get(PAIRS[1][0]) is None
+
+
+def test_closing_on_a_full_disk(open_store, monkeypatch, caplog) -> None:
+    """Where the times of use cannot be written at the end, the store is closed with a warning."""
+    store = open_store()
+    store.put(*PAIRS[0])
+    store.get(PAIRS[0][0])
+
+    def full(_: Catalogue) -> None:
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(Catalogue, "save_uses", full)
     store.close()
+    assert "times of use" in caplog.text
 
 
-def test_the_blocks_own_error_comes_first(open_store) -> None:
-    """When a `with` block fails, its error is raised, not the background's."""
+def test_an_error_is_told_to_all_who_put_the_same_entry(open_store) -> None:
+    """Two callers that put one entry while it waits share its result; a third one with another entry has its own."""
+    store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
+    store.put(*PAIRS[0])
+    with store.pin([PAIRS[0][0]]), store._nvme.exclusive():
+        one, two = (store.put(*PAIRS[1], flush=False) for _ in range(2))
+        other = store.put(*PAIRS[0], flush=False)
+    assert one.result()
+    assert two.result()
+    assert other.done()
 
-    def fail() -> None:
-        with open_store(nvme_budget_bytes=FILE_BYTES) as store:
-            store.put(*PAIRS[0])
-            with store.pin([PAIRS[0][0]]):
-                store.put(*PAIRS[1], flush=False)
-                wait_until(lambda: store.stats().failed_writes == 1)
-            raise RuntimeError("its own")
 
-    with pytest.raises(RuntimeError, match="its own"):
-        fail()
+def test_a_folder_that_is_gone_fails_every_entry_of_a_group(open_store, monkeypatch) -> None:
+    """An error that is of no single entry is told to all that were to be written together."""
+    store = open_store()
+    with store._nvme.exclusive():
+        writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
+        monkeypatch.setattr(store._pending, "group", lambda _: 1 / 0)
+    store.flush()
+    assert all(isinstance(write.exception(), ZeroDivisionError) for write in writes)
+    assert store.stats().pending_writes == 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ import torch
 from chunks import FILE_BYTES, file_of, files_under, flip_last_byte, make_chunk, same
 
 from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
+from cacheblend.store.database import Database
+from cacheblend.store.reserve import RESERVE_BYTES
 
 PAIRS = [make_chunk(seed) for seed in range(3)]
 KEY, KV = PAIRS[0]
@@ -192,3 +197,164 @@ def test_few_damaged_files_are_kept(open_store) -> None:
         flip_last_byte(file_of(store, key))
         assert store.get(key) is None
     assert files_under(store, "damaged") == sorted(str(make_chunk(seed)[0]) for seed in range(2, 10))
+
+
+def catalogue_of(directory: Path, statement: str, *values: object) -> None:
+    """Alter the catalogue of a closed store, as a bad disk may."""
+    with sqlite3.connect(directory / "catalogue.sqlite") as catalogue:
+        for (name,) in catalogue.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            if "UPDATE" not in statement.upper():
+                catalogue.execute(f"DROP TRIGGER {name}")
+        catalogue.execute(statement, values)
+    catalogue.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["UPDATE totals SET bytes = bytes + (1 << 36)", "UPDATE entries SET bytes = bytes + (1 << 36) WHERE layers = 3"],
+)
+def test_wrong_numbers_evict_nothing(open_store, statement: str, caplog) -> None:
+    """Totals or sizes that a flipped bit makes enormous are counted anew at the opening, before anything is evicted."""
+    with open_store(nvme_budget_bytes=10 * FILE_BYTES) as store:
+        for pair in PAIRS:
+            store.put(*pair)
+    catalogue_of(Path(store.config.directory), statement)
+    store = open_store(nvme_budget_bytes=10 * FILE_BYTES)
+    assert (store.stats().nvme.entries, store.stats().nvme.bytes) == (3, 3 * FILE_BYTES)
+    assert all(same(store.get(key), kv) for key, kv in PAIRS)
+    assert "counted anew" in caplog.text or "sizes of 3 files" in caplog.text
+    assert store.verify().ok
+
+
+def test_a_time_of_use_beyond_all_times(open_store) -> None:
+    """A time of use that a flipped bit puts at the end of time stops nothing."""
+    with open_store() as store:
+        for pair in PAIRS:
+            store.put(*pair)
+    catalogue_of(Path(store.config.directory), "UPDATE entries SET used_ns = ?", 2**63 - 1)
+    store = open_store(nvme_budget_bytes=3 * FILE_BYTES)
+    assert store.get(KEY) is not None
+    store.put(*make_chunk(9))
+    assert KEY in store
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE entries SET namespace = CAST(x'ff41' AS TEXT)",
+        "UPDATE entries SET namespace = x'41'",
+        "UPDATE entries SET bytes = 'many'",
+        "UPDATE documents SET id = x'41'",
+        "UPDATE document_chunks SET digest = x'07'",
+    ],
+)
+def test_a_row_that_is_no_row(open_store, statement: str) -> None:
+    """A value that is no text, or not of its column's kind, is refused with what to do, which then helps."""
+    with open_store() as store:
+        for pair in PAIRS:
+            store.put(*pair)
+        store.documents.put([("a", "1", [KEY])])
+    directory = Path(store.config.directory)
+    catalogue_of(directory, statement)
+    with pytest.raises(StoreDirectoryError, match=r"move catalogue.sqlite\* away"):
+        open_store().ls()
+    for path in directory.glob("catalogue.sqlite*"):
+        path.unlink()
+    assert len(open_store().ls()) == 3
+
+
+@pytest.mark.parametrize("digest", ["char(0) || substr(digest, 2)", "'../' || substr(digest, 4)", "substr(digest, 2)"])
+def test_a_key_that_names_no_file(open_store, digest: str) -> None:
+    """A row whose key is damaged is dropped at the opening; its file is found again by `verify`."""
+    with open_store() as store:
+        for pair in PAIRS:
+            store.put(*pair)
+        store.documents.put([("a", "1", [KEY])])
+    directory = Path(store.config.directory)
+    for table in ("entries", "document_chunks"):
+        catalogue_of(directory, f"UPDATE {table} SET digest = {digest} WHERE digest = '{KEY}'")
+    store = open_store()
+    assert store.get(KEY) is None
+    assert store.verify(repair=True).orphans == (str(KEY),)
+    assert same(store.get(KEY), KV)
+    store.documents.delete("a")
+    assert store.verify().ok
+
+
+@pytest.mark.parametrize(
+    ("operation", "freed"),
+    [(operation, freed) for operation in ("delete", "delete a document", "shrink") for freed in ("reserve", "entries")]
+    + [("pin", "reserve")],  # it frees no file
+)
+def test_removals_on_a_full_disk(open_store, monkeypatch, freed: str, operation: str) -> None:
+    """Where the catalogue has no room for a change that frees some, the reserve makes it, and else the files that go."""
+    store = open_store()
+    for pair in PAIRS:
+        store.put(*pair)
+    store.documents.put([("a", "1", [KEY, PAIRS[1][0]]), ("b", "1", [PAIRS[1][0]])])
+    place = Path(store.config.directory) / "reserve" if freed == "reserve" else file_of(store, KEY)
+    assert place.exists()
+    transaction = Database.transaction
+
+    @contextmanager
+    def full(database: Database) -> Iterator[object]:
+        with transaction(database) as connection:
+            yield connection
+            if place.exists():
+                raise StoreFullError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "transaction", full)
+        match operation:
+            case "delete":
+                store.delete(KEY)
+            case "delete a document":
+                store.documents.delete("a")
+            case "shrink":
+                store._nvme.budget = replace(store._nvme.budget, bytes=2 * FILE_BYTES)
+                assert store._nvme.shrink()
+            case "pin":
+                store.documents.pin("a")
+    gone = {KEY} if operation != "pin" else set()
+    assert {row.key for row in store.ls()} == {key for key, _ in PAIRS} - gone
+    assert same(store.get(PAIRS[1][0]), PAIRS[1][1])
+    assert store.verify().ok
+    store.documents.unpin("b")
+    store.delete(PAIRS[2][0])
+    assert (Path(store.config.directory) / "reserve").stat().st_size == RESERVE_BYTES
+
+
+def test_opening_on_a_full_disk(open_store, monkeypatch) -> None:
+    """A store is opened where the disk has room for nothing: the reserve is given up, and taken again later."""
+    with open_store() as store:
+        store.put(*PAIRS[0])
+    reserve = Path(store.config.directory) / "reserve"
+    connect = Database._connect
+
+    def full(database: Database) -> sqlite3.Connection:
+        if reserve.exists():
+            raise StoreFullError("no room")
+        return connect(database)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "_connect", full)
+        store = open_store()
+    assert same(store.get(KEY), KV)
+    assert reserve.exists()
+
+
+def test_a_disk_without_room_for_a_reserve(open_store, monkeypatch) -> None:
+    """Half of a reserve is not kept: it would only take what others need."""
+    write = os.write
+
+    def full(fd: int, data: memoryview) -> int:
+        if len(data) == RESERVE_BYTES:
+            return write(fd, data[:1000])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheblend.store.reserve.os.write", full)
+        store = open_store()
+        assert not (Path(store.config.directory) / "reserve").exists()
+    store.put(KEY, KV)
+    assert (Path(store.config.directory) / "reserve").exists()

@@ -61,6 +61,30 @@ def test_other_markers(tmp_path: Path, marker: str, message: str) -> None:
     refuse(tmp_path, message)
 
 
+@pytest.mark.parametrize(
+    "marker",
+    [None, b"", b"\xff\xfe", b"[]", b'{"format": 1}', b'{"kind": "cacheblend-stora", "format": 1}', b"[" * 100_000],
+    ids=["gone", "empty", "no text", "a list", "half", "another kind", "deep"],
+)
+def test_a_marker_is_made_again(tmp_path: Path, marker: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    """A store whose marker alone is gone or damaged is opened, with a warning and all that it holds."""
+    with KVStore(StoreConfig(directory=tmp_path)) as store:
+        store.put(KEY, KV)
+    (tmp_path / "store.json").unlink()
+    if marker is not None:
+        (tmp_path / "store.json").write_bytes(marker)
+    with KVStore(StoreConfig(directory=tmp_path)) as store:
+        assert same(store.get(KEY), KV)
+    assert "store.json is missing or damaged" in caplog.text
+    assert json.loads((tmp_path / "store.json").read_text()) == {"kind": "cacheblend-store", "format": 1}
+
+
+def test_deep_json_is_no_marker(tmp_path: Path) -> None:
+    """A folder that holds nothing but nested brackets is refused, not a crash."""
+    (tmp_path / "store.json").write_text("[" * 100_000)
+    refuse(tmp_path, "not a store's marker")
+
+
 def test_marker_that_a_crash_cut_off(tmp_path: Path) -> None:
     """A crash while the marker was written leaves a folder that can still become a store."""
     (tmp_path / "store.json.new.123").write_text('{"kind"')
