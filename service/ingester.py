@@ -13,7 +13,7 @@ from dataclasses import replace
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
 from cacheblend.store import ChunkKey, KVStore
-from cacheblend.store.errors import CacheBlendError, DocumentChangedError, InputError, StoreFullError
+from cacheblend.store.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError
 
 from .answer import IngestReport
 from .lengths import check_chunks
@@ -63,7 +63,7 @@ class Ingester:
             raise InputError("no documents to ingest; give at least one")
         report = self._ingest(given, on_progress or (lambda *_: None), check=check or (lambda: None))
         if report.evicted:
-            raise StoreFullError(
+            raise BudgetTooSmallError(
                 f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget "
                 "at once, or others took their place; the texts are in the index and can be asked about; "
                 "raise nvme_budget_bytes, unpin or delete documents, or ingest fewer at once"

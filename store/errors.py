@@ -90,6 +90,10 @@ class StoreFullError(StoreError):
     """The disk or the byte budget has no room for an entry."""
 
 
+class BudgetTooSmallError(StoreFullError):
+    """The KV of what was ingested does not fit the byte budget at once; the message has no path."""
+
+
 class DamagedEntryError(StoreError):
     """A stored entry's bytes are not the ones that were written; the entry is now a miss."""
 

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cacheblend.store.errors import (
+    BudgetTooSmallError,
     CacheBlendError,
     ConfigError,
     DamagedDocumentError,
@@ -71,7 +72,8 @@ def error_body(error: Exception) -> dict[str, Any]:
         (StoreFullError, "store_full"),
         (DocumentChangedError, "document_changed"),
     )
-    message = NO_ROOM if isinstance(error, StoreFullError) else str(error)  # whose own has the folder
+    has_path = isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError)
+    message = NO_ROOM if has_path else str(error)
     return _body(status, message, None, next((code for kind, code in codes if isinstance(error, kind)), None))
 
 

@@ -95,7 +95,7 @@ def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monk
 
 
 def test_an_unchanged_document_that_is_deleted_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document that an ingest found unchanged, and that is deleted before it ends, stays deleted; nothing else comes either."""
+    """A document that an ingest found unchanged, and that is deleted before it ends, stays deleted; nothing else comes."""
     precompute_documents = engine.fusor.precompute_documents
 
     def delete_meanwhile(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:

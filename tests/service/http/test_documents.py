@@ -49,6 +49,8 @@ def test_bad_pages(client: httpx.Client, params: dict[str, object]) -> None:
 
 def test_deleted_while_its_upload_computes(client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload whose document is deleted meanwhile gets 409, and leaves nothing of it."""
+    before = engine.store.stats().nvme.entries
+    engine.ingest([{"id": "late", "text": "what was there before"}])
     precompute_documents = engine.fusor.precompute_documents
     computing, deleted = threading.Event(), threading.Event()
 
@@ -58,7 +60,6 @@ def test_deleted_while_its_upload_computes(client: httpx.Client, engine: Engine,
             computing.set()
             deleted.wait(10)
 
-    before = engine.store.stats().nvme.entries
     monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
     answers: list[httpx.Response] = []
 
