@@ -74,7 +74,7 @@ def settle(server: ServerProcess, before: dict[str, int] | None) -> dict[str, in
     """What the server holds once it holds no more than `before`, or no request, or after `SETTLE_S`."""
     until = time.monotonic() + SETTLE_S
     while True:
-        httpx.get(f"{server.address}/v1/store").raise_for_status()  # a call also lets idle worker threads go
+        httpx.post(f"{server.address}/v1/documents", json={})  # refused; reading a body also lets idle worker threads go
         held = server.held()
         wanted = before or dict.fromkeys(held.keys() - SYSTEMS, 0)
         if all(held[name] <= wanted[name] for name in wanted.keys() - {"resident_bytes"}) or time.monotonic() > until:

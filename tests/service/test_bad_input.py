@@ -38,7 +38,7 @@ from cacheblend.store.errors import CacheBlendError, ConfigError, InputError, Pr
         ({"max_tokens": 1.5}, ConfigError, "max_tokens=1.5"),
         ({"max_tokens": True}, ConfigError, "max_tokens=True"),
         ({"max_tokens": POSITIONS}, PromptTooLongError, rf"and {POSITIONS} to generate are more than the model's {POSITIONS}"),
-        ({"documents": [{"text": "word " * 600}]}, PromptTooLongError, "fewer chunks or lower max_tokens"),
+        ({"documents": [{"text": "word " * 600}]}, PromptTooLongError, "take fewer chunks, lower max_tokens"),
         ({"temperature": -1.0}, ConfigError, "temperature=-1.0"),
         ({"temperature": float("inf")}, ConfigError, "temperature=inf"),
         ({"top_p": 0.0}, ConfigError, "top_p=0.0"),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.eval import cli
+from cacheblend.retriever import document
 from cacheblend.service.terminal import PlainConsole, VisibleFormatter, visible, visible_json
 
 # Clears the screen; names the window; writes to the clipboard; clears it by C1; a link; a markup error; text backwards.
@@ -32,10 +33,12 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @pytest.fixture
-def hostile_store(open_engine: OpenEngine) -> str:
-    """The folder of a store whose documents' ids, titles and texts are hostile."""
+def hostile_store(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder of a store whose documents' ids (of an older version, which took any), titles and texts are hostile."""
     engine = open_engine(chunk_tokens=CHUNK_TOKENS)
+    monkeypatch.setattr(document, "NO_ID", re.compile("(?!)"))
     engine.ingest([{"id": f"[bold]{bad}", "title": bad, "text": f"some {bad} text"} for bad in HOSTILE])
+    monkeypatch.undo()
     engine.close()
     return str(engine.config.store_dir)
 
