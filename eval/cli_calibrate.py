@@ -12,7 +12,6 @@ from rich.table import Table
 from cacheblend.loader import Thresholds, write_calibration
 from cacheblend.service import cli_options as options
 from cacheblend.store.disk import make_folder
-from cacheblend.store.errors import ConfigError
 
 from .data import DocumentsSource, Preset
 from .data.preset import SEARCHED_TOP_K
@@ -80,13 +79,13 @@ def calibrate(
         preset=Preset(chunk_tokens=chunk_tokens, top_k=top_k),
         worked_examples=False,
     )
-    measured = _listed(selectors)
+    measured = options.listed(selectors)
     config = calibration_config(
         source,
         model,
-        contexts=_listed(contexts),
+        contexts=options.listed(contexts),
         selectors=measured,
-        ratios=_numbers(ratios),
+        ratios=options.ratios(ratios),
         device=str(engine.resolve_device()),
         dtype=dtype,
         allow_unverified=allow_unverified,
@@ -148,14 +147,3 @@ def _print(run: CalibrationRun, path: Path) -> None:
         said.insert(2, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")
     for line in said:
         options.stdout.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in _listed(text)]
-    except ValueError as error:
-        raise ConfigError("ratios", text, "numbers from 0 to 1, separated by commas") from error

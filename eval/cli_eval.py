@@ -315,9 +315,9 @@ def _config(
     return EvalConfig(
         source=source,
         model=model,
-        methods=tuple(_listed(methods)),
-        ratios=tuple(_numbers(ratios)),
-        contexts=tuple(_listed(contexts)),
+        methods=tuple(options.listed(methods)),
+        ratios=tuple(options.ratios(ratios)),
+        contexts=tuple(options.listed(contexts)),
         max_new_tokens=max_tokens,
         device=str(EngineConfig(model=model, store_dir=".", device=device, dtype=dtype).resolve_device()),
         dtype=dtype,
@@ -337,14 +337,3 @@ def _run(config: EvalConfig, out: Path | None, resume: bool, as_json: bool) -> N
         options.print_json(summary)
     else:
         typer.echo(report([folder]), nl=False)
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in _listed(text)]
-    except ValueError as error:
-        raise ConfigError("ratios", text, "numbers from 0 to 1, separated by commas") from error

@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cacheblend.blend import SELECTORS, FusionConfig
-from cacheblend.store.errors import InputError
+from cacheblend.store.errors import ConfigError, InputError
 
 from .config import EngineConfig
 from .ingester import Progress as OnProgress
@@ -207,3 +207,16 @@ def progress_bars() -> Iterator[OnProgress]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield report
+
+
+def listed(text: str) -> list[str]:
+    """The parts of a comma-separated option."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def ratios(text: str) -> list[float]:
+    """The numbers of a comma-separated option of recompute ratios; raises ConfigError where one is none."""
+    try:
+        return [float(part) for part in listed(text)]
+    except ValueError as error:
+        raise ConfigError("ratios", text, "numbers from 0 to 1, separated by commas") from error

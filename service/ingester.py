@@ -138,9 +138,7 @@ class Ingester:
                         break
                 tokens += self._compute(chunks, keys, gone, stored, report, computed_one, check)
                 found -= gone  # once each: where the budget is below the corpus, they may go again
-        except (
-            CacheBlendError
-        ):  # its client or the service gave it up, the disk is full, a document changed: as if it never came
+        except CacheBlendError:  # given up by client or service, a full disk, a changed document: as if it never came
             self._drop(stored)
             raise
         return IngestReport(
