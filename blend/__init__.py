@@ -1,6 +1,6 @@
 """The method: a chunk's KV, keys moved to their place, HKVD tokens picked, fused layer by layer."""
 
-from cacheblend.store.errors import IncompatibleKVError, UnsupportedModelError
+from cacheblend.base.errors import IncompatibleKVError, UnsupportedModelError
 
 from .batch_decoding import SequenceKV
 from .config import FusionConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 from .schedule import Schedule
 from .selection import SELECTORS, Selector

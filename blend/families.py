@@ -8,7 +8,7 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from cacheblend.store.errors import UnsupportedModelError
+from cacheblend.base.errors import UnsupportedModelError
 
 # Each has a tiny random model in the tests that must give full prefill's logits and KV at ratio 1.0.
 VERIFIED = (

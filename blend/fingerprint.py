@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend.store.user_cache import user_cache_folder
+from cacheblend.base.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
 _WEIGHTS = ("*.safetensors", "*.bin")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend.base.errors import InputError, PromptTooLongError, UnsupportedModelError
 from cacheblend.store import ChunkKV, context_digest
-from cacheblend.store.errors import InputError, PromptTooLongError, UnsupportedModelError
 
 from .compute_dtype import DTypeOption
 from .config import FusionConfig

@@ -25,9 +25,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from cacheblend.store.disk import sync_folder
-from cacheblend.store.errors import InputError, StoreError, UnsupportedModelError
-from cacheblend.store.user_cache import user_cache_folder
+from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError
+from cacheblend.base.files import sync_folder
+from cacheblend.base.user_cache import user_cache_folder
 from cacheblend.store.write_lock import WriteLock
 
 from .fingerprint import file_digest

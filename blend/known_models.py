@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from cacheblend.store.errors import InputError, ModelFetchError
+from cacheblend.base.errors import InputError, ModelFetchError
 
 from .gguf_file import check_packages, convert_into, converted_folder, is_converted, new_folder
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from cacheblend.store.kept_memory import HUGE_PAGE_BYTES, KeptMemory
+from cacheblend.base.buffer_pool import HUGE_PAGE_BYTES, KeptMemory
 
 # Room behind a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
 GROWTH_TOKENS = 128

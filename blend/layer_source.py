@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
+from cacheblend.base.errors import IncompatibleKVError
 from cacheblend.store import ChunkKV, PrefixRun
-from cacheblend.store.errors import IncompatibleKVError
 
 from . import layer_memory
 from .segment import Prompt

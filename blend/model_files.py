@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend.store.errors import InputError, UnsupportedModelError
+from cacheblend.base.errors import InputError, UnsupportedModelError
 
 from .compute_dtype import DTypeOption, choose_dtype
 from .fingerprint import fingerprint_directory, fingerprint_module

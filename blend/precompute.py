@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.store import LayerPair
-from cacheblend.store.errors import ConfigError
 
 from .decoder import Decoder
 from .isolated_pass import SharedPrefix

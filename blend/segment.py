@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
+from cacheblend.base.errors import IncompatibleKVError, InputError
 from cacheblend.store import PrefixRun
-from cacheblend.store.errors import IncompatibleKVError, InputError
 
 
 class SegmentKV(Protocol):

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 from .schedule import Schedule
 

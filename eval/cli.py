@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend.service import cli as service_cli
+from cacheblend.service.cli import main as service_cli
 
 from . import cli_calibrate, cli_demo, cli_eval
 
@@ -12,7 +12,7 @@ service_cli.app.add_typer(cli_eval.app, name="eval")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; see `cacheblend.service.cli.main`."""
+    """Run the command line; see `cacheblend.service.cli.main.main`."""
     service_cli.main(arguments)
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from cacheblend.base.files import make_folder
 from cacheblend.loader import Thresholds, write_calibration
-from cacheblend.service import cli_options as options
-from cacheblend.store.disk import make_folder
+from cacheblend.service.cli import options
 
 from .data import DocumentsSource, Preset
 from .data.preset import SEARCHED_TOP_K

@@ -14,11 +14,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cacheblend.service import cli_options as options
-from cacheblend.service.cli_model import fetch
-from cacheblend.service.cli_options import DEFAULTS
-from cacheblend.service.document_files import read_documents
-from cacheblend.store.errors import InputError, ModelFetchError
+from cacheblend.base.errors import InputError, ModelFetchError
+from cacheblend.service.cli import options
+from cacheblend.service.cli.model import fetch
+from cacheblend.service.cli.options import DEFAULTS
+from cacheblend.service.engine.document_files import read_documents
 
 if TYPE_CHECKING:
     from .handbook_demo import AskedQuestion, MethodSummary
@@ -249,7 +249,7 @@ def _passages_demo(
     as_json: bool,
 ) -> None:
     from cacheblend.service import Engine, EngineConfig
-    from cacheblend.service.demo import QUESTIONS, compare_methods
+    from cacheblend.service.cli.demo import QUESTIONS, compare_methods
 
     questions = asked or list(QUESTIONS)
     with ExitStack() as stack:
@@ -290,7 +290,7 @@ def _passages_demo(
 
 def _reader_demo(embedder: str, top_k: int, recompute_ratio: float | None, as_json: bool) -> None:
     from cacheblend.service import Engine, EngineConfig
-    from cacheblend.service.default_model import CHUNK_TOKENS, bundled_corpus, default_model
+    from cacheblend.service.cli.default_model import CHUNK_TOKENS, bundled_corpus, default_model
 
     from .demo import CLASSES, ask_all, bundled_questions, marked_tokens
 

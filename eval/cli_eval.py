@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cacheblend.service import cli_options as options
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
+from cacheblend.service.cli import options
 
 from . import cli_load
 from .data import (
@@ -307,7 +307,7 @@ def _config(
     """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
     options.hush_libraries()
     from cacheblend.service import EngineConfig
-    from cacheblend.service.default_model import default_model
+    from cacheblend.service.cli.default_model import default_model
 
     from .run import EvalConfig
 

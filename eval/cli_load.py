@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.service import cli_options as options
-from cacheblend.store.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.service.cli import options
 
 from .data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
 from .load.config import LoadConfig
@@ -93,7 +93,7 @@ def load(
         cacheblend eval load --address http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:8001
     """
     options.hush_libraries()
-    from cacheblend.service.default_model import default_model
+    from cacheblend.service.cli.default_model import default_model
 
     from .load import load_report, run_load
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cacheblend.service import Answer, Engine
-from cacheblend.service.default_model import QUESTIONS
+from cacheblend.service.cli.default_model import QUESTIONS
 
 from .data.wording import WORLD
 from .metrics import f1

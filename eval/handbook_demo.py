@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from cacheblend.blend import FusedPrompt
 from cacheblend.service import Answer, Engine
-from cacheblend.service.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptBuilder
 
 from .data.wording import OWN_QUESTION
 from .handbook import HandbookQuestion, QuestionClass

@@ -11,8 +11,8 @@ from typing import Any
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.langchain import CacheBlendRetriever, ChatCacheBlend
 
 DOCUMENTS = [
     {"id": "travel", "text": "Journeys abroad are signed off by the head of the department, at least two weeks before."},

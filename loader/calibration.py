@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.blend import SELECTORS
-from cacheblend.store.errors import ConfigError, ProfileError
 
 from .profile_file import read_object, write_object
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 MIB = 2**20
 

@@ -17,9 +17,9 @@ from typing import NamedTuple, Self
 
 import torch
 
+from cacheblend.base.errors import FusionCancelledError, IncompatibleKVError
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
-from cacheblend.store.errors import FusionCancelledError, IncompatibleKVError
 
 from .config import LoaderConfig
 from .staging import Arrival, Room, Staging

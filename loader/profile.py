@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.store.errors import ProfileError
+from cacheblend.base.errors import ProfileError
 
 PROFILE_FORMAT = 1
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cacheblend.store.disk import make_folder, private_opener
-from cacheblend.store.errors import ProfileError
+from cacheblend.base.errors import ProfileError
+from cacheblend.base.files import make_folder, private_opener
 
 from .profile import Profile, profile_name
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig, Fusor, KVGeometry, LayerKV, Prompt, Segment
-from cacheblend.store.errors import ConfigError
 
 from .config import LoaderConfig
 from .profile import LayerSample, PrefillSample, Profile, describe_device

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cacheblend.base.host_bytes import Bytes, host_bytes
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
-from cacheblend.store.host_bytes import Bytes, host_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

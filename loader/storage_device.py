@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
 
 from .profile import TierSpeed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig, Schedule
-from cacheblend.store.errors import ConfigError
 
 from .config import LoaderConfig
 from .estimators import LoadEstimator, RecomputeEstimator

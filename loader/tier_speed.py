@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from cacheblend.base.files import make_folder
 from cacheblend.blend import KVGeometry, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
-from cacheblend.store.disk import make_folder
 
 from .config import LoaderConfig
 from .layer_loader import LayerLoader

@@ -22,8 +22,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cacheblend.store.disk import is_disk_full, make_private_file
-from cacheblend.store.errors import DamagedDocumentError, InputError, RetrieverError, StoreFullError
+from cacheblend.base.errors import DamagedDocumentError, InputError, RetrieverError, StoreFullError
+from cacheblend.base.files import is_disk_full, make_private_file
 from cacheblend.store.reserve import Reserve
 
 from .chunk import Chunk

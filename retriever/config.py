@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"

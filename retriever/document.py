@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
 
 HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
 # C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.

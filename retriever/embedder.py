@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
-from cacheblend.store.errors import RetrieverError
+from cacheblend.base.errors import RetrieverError
 
 from .config import DEFAULT_EMBEDDER
 from .embedding_model import HUB_OWNER, load_embedding_model

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend.store.errors import RetrieverError
+from cacheblend.base.errors import RetrieverError
 
 from .config import DEFAULT_EMBEDDER
 

@@ -15,8 +15,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cacheblend.store.disk import private_opener
-from cacheblend.store.errors import RetrieverError
+from cacheblend.base.errors import RetrieverError
+from cacheblend.base.files import private_opener
 
 _HEADER = struct.Struct("<8sq16s")  # magic, generation, xxh3-128 of what follows
 _MAGIC = b"CBINDEX1"

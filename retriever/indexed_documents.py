@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cacheblend.store.errors import RetrieverError
+from cacheblend.base.errors import RetrieverError
 
 from .catalogue import Catalogue, CataloguedDocument, IndexReport
 from .chunk import Chunk

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from cacheblend.store.disk import make_folder
-from cacheblend.store.errors import RetrieverError
+from cacheblend.base.errors import RetrieverError
+from cacheblend.base.files import make_folder
 
 from .catalogue import Catalogue
 

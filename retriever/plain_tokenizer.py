@@ -11,7 +11,7 @@ from langchain_text_splitters.base import Tokenizer as TokenSplit
 from langchain_text_splitters.base import split_text_on_tokens
 from tokenizers import Tokenizer
 
-from cacheblend.store.errors import RetrieverError
+from cacheblend.base.errors import RetrieverError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend.store.disk import make_folder
-from cacheblend.store.errors import InputError, RetrieverError
+from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.base.files import make_folder
 
 from .catalogue import Catalogue, CataloguedDocument
 from .chunk import Chunk, ScoredChunk

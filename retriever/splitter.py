@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
 
 from .chunk import Chunk
 from .config import RetrieverConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend.store.errors import RetrieverError, StoreFullError
+from cacheblend.base.errors import RetrieverError, StoreFullError
 
 from .catalogue import Catalogue, Change
 from .index import VectorIndex

@@ -47,11 +47,11 @@ from cacheblend.eval.world.names import Split
 from cacheblend.eval.world.world import make_world
 from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.chunk_contexts import chunk_context
-from cacheblend.service.config import DTYPES
-from cacheblend.service.default_model import choose_model
-from cacheblend.service.document_stream import DocumentStream, Shard
-from cacheblend.service.prompt import PromptBuilder
+from cacheblend.service.cli.default_model import choose_model
+from cacheblend.service.engine.chunk_contexts import chunk_context
+from cacheblend.service.engine.config import DTYPES
+from cacheblend.service.engine.document_stream import DocumentStream, Shard
+from cacheblend.service.engine.prompt import PromptBuilder
 
 BATCH_SIZES = (1, 4, 8, 16, 32, 64)
 GROUPS = 9  # of each kind of article in a world

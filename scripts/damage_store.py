@@ -40,13 +40,13 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, make_model
 from fakes import FakeEmbedder
 from profiles import linear_profile
 
+from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.loader import Profile, describe_device, write_profile
 from cacheblend.retriever import Document
 from cacheblend.retriever.indexed_documents import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import ChunkKey, ChunkKV
-from cacheblend.store.errors import CacheBlendError, InputError
 
 BROUGHT = [{"text": "a text that a request brought along and nobody ingested"}]
 NEW = {"id": "new", "title": "New", "text": "a document that comes after the damage"}

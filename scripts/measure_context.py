@@ -28,8 +28,8 @@ from cacheblend.eval.data.data_set import find_file
 from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.metrics import answer_nll_nats, first_token_kl_nats
 from cacheblend.retriever import Document, PlainTokenizer
-from cacheblend.service.chunk_contexts import chunk_context
-from cacheblend.service.prompt import PromptBuilder
+from cacheblend.service.engine.chunk_contexts import chunk_context
+from cacheblend.service.engine.prompt import PromptBuilder
 
 OTHER_INSTRUCTION = "You are a careful clerk. Read what follows, then answer the last question as briefly as you can.\n\n"
 RATIOS = (0.0, 0.15)

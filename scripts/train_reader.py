@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.eval.world.batch import Batch
 from cacheblend.eval.world.checkpoint import load_checkpoint, save_checkpoint
 from cacheblend.eval.world.curriculum import STAGES, Stage, draw_batch
@@ -25,7 +26,6 @@ from cacheblend.eval.world.tally import Tally
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.eval.world.trainer import TrainConfig, Trainer
 from cacheblend.eval.world.validation import examine
-from cacheblend.store.errors import CacheBlendError, InputError
 
 _CONFIG, _NETWORK = TrainConfig(), NetworkConfig()
 # Options that a resumed run takes from its checkpoint, and those that it may change.

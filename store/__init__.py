@@ -7,13 +7,7 @@ except ModuleNotFoundError as error:
         "CacheBlend needs Linux or macOS: its store locks and syncs files as POSIX has it. On Windows run it in WSL 2."
     ) from error
 
-from .block_hash import BLOCK_TOKENS, BlockChain, chain_root
-from .catalogue import CatalogueEntry
-from .chunk import ChunkKV, LayerPair
-from .config import StoreConfig
-from .document_table import StoredDocument
-from .documents import StoreDocuments
-from .errors import (
+from cacheblend.base.errors import (
     CacheBlendError,
     ConfigError,
     DamagedEntryError,
@@ -22,6 +16,13 @@ from .errors import (
     StoreError,
     StoreFullError,
 )
+
+from .block_hash import BLOCK_TOKENS, BlockChain, chain_root
+from .catalogue import CatalogueEntry
+from .chunk import ChunkKV, LayerPair
+from .config import StoreConfig
+from .document_table import StoredDocument
+from .documents import StoreDocuments
 from .eviction import NamespaceShare
 from .key import ChunkKey, context_digest
 from .kv_store import KVStore

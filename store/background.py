@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from .errors import StoreError
+from cacheblend.base.errors import StoreError
 
 logger = logging.getLogger(__name__)
 

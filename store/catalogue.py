@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .database import Database
-from .errors import StoreDirectoryError, StoreError
+from cacheblend.base.errors import StoreDirectoryError, StoreError
+from cacheblend.base.sqlite import Database
+
 from .eviction import Evictable
 from .key import ChunkKey
 from .schema import COLUMNS, IS_PINNED, SCHEMA, SCHEMA_VERSION

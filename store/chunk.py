@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import InputError
+from cacheblend.base.errors import InputError
 
 LayerPair = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,8 +14,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from cacheblend.base.errors import InputError
+
 from .chunk import LayerPair
-from .errors import InputError
 
 _ALIGNMENT = 16  # bytes; packed tensors that stand one behind the other in a buffer can still be viewed as floats
 

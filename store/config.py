@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from .errors import ConfigError
+from cacheblend.base.errors import ConfigError
+
 from .eviction import NamespaceShare, TierBudget
 from .recent_namespaces import RecentNamespaces
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from .errors import ConfigError
-from .host_bytes import Bytes, host_bytes
+from cacheblend.base.errors import ConfigError
+from cacheblend.base.host_bytes import Bytes, host_bytes
 
 BLOCK_BYTES = 4096
 _mine = threading.local()

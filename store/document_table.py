@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .database import Database
-from .errors import InputError
+from cacheblend.base.errors import InputError
+from cacheblend.base.sqlite import Database
 
 _PAGE = 64
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from cacheblend.base.errors import InputError
+
 from .document_table import StoredDocument
-from .errors import InputError
 from .key import ChunkKey
 from .nvme_tier import NvmeTier
 

@@ -12,13 +12,14 @@ from itertools import groupby
 import torch
 import xxhash
 
+from cacheblend.base.buffer_pool import HUGE_PAGE_BYTES, KeptMemory
+from cacheblend.base.errors import InputError
+from cacheblend.base.host_bytes import Bytes
+
 from .chunk import ChunkKV, LayerPair
 from .codec import EncodedShape, LayerShape
 from .codecs import CODECS
 from .direct_read import BLOCK_BYTES, aligned_blocks
-from .errors import InputError
-from .host_bytes import Bytes
-from .kept_memory import HUGE_PAGE_BYTES, KeptMemory
 from .key import ChunkKey
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

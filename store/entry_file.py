@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import xxhash
 
+from cacheblend.base.errors import DamagedEntryError, StoreError
+from cacheblend.base.host_bytes import Bytes, host_bytes
+
 from .direct_read import make_direct, read_blocks
 from .entry import EncodedEntry, checksum
 from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader
-from .errors import DamagedEntryError, StoreError
-from .host_bytes import Bytes, host_bytes
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from cacheblend.base.errors import InputError
+
 from .direct_read import BLOCK_BYTES
 from .entry import EncodedEntry, EntryInfo
-from .errors import InputError
 from .key import ChunkKey
 
 ENTRY_FORMAT = 1

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cacheblend.base.files import FILE_MODE, sync_folder, write_error
+
 from .direct_read import BLOCK_BYTES, aligned_blocks, leave_direct, make_direct
-from .disk import FILE_MODE, sync_folder, write_error
 from .entry import EncodedEntry
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from .errors import ConfigError
+from cacheblend.base.errors import ConfigError
+
 from .recent_namespaces import RecentNamespaces
 
 Name = TypeVar("Name", bound=Hashable)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .disk import FILE_MODE, write_error
+from cacheblend.base.files import FILE_MODE, write_error
 
 logger = logging.getLogger(__name__)
 

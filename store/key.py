@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cacheblend.base.errors import ConfigError, InputError
+
 from .codecs import CODECS
-from .errors import ConfigError, InputError
 
 KEY_FORMAT = 1
 _MAX_ID = 2**63 - 1

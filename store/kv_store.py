@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from cacheblend.base.errors import StoreError, StoreFullError
+
 from .background import Background
 from .catalogue import CatalogueEntry
 from .chunk import ChunkKV
 from .config import StoreConfig
 from .documents import StoreDocuments
 from .entry import EncodedEntry
-from .errors import StoreError, StoreFullError
 from .key import ChunkKey
 from .nvme_tier import NvmeTier
 from .pending import DocumentVersion, PendingEntries, PendingWrite, write_group

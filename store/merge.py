@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import InputError, StoreDirectoryError
+from cacheblend.base.errors import InputError, StoreDirectoryError
+
 from .eviction import TierBudget
 from .nvme_tier import NvmeTier
 from .pending import PendingWrite

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
+
 from .catalogue import Catalogue, CatalogueEntry
 from .direct_read import check_direct_reads
 from .document_table import DocumentTable
@@ -16,7 +18,6 @@ from .entry import EncodedEntry
 from .entry_file import EntryFile
 from .entry_header import EntryHeader
 from .entry_writer import NewFile, write_files
-from .errors import DamagedEntryError, StoreError, StoreFullError
 from .eviction import TierBudget
 from .journal import Journal
 from .pending import PendingWrite

@@ -12,11 +12,12 @@ from typing import Literal
 import numpy as np
 import torch
 
+from cacheblend.base.errors import DamagedEntryError, InputError, StoreError
+from cacheblend.base.host_bytes import Bytes, host_bytes
+
 from .chunk import LayerPair
 from .entry import EncodedEntry
 from .entry_file import EntryFile
-from .errors import DamagedEntryError, InputError, StoreError
-from .host_bytes import Bytes, host_bytes
 from .key import ChunkKey
 
 Tier = Literal["ram", "nvme"]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend.base.errors import ConfigError
+
 from .block_hash import BLOCK_TOKENS, BlockChain
 from .block_reader import BlockReader, ReadLayer
-from .errors import ConfigError
 from .eviction import Evictable, TierBudget
 from .prefix_run import PrefixRun, blocks_needed, tokens_kept
 

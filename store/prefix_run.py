@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cacheblend.base.errors import InputError, StoreError
+from cacheblend.base.host_bytes import Bytes, host_bytes
+
 from .block_hash import BLOCK_TOKENS
 from .chunk import LayerPair
-from .errors import InputError, StoreError
-from .host_bytes import Bytes, host_bytes
 
 
 def blocks_needed(window: int | None, blocks: int) -> int:

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .disk import make_folder, private_opener, sync_folder, write_error
-from .errors import StoreDirectoryError
+from cacheblend.base.errors import StoreDirectoryError
+from cacheblend.base.files import make_folder, private_opener, sync_folder, write_error
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cacheblend.base.errors import DamagedEntryError
+
 from .catalogue import CatalogueEntry
 from .entry_file import EntryFile
-from .errors import DamagedEntryError
 from .nvme_tier import NvmeTier
 
 

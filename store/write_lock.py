@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from .disk import FILE_MODE, write_error
+from cacheblend.base.files import FILE_MODE, write_error
 
 
 class WriteLock:

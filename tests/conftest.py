@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.store.user_cache import user_cache_folder
+from cacheblend.base.user_cache import user_cache_folder
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("blend", "eval", "loader", "retriever", "service", "store")
+FOLDERS = ("base", "blend", "eval", "integrations", "loader", "retriever", "service", "store")
 
 
 def test_every_package_is_listed() -> None:

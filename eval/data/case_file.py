@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cacheblend.service.json_lines import read_json_lines
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
+from cacheblend.service.engine.json_lines import read_json_lines
 
 from .example import Example, Passage, Task
 

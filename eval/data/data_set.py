@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.store.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError, InputError
 
 from .case_file import SCHEMA
 from .wording import DIALOGUE, NEWS, SHORT_ANSWER, Wording

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
-from cacheblend.service.document_files import read_documents
-from cacheblend.service.json_lines import parse_json
-from cacheblend.store.errors import ConfigError, InputError
+from cacheblend.service.engine.document_files import read_documents
+from cacheblend.service.engine.json_lines import parse_json
 
 from .chunk_questions import chunk_questions
 from .example import Example, Task

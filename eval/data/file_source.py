@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.retriever import (
     Chunk,
     Document,
@@ -17,7 +18,6 @@ from cacheblend.retriever import (
     RetrieverConfig,
     SentenceTransformerEmbedder,
 )
-from cacheblend.store.errors import ConfigError
 
 from .case_file import read_examples
 from .data_set import DataSet, data_set, find_file

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cacheblend.base.files import make_private_file
+from cacheblend.base.user_cache import user_cache_folder
 from cacheblend.retriever import Embedder
-from cacheblend.store.disk import make_private_file
-from cacheblend.store.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
 BUSY_S = 30.0  # another run writes

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cacheblend.service.prompt import PromptPieces
-from cacheblend.store.errors import PromptTooLongError
+from cacheblend.base.errors import PromptTooLongError
+from cacheblend.service.engine.prompt import PromptPieces
 
 from .example import Example
 

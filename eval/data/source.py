@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.retriever import Embedder
-from cacheblend.service.prompt import PromptBuilder
-from cacheblend.store.errors import ConfigError
+from cacheblend.service.engine.prompt import PromptBuilder
 
 from .request import Request
 from .wording import Wording

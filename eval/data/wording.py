@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cacheblend.eval.world import WORKING_ENDS
-from cacheblend.service.config import INSTRUCTION
-from cacheblend.service.prompt import AFTER_QUESTION, BEFORE_QUESTION
+from cacheblend.service.engine.config import INSTRUCTION
+from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION
 
 # How a prompt is laid out. "auto" takes the model's chat template where it has one, else a plain text with worked examples.
 PROMPTS = ("auto", "chat", "few-shot")

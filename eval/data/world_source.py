@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.eval.world import CaseConfig, make_cases
 from cacheblend.retriever import Embedder, PlainTokenizer
-from cacheblend.store.errors import ConfigError
 
 from .example import Example, Passage, Task
 from .request import Request, make_request

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.blend.deviation import kv_deviation
 from cacheblend.eval.methods import CONTEXTS, ResidentRequest
-from cacheblend.store.errors import ConfigError
 
 from .figure_file import new_figure, save_figure
 

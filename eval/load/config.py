@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.eval.data import RequestSource
-from cacheblend.store.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

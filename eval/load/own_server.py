@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from cacheblend.store.errors import ServiceError
+from cacheblend.base.errors import ServiceError
 
 LOOK_EVERY_S = 0.2
 SHOWN_CHARACTERS = 2000  # of its log, where it does not start

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cacheblend.base.errors import InputError
 from cacheblend.eval.run.folder import SUMMARY, RunFolder
-from cacheblend.store.errors import InputError
 
 
 def is_load_run(folder: Path) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend.base.errors import InputError
 from cacheblend.eval.data import Example, Request, RequestSource
 from cacheblend.retriever import Embedder
-from cacheblend.store.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from cacheblend.store.errors import ServiceError
+from cacheblend.base.errors import ServiceError
 
 from .target import Target
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 
+from cacheblend.base.errors import InputError, ServiceError
 from cacheblend.eval.run.environment import commit
 from cacheblend.eval.run.folder import RunFolder
-from cacheblend.store.errors import InputError, ServiceError
 
 from .arrivals import poisson_arrivals
 from .config import LoadConfig

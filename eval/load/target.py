@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.eval.data import RequestSource, Wording
-from cacheblend.store.errors import ConfigError, InputError
 
 from .request_set import LoadRequest
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.eval.data import Wording
-from cacheblend.store.errors import ConfigError
 
 from .blend import Blend, OracleBlend
 from .full_recompute import FullRecompute

@@ -10,8 +10,8 @@ from cacheblend.blend import ChunkContext, Fusor, Segment
 from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.eval.data import Request
-from cacheblend.service.chunk_contexts import chunk_context
-from cacheblend.service.prompt import PromptPieces
+from cacheblend.service.engine.chunk_contexts import chunk_context
+from cacheblend.service.engine.prompt import PromptPieces
 from cacheblend.store import ChunkKV
 
 CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 
 def rouge_l(prediction: str, answers: Sequence[str]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.source import prompt_builder
@@ -15,7 +16,6 @@ from cacheblend.eval.metrics import COMPARED_TOKENS
 from cacheblend.loader import Calibration, Measures, Thresholds
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.retriever import Embedder
-from cacheblend.store.errors import ConfigError
 
 from .config import EvalConfig
 from .runner import Progress, evaluate

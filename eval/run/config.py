@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.eval.data import RequestSource
 from cacheblend.eval.methods import CONTEXTS, DEFAULT_RATIO, METHODS, PlannedMethod, plan_methods
-from cacheblend.service.config import DTYPES, check_max_tokens
-from cacheblend.store.errors import ConfigError
+from cacheblend.service.engine.config import DTYPES, check_max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

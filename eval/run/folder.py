@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
 
 SETUP, ROWS, SUMMARY = "setup.json", "rows.jsonl", "summary.json"
 Row = dict[str, Any]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
 from cacheblend.retriever import Embedder
-from cacheblend.service.config import DTYPES
-from cacheblend.store.errors import InputError
+from cacheblend.service.engine.config import DTYPES
 
 from .case_runner import CaseRunner
 from .config import EvalConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend.base.errors import InputError
 from cacheblend.eval.metrics import paired_difference
-from cacheblend.store.errors import InputError
 
 from .folder import Row, RunFolder
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 from . import scene as scenes
 from .article import Style, Told

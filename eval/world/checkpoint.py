@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
 
 from .curriculum import STAGES, Stage
 from .network import NetworkConfig, make_network

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.service.config import INSTRUCTION
+from cacheblend.service.engine.config import INSTRUCTION
 
 from .article import Style
 from .batch import Batch, make_batch

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
 
 
 def export_reader(

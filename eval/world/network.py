@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 from . import lesson_attention
 

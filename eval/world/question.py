@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cacheblend.service.prompt import AFTER_QUESTION, BEFORE_QUESTION
+from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION
 
 from . import wording
 from .article import Told

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.service.config import INSTRUCTION
-from cacheblend.service.prompt import AFTER_QUESTION, BEFORE_QUESTION
+from cacheblend.service.engine.config import INSTRUCTION
+from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION
 
 from . import wording
 from .catalogue import CLUB, FIRM, PERSON, TOWN

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend.store.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError, InputError
 
 from .batch import Batch
 from .curriculum import STAGES, Stage

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from cacheblend.store.errors import ClientGoneError, ServiceError
+from cacheblend.base.errors import ClientGoneError, ServiceError
 
 from ..serving import Call, CallPool, Check
 from .errors import ApiError

@@ -14,11 +14,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cacheblend.store.errors import DeadlineError
+from cacheblend.base.errors import DeadlineError
+from cacheblend.service.engine.chat_layout import FixedLayout
+from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.prepared import PreparedRequest
 
-from ..chat_layout import FixedLayout
-from ..engine import Engine
-from ..prepared import PreparedRequest
 from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
 from .calls import LOOK_FOR_CLIENT_S, arrived, run_call
 from .errors import ApiError, error_body

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
 
 MIB = 2**20
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"

@@ -8,11 +8,11 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
-from cacheblend.store.errors import InputError
+from cacheblend.service.engine.documents import DocumentStatus
+from cacheblend.service.engine.engine import Engine
 
-from ..documents import DocumentStatus
-from ..engine import Engine
 from .calls import run_call
 from .errors import ApiError
 from .json_body import JsonRoute

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cacheblend.store.errors import (
+from cacheblend.base.errors import (
     BudgetTooSmallError,
     CacheBlendError,
     ConfigError,

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cacheblend.retriever.document import NO_ID
+from cacheblend.service.engine.engine import Engine
 
-from ..engine import Engine
 from .config import HOST_NAME, HttpConfig
 from .errors import ApiError, error_response, shortened
 from .page import FILES

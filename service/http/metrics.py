@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine import Engine
+from cacheblend.service.engine.engine import Engine
+
 from ..serving import Done, Failed, Scheduler, ServedRequest
 from .guard_metrics import GuardMetrics
 

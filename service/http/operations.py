@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from ..engine import Engine
+from cacheblend.service.engine.engine import Engine
+
 from ..serving import Check
 from .calls import run_call
 from .errors import ApiError

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Self
 
 from cacheblend.retriever import Embedder
+from cacheblend.service.engine.chat_layout import ChatLayouts
+from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.engine import Engine
 
-from ..chat_layout import ChatLayouts
-from ..config import KV_FOLDER, EngineConfig
-from ..engine import Engine
 from ..serving import CallPool, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .config import HttpConfig
 from .metrics import Metrics

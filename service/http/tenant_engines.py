@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend.store.errors import ConfigError
+from cacheblend.base.errors import ConfigError
+from cacheblend.service.engine.config import EngineConfig
 
-from ..config import EngineConfig
 from .tenants import BUDGETS, SHARES, TenantConfig
 
 TENANTS_FOLDER = "tenants"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from cacheblend.store.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
+from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
 
 from .queue import FairQueue
 

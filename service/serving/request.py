@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..answer import Answer
-from ..engine import Engine
-from ..prepared import PreparedRequest
+from cacheblend.service.engine.answer import Answer
+from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.prepared import PreparedRequest
 
 
 @dataclass(frozen=True, slots=True)

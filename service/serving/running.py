@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import torch
 
 from cacheblend.blend import NextToken, SequenceKV
+from cacheblend.service.engine.prefiller import Prefilled
+from cacheblend.service.engine.prepared import StageTimes, assemble_answer
 
-from ..prefiller import Prefilled
-from ..prepared import StageTimes, assemble_answer
 from .request import Done, Piece
 from .shadow import GuardedRequest
 from .text_stream import TextStream

@@ -14,8 +14,8 @@ from typing import Self
 
 import torch
 
+from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.blend import Fusor
-from cacheblend.store.errors import DeadlineError, QueueFullError, ShuttingDownError
 
 from .config import ServingConfig
 from .pace import DecodePace

@@ -25,9 +25,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.blend import Fusor, IncompatibleKVError, Segment, UnsupportedModelError
 from cacheblend.store import ChunkKV
-from cacheblend.store.errors import InputError, PromptTooLongError
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 

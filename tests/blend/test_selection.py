@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, SelectionStep
 from cacheblend.blend.schedule import layer_counts
 from cacheblend.blend.selection import Oracle
-from cacheblend.store.errors import ConfigError
 
 
 @given(reusable=st.integers(0, 5000), layers=st.integers(1, 80), ratio=st.floats(0, 1), spread=st.floats(0, 1))

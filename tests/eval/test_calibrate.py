@@ -11,6 +11,7 @@ import pytest
 import torch
 from fakes import FakeEmbedder
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, Fusor
 from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
 from cacheblend.eval import cli
@@ -22,7 +23,6 @@ from cacheblend.eval.run.calibration import Setting, choose, selector_beyond
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.store.errors import ConfigError
 
 Run = Callable[..., tuple[int, str, str]]
 

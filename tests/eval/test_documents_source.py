@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import DocumentsSource, Preset
 from cacheblend.eval.data.documents_source import read_questions
 from cacheblend.eval.run import EvalConfig, RunFolder, evaluate, report
-from cacheblend.store.errors import ConfigError, InputError
 
 NEARNESS = ("first_token_kl_nats", "gold_nll_nats", "gold_nll_over_full_nats", "equal_greedy_tokens", "compute_share")
 

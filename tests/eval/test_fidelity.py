@@ -20,7 +20,7 @@ from cacheblend.eval.metrics import (
     equal_greedy_tokens,
     first_token_kl_nats,
 )
-from cacheblend.service.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptBuilder
 
 HEAD, CHUNK, OTHER = (list(range(start, start + 24)) for start in (3, 30, 50))
 QUESTION = [71, 72, 80, 75, 90, 6]

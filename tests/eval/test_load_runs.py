@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from peers import SOURCE, USAGE, WORDING, peer, piece, refuse, sse
 
+from cacheblend.base.errors import ServiceError
 from cacheblend.blend import Fusor
 from cacheblend.eval import cli
 from cacheblend.eval.load import LoadConfig, load_report, peer_target, run_load
@@ -20,7 +21,6 @@ from cacheblend.eval.load.own_server import own_server
 from cacheblend.eval.load.request_set import load_requests, split_requests
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server
-from cacheblend.store.errors import ServiceError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
 from api import listening

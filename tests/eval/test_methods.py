@@ -10,6 +10,7 @@ import pytest
 import torch
 from prompts import assert_same_kv
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import Request, WorldSource
 from cacheblend.eval.data.wording import WORLD
@@ -25,7 +26,6 @@ from cacheblend.eval.methods import (
     plan_methods,
 )
 from cacheblend.eval.metrics import deviation_left
-from cacheblend.store.errors import ConfigError
 
 NEW_TOKENS = 4
 

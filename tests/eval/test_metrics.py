@@ -13,9 +13,9 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import DynamicCache
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.eval.metrics import deviation_left, exact_match, f1, paired_difference, rouge_l
 from cacheblend.eval.metrics.rouge_l import _scorer
-from cacheblend.store.errors import ConfigError
 
 WORDS = [
     "the",

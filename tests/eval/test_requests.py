@@ -11,6 +11,7 @@ import pytest
 from example_files import case, write
 from fakes import FakeEmbedder, tiny_tokenizer
 
+from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError
 from cacheblend.eval.data import (
     ORDERS,
     PRESETS,
@@ -30,7 +31,6 @@ from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.data.wording import EXAMPLES, SHORT_ANSWER, WORLD
 from cacheblend.eval.world import make_cases, prompt_of
 from cacheblend.eval.world.tokens import make_tokenizer
-from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError
 
 EXAMPLE = Example("1", "Who?", ("she",), (Passage("", "text"),), Task.QA)
 

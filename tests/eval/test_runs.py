@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import WorldSource
 from cacheblend.eval.run import EvalConfig, RunFolder, evaluate, report, summarize
 from cacheblend.eval.run.case_runner import CaseRunner
 from cacheblend.eval.world.question import TESTED
-from cacheblend.store.errors import ConfigError, InputError
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.eval.world.batch import Batch
 from cacheblend.eval.world.checkpoint import load_checkpoint, save_checkpoint
 from cacheblend.eval.world.curriculum import STAGES, draw_batch
@@ -17,7 +18,6 @@ from cacheblend.eval.world.export import export_reader, load_reader
 from cacheblend.eval.world.network import NetworkConfig, grow, make_network
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.eval.world.trainer import TrainConfig, Trainer
-from cacheblend.store.errors import ConfigError, InputError
 
 TOKENIZER = make_tokenizer()
 TINY = NetworkConfig(width=16, mlp_width=16, layers=4, heads=2)

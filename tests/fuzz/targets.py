@@ -24,14 +24,14 @@ from fakes import FakeEmbedder, tiny_tokenizer
 from gguf_models import tiny_checkpoint, write_gguf
 from hypothesis import strategies as st
 
+from cacheblend.base.errors import CacheBlendError, InputError, UnsupportedModelError
 from cacheblend.blend import Fusor
 from cacheblend.blend.gguf_file import read_header
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.document_files import read_documents
+from cacheblend.service.engine.document_files import read_documents
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.store import KVStore, StoreConfig
-from cacheblend.store.errors import CacheBlendError, InputError, UnsupportedModelError
 
 Check = Callable[[st.DataObject], None]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.loader import Calibration, Measures, Thresholds, read_calibration, write_calibration
 from cacheblend.loader.calibration import calibration_path, prefix_digest
-from cacheblend.store.errors import ConfigError, ProfileError
 
 MODEL, PREFIX = "0123456789abcdef" * 4, prefix_digest([1, 2, 3])
 MEASURES = Measures(

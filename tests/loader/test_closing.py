@@ -8,10 +8,10 @@ import pytest
 from prompts import chunk, draw_ids
 from spy_loader import SEEDS, TOKENS, SpyLoader, key_of, prompts, threads, wait_until
 
+from cacheblend.base.errors import FusionCancelledError, StoreError
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.store import KVStore, Placement
-from cacheblend.store.errors import FusionCancelledError, StoreError
 
 
 @pytest.mark.parametrize("selector", ["gradual", "question_attention"])

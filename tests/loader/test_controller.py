@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import LAYER_TOKEN_BYTES, linear_profile
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Schedule
 from cacheblend.loader import LoaderConfig, LoadingController, LoadingPlan
 from cacheblend.loader.controller import DELAY_ALLOWED
 from cacheblend.loader.correction import STEP, WINDOW
 from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator
 from cacheblend.loader.pipeline import Pipeline
-from cacheblend.store.errors import ConfigError
 
 tokens = st.integers(50, 20_000)
 rates = st.floats(5, 11).map(lambda power: 10**power)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference
 from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts, wait_until
 
+from cacheblend.base.errors import DamagedEntryError
+from cacheblend.base.host_bytes import Bytes
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.loader.layer_loader import THREADS
 from cacheblend.loader.staging import Room
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
-from cacheblend.store.errors import DamagedEntryError
-from cacheblend.store.host_bytes import Bytes
 
 
 def assert_same(one: FusedPrompt, other: FusedPrompt) -> None:

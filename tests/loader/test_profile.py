@@ -9,10 +9,10 @@ import pytest
 import torch
 from profiles import linear_profile
 
+from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoaderConfig, describe_device, load_profile, measure_profile, read_profile, write_profile
 from cacheblend.loader.profile import profile_name
-from cacheblend.store.errors import ConfigError, ProfileError
 
 
 def test_a_measured_profile(fusor: Fusor, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from profiles import LAYER_TOKEN_BYTES, linear_profile
 
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import FusionConfig
 from cacheblend.loader import StorageDevice, compare_devices, read_price_table
-from cacheblend.store.errors import ConfigError, InputError
 
 LAYERS, ROW_S, TOKENS = 11, 1e-5, 1000
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 
+from cacheblend.base.errors import DamagedDocumentError, RetrieverError, StoreFullError
 from cacheblend.retriever import Retriever, RetrieverConfig
 from cacheblend.retriever.indexed_documents import IndexedDocuments
 from cacheblend.retriever.merge import merge_indexes
-from cacheblend.store.errors import DamagedDocumentError, RetrieverError, StoreFullError
 
 DOCUMENTS = [
     {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof. " * 3},
@@ -177,7 +177,7 @@ def test_a_full_disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(StoreFullError, match=r"no room on the disk.*free space"):
             index.add([{"id": "more", "text": "words " * 2000}])
         assert index.document("more") is None
-        monkeypatch.setattr("cacheblend.store.disk.shutil.disk_usage", lambda _: type("Usage", (), {"free": 0}))
+        monkeypatch.setattr("cacheblend.base.files.shutil.disk_usage", lambda _: type("Usage", (), {"free": 0}))
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
         with pytest.raises(StoreFullError), index._catalogue._errors():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Document, RetrieverConfig
-from cacheblend.store.errors import ConfigError, InputError
 
 
 def test_missing_id_is_the_hash_of_the_content() -> None:

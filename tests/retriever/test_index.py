@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cacheblend.base.errors import RetrieverError
 from cacheblend.retriever.index import VectorIndex
-from cacheblend.store.errors import RetrieverError
 
 
 def vectors(count: int, dimensions: int = 16) -> np.ndarray:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 
+from cacheblend.base.errors import RetrieverError
 from cacheblend.retriever import Retriever, RetrieverConfig
 from cacheblend.retriever.merge import merge_indexes
-from cacheblend.store.errors import RetrieverError
 
 DOCUMENTS = [{"id": str(number), "text": f"words of number {number} " * 20} for number in range(5)]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 
+from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
-from cacheblend.store.errors import InputError, RetrieverError
 
 CATS = {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof."}
 DOGS = {"id": "dogs", "title": "Dogs", "text": "A dog runs through the cold river."}

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.retriever import Chunk, Document, PlainTokenizer, RetrieverConfig, Splitter, plain_tokenizer
-from cacheblend.store.errors import InputError, RetrieverError
 
 # What a chunk may have above chunk_tokens and the separator's tokens: up to three bytes of a character that the border would
 # have torn, and the re-tokenisation of its first and last word.

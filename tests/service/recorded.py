@@ -12,9 +12,9 @@ import torch
 from cacheblend.blend import ExplicitPositions, FusedPrompt, FusionConfig, Fusor, Segment
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service import Answer, AnswerPlan
-from cacheblend.service.chunk_contexts import chunk_context
-from cacheblend.service.config import INSTRUCTION
-from cacheblend.service.prompt import PromptBuilder
+from cacheblend.service.engine.chunk_contexts import chunk_context
+from cacheblend.service.engine.config import INSTRUCTION
+from cacheblend.service.engine.prompt import PromptBuilder
 
 TIE = 1e-3  # of two logits: closer ones may change places by rounding
 Verdict = Literal["equal", "tie", "differs"]

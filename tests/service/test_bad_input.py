@@ -5,10 +5,10 @@ import torch
 from engines import DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine
 from fakes import FakeEmbedder
 
+from cacheblend.base.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.lengths import MOST_NEW_TOKENS, check_length
-from cacheblend.store.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
+from cacheblend.service.engine.lengths import MOST_NEW_TOKENS, check_length
 
 
 @pytest.mark.parametrize(

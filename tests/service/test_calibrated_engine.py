@@ -13,7 +13,7 @@ from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.loader import Calibration, LoaderConfig, Measures, Thresholds, describe_device, write_calibration
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptBuilder
 
 MEASURES = Measures(
     cases=2,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fakes import tiny_tokenizer
 
+from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
-from cacheblend.service.chat_layout import ChatLayouts, Message
-from cacheblend.service.prompt import PromptBuilder
-from cacheblend.store.errors import InputError
+from cacheblend.service.engine.chat_layout import ChatLayouts, Message
+from cacheblend.service.engine.prompt import PromptBuilder
 
 INSTRUCTION = "Answer from these.\n"
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant: "

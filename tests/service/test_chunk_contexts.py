@@ -12,13 +12,13 @@ from engines import BROUGHT, CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K
 from fakes import FakeEmbedder
 from prompts import assert_same_kv
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.chunk_contexts import POSITIONS_SHARE, chunk_context
-from cacheblend.service.config import INSTRUCTION
+from cacheblend.service.engine.chunk_contexts import POSITIONS_SHARE, chunk_context
+from cacheblend.service.engine.config import INSTRUCTION
 from cacheblend.store import ChunkKey, context_digest
-from cacheblend.store.errors import ConfigError
 
 WORDS = random.Random(0).choices(["for", "while", "class", "with", "else", "name"], k=240)
 WINDOW = 4 * CHUNK_TOKENS

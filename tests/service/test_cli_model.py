@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import known_models
 from cacheblend.blend.gguf_file import FORMAT
 from cacheblend.blend.known_models import find_model
-from cacheblend.service.cli import main
-from cacheblend.store.errors import ModelFetchError
+from cacheblend.service.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
-from cacheblend.service.chat_layout import ChatLayouts, Message
-from cacheblend.service.prompt import PromptBuilder
+from cacheblend.service.engine.chat_layout import ChatLayouts, Message
+from cacheblend.service.engine.prompt import PromptBuilder
 
 # As Qwen3 has them: those of turns are special, those of thoughts and calls are not.
 SPECIAL = ("<|im_start|>", "<|im_end|>")

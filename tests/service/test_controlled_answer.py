@@ -6,9 +6,9 @@ import pytest
 from engines import BROUGHT, OpenEngine, ask, furthest, key_of
 from profiles import linear_profile
 
+from cacheblend.base.errors import ProfileError
 from cacheblend.loader import LoaderConfig, Profile, describe_device, write_profile
 from cacheblend.service import Engine
-from cacheblend.store.errors import ProfileError
 
 QUALITY_RATIO = LoaderConfig().quality_ratio
 

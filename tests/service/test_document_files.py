@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.service import document_files, json_lines
-from cacheblend.service.document_files import read_documents
-from cacheblend.store.errors import InputError
+from cacheblend.base.errors import InputError
+from cacheblend.service.engine import document_files, json_lines
+from cacheblend.service.engine.document_files import read_documents
 
 LINE = json.dumps({"id": "one", "text": "some text"})
 

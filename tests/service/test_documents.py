@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of
 
+from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
+from cacheblend.base.sqlite import Database
 from cacheblend.retriever import EmbeddedDocument, Retriever
 from cacheblend.retriever.catalogue import Catalogue as IndexCatalogue
 from cacheblend.retriever.indexed_documents import IndexedDocuments
 from cacheblend.service import Engine
-from cacheblend.service.documents import Documents
+from cacheblend.service.engine.documents import Documents
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
-from cacheblend.store.database import Database
-from cacheblend.store.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
 
 FIRST, *OTHERS = DOCUMENTS
 ID = str(FIRST["id"])

@@ -12,9 +12,9 @@ from api import MODEL, listening
 from engines import OpenEngine
 from langchain_core.documents import Document
 
+from cacheblend.base.errors import InputError
+from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
 from cacheblend.service.http import HttpConfig, Server
-from cacheblend.service.langchain import CacheBlendRetriever, ChatCacheBlend
-from cacheblend.store.errors import InputError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, entry_file, furthest, key_of, kinds, wait_until
 
+from cacheblend.base.errors import DamagedEntryError
 from cacheblend.retriever import Chunk
 from cacheblend.service import Engine
-from cacheblend.store.errors import DamagedEntryError
 
 
 def test_a_hole_is_recomputed_and_filled(engine: Engine) -> None:
@@ -120,7 +120,7 @@ def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, c
 
 def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a request runs no hole is filled, not its own either; when it is done, or has failed, they are."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
     missing = key_of(engine, ask(engine).chunks[0].chunk)
     generate, pause, seen = engine.fusor.generate, threading.Event(), []
 
@@ -146,7 +146,7 @@ def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPa
 
 def test_holes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that never pause postpone the filling of a hole for a while only."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 0.01)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 0.01)
     missing = key_of(engine, ask(engine).chunks[0].chunk)
     engine.store.delete(missing)
     with engine._holes:
@@ -157,8 +157,8 @@ def test_holes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPa
 
 def test_too_many_holes(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holes beyond the most that may wait are left to a later request."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.MOST_WAITING", 2)
-    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.MOST_WAITING", 2)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
     engine = open_engine()
     documents = [{"text": f"number {number}"} for number in range(4)]
     with engine._holes:  # so that the filler does not begin
@@ -171,7 +171,7 @@ def test_too_many_holes(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 
 def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another entry would be evicted, a chunk is computed when it is missed again, if not too many were missed since."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.REMEMBERED_MISSES", 2)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.REMEMBERED_MISSES", 2)
     with open_engine() as engine:
         engine.ingest(DOCUMENTS)
         nvme_bytes = engine.store.stats().nvme.bytes
@@ -195,7 +195,7 @@ def test_a_hole_of_a_document_that_is_gone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, change: str, when: str, salt: str
 ) -> None:
     """What a request missed of a document that is deleted or replaced before it is computed, or meanwhile, is not stored."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
     document, precompute_document = str(DOCUMENTS[0]["id"]), engine.fusor.precompute_document
     chunks = engine.retriever.chunks(document)
     engine.store.clear()
@@ -258,8 +258,8 @@ def test_a_store_that_has_forgotten_its_documents(open_ingested: OpenEngine) -> 
 
 def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Namespaces' holes are filled in turn, and beyond the most that may wait the longest line loses its last."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.MOST_WAITING", 5)
-    monkeypatch.setattr("cacheblend.service.hole_filler.POSTPONE_S", 60.0)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.MOST_WAITING", 5)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
     precompute_document, filled = engine.fusor.precompute_document, list[int]()
 
     def noting(chunks: Sequence[Sequence[int]], *arguments: Any) -> object:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 
+from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError, StoreFullError
 from cacheblend.retriever import Document
 from cacheblend.service import Engine
 from cacheblend.store import ChunkKV
-from cacheblend.store.errors import ConfigError, InputError, PromptTooLongError, StoreFullError
 
 
 def stored(engine: Engine) -> int:

@@ -10,9 +10,9 @@ import pytest
 from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, entry_file, key_of, wait_until
 from fakes import FakeEmbedder
 
+from cacheblend.base.errors import CacheBlendError, InputError, RetrieverError, StoreDirectoryError, StoreError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.store.errors import CacheBlendError, InputError, RetrieverError, StoreDirectoryError, StoreError
 
 
 def fillers() -> list[threading.Thread]:

@@ -15,7 +15,7 @@ import torch
 from cacheblend.blend import KVGeometry
 from cacheblend.loader.staging import Staging
 from cacheblend.retriever import SentenceTransformerEmbedder
-from cacheblend.service.own_thread import in_own_thread
+from cacheblend.service.engine.own_thread import in_own_thread
 from cacheblend.store import ChunkKV
 
 TASKS = Path("/proc/self/task")

@@ -10,11 +10,11 @@ from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, furthest, key_o
 from profiles import linear_profile
 from recorded import RecordedAnswer, check_replay
 
+from cacheblend.base.errors import StoreFullError
 from cacheblend.blend import Schedule
 from cacheblend.loader import LoaderConfig, LoadingController
 from cacheblend.service import Engine
 from cacheblend.store import context_digest
-from cacheblend.store.errors import StoreFullError
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_brought_documents(engine: Engine) -> None:
 
 def test_a_disk_that_is_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where much waits to be written, what was computed is dropped, and missed again."""
-    monkeypatch.setattr("cacheblend.service.hole_filler.MOST_PENDING_BYTES", -1)
+    monkeypatch.setattr("cacheblend.service.engine.hole_filler.MOST_PENDING_BYTES", -1)
     engine.store.clear()
     assert [ask(engine).plan.misses for _ in range(2)] == [TOP_K, TOP_K]
 

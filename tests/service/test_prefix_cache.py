@@ -11,12 +11,12 @@ from fakes import FakeEmbedder, tiny_tokenizer
 from served import serve
 from tiny_models import tiny_model
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.service import Answer, AnswerPlan, Engine, EngineConfig
-from cacheblend.service.chat_layout import ChatLayouts, FixedLayout, Message
+from cacheblend.service.engine.chat_layout import ChatLayouts, FixedLayout, Message
 from cacheblend.service.serving import Scheduler
 from cacheblend.store import BLOCK_TOKENS
-from cacheblend.store.errors import ConfigError
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3")
 SYSTEM = tuple(range(100, 150))

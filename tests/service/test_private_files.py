@@ -13,9 +13,9 @@ import pytest
 from engines import DOCUMENTS, QUESTION, OpenEngine
 from profiles import linear_profile
 
+from cacheblend.base.files import make_folder
 from cacheblend.loader.profile_file import write_profile
-from cacheblend.service.store_merge import merge_stores
-from cacheblend.store.disk import make_folder
+from cacheblend.service.engine.store_merge import merge_stores
 
 
 @pytest.fixture(params=[0o000, 0o022])

@@ -6,10 +6,10 @@ from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, TOP_K, OpenEngine, furth
 from fakes import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
 from cacheblend.retriever import Chunk, Document, RetrieverConfig, Splitter
-from cacheblend.service.prompt import PromptBuilder
-from cacheblend.store.errors import InputError
+from cacheblend.service.engine.prompt import PromptBuilder
 
 BOS, EOS = 0, 1
 TEMPLATE = (

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cacheblend.service import EngineConfig, cli, cli_serve
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.service import EngineConfig
+from cacheblend.service.cli import main as cli
+from cacheblend.service.cli import serve as cli_serve
 from cacheblend.service.http import HttpConfig, TenantConfig
 from cacheblend.service.http.tenants import ApiKeys, hash_key
 from cacheblend.service.serving import ServingConfig
-from cacheblend.store.errors import ConfigError, InputError
 
 DIGEST = hash_key("cb-key")
 

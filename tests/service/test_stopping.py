@@ -15,9 +15,9 @@ from api import MODEL
 from engines import DOCUMENTS, make_model, wait_until
 from server_process import ServedConfig, ServerProcess, free_port
 
+from cacheblend.base.errors import RetrieverError, StoreFullError
 from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server
-from cacheblend.store.errors import RetrieverError, StoreFullError
 
 GRACE_S = 3.0
 LONG_TEXT = " ".join(f"word{place}" for place in range(40_000))  # ten seconds and more of a small model

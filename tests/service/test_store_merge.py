@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine
 
+from cacheblend.base.errors import RetrieverError, StoreDirectoryError
 from cacheblend.retriever import Document
-from cacheblend.service.document_stream import Shard
-from cacheblend.service.store_merge import merge_stores
-from cacheblend.store.errors import RetrieverError, StoreDirectoryError
+from cacheblend.service.engine.document_stream import Shard
+from cacheblend.service.engine.store_merge import merge_stores
 
 COUNT = 2
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from cacheblend.eval import cli
 from cacheblend.retriever import document
-from cacheblend.service.terminal import PlainConsole, VisibleFormatter, visible, visible_json
+from cacheblend.service.cli.terminal import PlainConsole, VisibleFormatter, visible, visible_json
 
 # Clears the screen; names the window; writes to the clipboard; clears it by C1; a link; a markup error; text backwards.
 LINK = "[link=http://evil.example]x[/link]"

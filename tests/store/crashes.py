@@ -20,9 +20,9 @@ from pathlib import Path
 
 from chunks import FILE_BYTES, RAM_BYTES, flip_last_byte, make_chunk, same
 
+from cacheblend.base.errors import InputError
+from cacheblend.base.sqlite import Database
 from cacheblend.store import KVStore, StoreConfig, StoreError, VerifyReport
-from cacheblend.store.database import Database
-from cacheblend.store.errors import InputError
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 KEYS = [key for key, _ in PAIRS]

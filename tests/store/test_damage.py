@@ -14,8 +14,8 @@ import pytest
 import torch
 from chunks import FILE_BYTES, file_of, files_under, flip_last_byte, make_chunk, same
 
+from cacheblend.base.sqlite import Database
 from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
-from cacheblend.store.database import Database
 from cacheblend.store.reserve import RESERVE_BYTES
 
 PAIRS = [make_chunk(seed) for seed in range(3)]

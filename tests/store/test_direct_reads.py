@@ -10,9 +10,9 @@ import pytest
 import torch
 from chunks import HEADS, TOKENS, file_of, make_chunk, same
 
+from cacheblend.base.host_bytes import host_bytes
 from cacheblend.store import ConfigError, DamagedEntryError, InputError, KVStore, StoreConfig
 from cacheblend.store.direct_read import leave_direct
-from cacheblend.store.host_bytes import host_bytes
 
 KEY, KV = make_chunk(1)
 

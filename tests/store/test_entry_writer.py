@@ -12,13 +12,13 @@ import pytest
 import torch
 from chunks import MODEL
 
+from cacheblend.base.buffer_pool import KeptMemory
 from cacheblend.store import ChunkKey, ChunkKV, entry_writer
 from cacheblend.store.direct_read import BLOCK_BYTES
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.entry_file import EntryFile
 from cacheblend.store.entry_header import EntryHeader
 from cacheblend.store.entry_writer import NewFile, write_files
-from cacheblend.store.kept_memory import KeptMemory
 
 
 def make_entry(tokens: int, layers: int = 2) -> EncodedEntry:

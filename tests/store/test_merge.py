@@ -14,9 +14,9 @@ import pytest
 from chunks import FILE_BYTES, MODEL, file_of, flip_last_byte, make_chunk, same
 from crashes import processes
 
+from cacheblend.base.errors import InputError
 from cacheblend.store import KVStore, StoreConfig, StoreDirectoryError, StoreFullError
 from cacheblend.store.document_table import StoredDocument
-from cacheblend.store.errors import InputError
 from cacheblend.store.merge import merge
 from cacheblend.store.nvme_tier import NvmeTier
 

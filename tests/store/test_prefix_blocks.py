@@ -23,11 +23,11 @@ from letters import (
     tokens_of,
 )
 
+from cacheblend.base.errors import ConfigError
+from cacheblend.base.host_bytes import host_bytes
 from cacheblend.store import InputError, StoreError
 from cacheblend.store.block_hash import BLOCK_TOKENS
-from cacheblend.store.errors import ConfigError
 from cacheblend.store.eviction import NamespaceShare, TierBudget
-from cacheblend.store.host_bytes import host_bytes
 from cacheblend.store.prefix_blocks import PrefixBlocks
 from cacheblend.store.recent_namespaces import RecentNamespaces
 

@@ -12,12 +12,12 @@ import pytest
 from api import MODEL, listening
 from engines import DOCUMENTS, QUESTION, OpenEngine, wait_until
 
+from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.serving import ServingConfig
 from cacheblend.store import ChunkKV
 from cacheblend.store.entry_writer import write_files
-from cacheblend.store.errors import StoreFullError
 
 
 def test_pages(client: httpx.Client) -> None:

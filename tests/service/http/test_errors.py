@@ -11,10 +11,10 @@ import pytest
 from api import MODEL, listening
 from engines import DOCUMENTS, QUESTION, wait_until
 
+from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.serving import ServingConfig
-from cacheblend.store.errors import StoreFullError
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 

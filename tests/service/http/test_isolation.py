@@ -14,13 +14,13 @@ from api import MODEL, listening
 from engines import CHUNK_TOKENS, DOCUMENTS
 from fakes import FakeEmbedder
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.engine.namespace import namespace_of
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.tenant_engines import engine_configs
 from cacheblend.service.http.tenants import hash_key, new_key
-from cacheblend.service.namespace import namespace_of
 from cacheblend.service.serving import ServingConfig
-from cacheblend.store.errors import ConfigError
 
 ENTRY_BYTES = 4096 + 4 * 2 * 2 * 16 * 4 * CHUNK_TOKENS  # header; 4 layers, keys and values, 2 heads of 16 float32 a token
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 4 * 16

@@ -14,15 +14,15 @@ import pytest
 from api import MODEL, listening
 from engines import QUESTION
 
+from cacheblend.base.errors import PromptTooLongError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
-from cacheblend.service.chat_layout import ChatLayouts
+from cacheblend.service.engine.chat_layout import ChatLayouts
+from cacheblend.service.engine.sampling import sampling_options
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http.errors import ApiError
 from cacheblend.service.http.json_body import MOST_VALUES, check_values, read_body
 from cacheblend.service.http.schemas import ChatBody, IngestBody
-from cacheblend.service.sampling import sampling_options
-from cacheblend.store.errors import PromptTooLongError
 
 JSON = {"Content-Type": "application/json"}
 MIB = 2**20

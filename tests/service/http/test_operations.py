@@ -15,6 +15,7 @@ from api import MODEL, listening
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
 from fakes import FakeEmbedder
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.page import STATIC
@@ -22,7 +23,6 @@ from cacheblend.service.http.request_log import JsonFormatter
 from cacheblend.service.http.run import run
 from cacheblend.service.http.tenants import hash_key, new_key
 from cacheblend.service.serving import ServingConfig
-from cacheblend.store.errors import ConfigError
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
 

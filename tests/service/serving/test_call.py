@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from engines import wait_until
 
+from cacheblend.base.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.service.serving import Call, CallPool, Check
-from cacheblend.store.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
 
 NAME = "tests' calls"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.service.serving import ServingConfig
 from cacheblend.service.serving.pace import DecodePace
-from cacheblend.store.errors import ConfigError
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])

@@ -12,11 +12,11 @@ import torch
 from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of, wait_until
 from served import Client, replay, serve
 
+from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.service import Engine
-from cacheblend.service.prefiller import PrefillSteps
-from cacheblend.service.prepared import PreparedRequest
+from cacheblend.service.engine.prefiller import PrefillSteps
+from cacheblend.service.engine.prepared import PreparedRequest
 from cacheblend.service.serving import Done, Failed, Scheduler, ServingConfig
-from cacheblend.store.errors import DeadlineError, QueueFullError, ShuttingDownError
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
 

@@ -1,0 +1,142 @@
+"""One SQLite file, shared by threads and processes."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import StoreDirectoryError, StoreFullError
+from .files import is_disk_full, make_private_file
+
+BUSY_TIMEOUT_S = 30.0
+_PAGE = 256
+CACHE_KIB = 1024  # of each connection; the system's page cache holds the rest
+
+
+class Database:
+    """Two connections to a file, made when missing: a lookup does not wait for a change that is being synced to the disk.
+
+    Raises:
+        StoreDirectoryError: the file cannot be used.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        make_private_file(path)
+        self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
+        with self._errors():
+            self._writer = self._connect()
+            self._reader = self._connect()
+            try:
+                self._writer.execute("PRAGMA journal_mode = WAL")
+                # What a put returned is not lost in a power cut; NORMAL would sync at checkpoints alone.
+                self._writer.execute("PRAGMA synchronous = FULL")
+                self._file_id = _file_id(path)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        with self._write_lock, self._read_lock:
+            self._writer.close()
+            self._reader.close()
+
+    def rows(self, query: str, *values: str | int) -> list[Any]:
+        """The rows that a query gives."""
+        with self._read_lock, self._errors():
+            return self._reader.execute(query, values).fetchall()
+
+    def snapshot(self, query: str) -> Iterator[Any]:
+        """The rows that a query gives at the first step, page by page over a connection of its own: changes neither wait for
+        it nor show in it. Sorting beyond the connection's cache goes through a temporary file.
+        """
+        with self._errors(), closing(self._connect()) as connection:
+            cursor = connection.execute(query)
+            while page := cursor.fetchmany(_PAGE):
+                yield from page
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All that is executed inside, or nothing; synced to the disk at the end.
+
+        Raises:
+            StoreFullError: the disk is full.
+            StoreDirectoryError: the file cannot be written, or another file has taken its place.
+
+        """
+        with self._write_lock, self._errors():
+            if _file_id(self._path) != self._file_id:
+                raise StoreDirectoryError(
+                    f"{self._path} was removed or replaced while the store was open; close the store and open it again"
+                )
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    def settle(self) -> None:
+        """Make what is seen now what the next opening sees; needed before anything else follows from what is seen.
+
+        A process that dies in its commit may leave it whole in the write-ahead log, but not yet announced to the others: they
+        do not see it, while an opening after all have ended reads the log and does. A commit of ours takes its place there.
+
+        Raises:
+            StoreFullError: the disk is full.
+            StoreDirectoryError: the file cannot be written.
+
+        """
+        with self.transaction() as transaction:
+            ((version,),) = transaction.execute("PRAGMA user_version").fetchall()
+            transaction.execute(f"PRAGMA user_version = {version}")  # writes its page also where the number stays
+
+    def check(self) -> None:
+        """Raise where the file's own structure is broken.
+
+        Raises:
+            StoreDirectoryError: so.
+
+        """
+        ((found,), *_) = self.rows("PRAGMA quick_check(1)")
+        if found != "ok":
+            raise self.unusable(found)
+
+    def _connect(self) -> sqlite3.Connection:
+        # isolation_level=None: `transaction` alone begins and ends them.
+        connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        return connection
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged name stands in SQLite's own message
+            if is_disk_full(self._path, error):
+                raise StoreFullError(f"no room on the disk for {self._path}: {error}; free space") from error
+            raise self.unusable(error) from error
+
+    def unusable(self, why: object) -> StoreDirectoryError:
+        """The error for a file that is broken, with what to do."""
+        return StoreDirectoryError(
+            f"{self._path} cannot be used: {why}; check that the folder is writable, or, with no process using the store, "
+            f"move {self._path.name}* away: it is made again from the entries' files"
+        )
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino

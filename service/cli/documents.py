@@ -1,0 +1,128 @@
+"""`cacheblend documents`: list, show, pin and delete what was ingested, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cacheblend.retriever.indexed_documents import IndexedDocuments
+from cacheblend.service.engine.documents import Documents, DocumentStatus
+
+from . import options
+from .store import UNBOUNDED, open_store
+
+app = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
+Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `documents ls` prints it.")]
+
+
+@app.command("ls")
+def ls(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many; left out, all.")] = None,
+    after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed behind this document.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the documents, and how much of each one's KV is stored.
+
+    Example: cacheblend documents ls --store-dir ./store --limit 100 --json
+    """
+    with _open(store_dir) as documents:
+        if limit is None and after is None:
+            found, has_more = documents.ls(), False
+        else:
+            found, has_more = documents.page(limit or UNBOUNDED, after)
+    if as_json:
+        options.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
+        return
+    table = Table("id", "title", "chunks", "KV stored", "shared", "bytes", "pinned")
+    for status in found:
+        table.add_row(
+            status.id,
+            status.title,
+            str(status.chunks),
+            str(status.stored_chunks),
+            str(status.shared_chunks),
+            f"{status.stored_bytes:,}",
+            "yes" if status.pinned else "",
+        )
+    options.stdout.print(table)
+    options.stdout.print(f"{len(found)} documents{'; there are more' if has_more else ''}")
+
+
+@app.command("show")
+def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Show a document and the chunks that it was split into.
+
+    Example: cacheblend documents show handbook/travel.md --store-dir ./store
+    """
+    with _open(store_dir) as documents:
+        status, chunks = documents.show(id_)
+    if as_json:
+        texts = [{"position": chunk.position, "tokens": len(chunk.token_ids), "text": chunk.text} for chunk in chunks]
+        options.print_json({**status.as_dict(), "texts": texts})
+        return
+    for name, value in status.as_dict().items():
+        options.stdout.print(f"{name}: {value}", highlight=False, markup=False)
+    for chunk in chunks:
+        options.stdout.print(f"\n[{chunk.position}] {len(chunk.token_ids)} tokens", markup=False)
+        options.stdout.print(chunk.text, highlight=False, markup=False)
+
+
+@app.command("delete")
+def delete(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Remove a document and the KV of the chunks that no other document has.
+
+    Example: cacheblend documents delete handbook/travel.md --store-dir ./store --yes
+    """
+    with _open(store_dir) as documents:
+        if not yes:
+            status = documents.status(id_)
+            options.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?")
+        _tell(documents.delete(id_), "deleted", as_json)
+
+
+@app.command("pin")
+def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Keep the KV of a document's chunks from being evicted.
+
+    Example: cacheblend documents pin handbook/travel.md --store-dir ./store
+    """
+    with _open(store_dir) as documents:
+        documents.pin(id_)
+        _tell(documents.status(id_), "pinned", as_json)
+
+
+@app.command("unpin")
+def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Let the KV of a document's chunks be evicted again.
+
+    Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
+    """
+    with _open(store_dir) as documents:
+        documents.unpin(id_)
+        _tell(documents.status(id_), "unpinned", as_json)
+
+
+@contextmanager
+def _open(store_dir: Path) -> Iterator[Documents]:
+    with open_store(store_dir) as store, IndexedDocuments(store_dir / "index") as index:
+        yield Documents(index, store)
+
+
+def _tell(status: DocumentStatus, done: str, as_json: bool) -> None:
+    if as_json:
+        options.print_json(status.as_dict())
+        return
+    options.stdout.print(
+        f"{done} {status.id}: KV of {status.stored_chunks} chunks, {status.stored_bytes:,} bytes", highlight=False, markup=False
+    )

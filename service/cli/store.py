@@ -1,0 +1,207 @@
+"""`cacheblend store`: look at, check, empty and merge stores, without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cacheblend.base.errors import InputError
+from cacheblend.retriever.catalogue import IndexReport
+from cacheblend.retriever.indexed_documents import INDEX_FILE, IndexedDocuments
+from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
+from cacheblend.service.engine.store_merge import merge_stores
+from cacheblend.store import KVStore, StoreConfig
+
+from . import options
+
+app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
+UNBOUNDED = 2**62  # looking at a store must not evict from it
+
+
+@app.command("ls")
+def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """List the stored chunks, the least recently used first.
+
+    Example: cacheblend store ls --store-dir ./store --json
+    """
+    with open_store(store_dir) as store:
+        entries = store.ls()
+    rows = [
+        {
+            "key": str(entry.key),
+            "tokens": entry.tokens,
+            "layers": entry.layers,
+            "bytes": entry.bytes,
+            "model": entry.key.model,
+            "codec": entry.key.codec,
+            "namespace": entry.key.namespace,
+            "created": _time(entry.created_ns),
+            "last_used": _time(entry.used_ns),
+        }
+        for entry in entries
+    ]
+    if as_json:
+        options.print_json({"entries": rows})
+        return
+    table = Table("key", "tokens", "layers", "bytes", "codec", "last used")
+    for row in rows:
+        table.add_row(
+            str(row["key"])[:16],
+            str(row["tokens"]),
+            str(row["layers"]),
+            f"{row['bytes']:,}",
+            str(row["codec"]),
+            str(row["last_used"]),
+        )
+    options.stdout.print(table)
+    options.stdout.print(f"{len(rows)} entries")
+
+
+@app.command("stat")
+def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Entries, tokens and bytes, by model.
+
+    Example: cacheblend store stat --store-dir ./store
+    """
+    with open_store(store_dir) as store:
+        entries = store.ls()
+    by_model: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        total = by_model.setdefault(entry.key.model, {"entries": 0, "tokens": 0, "bytes": 0})
+        total["entries"] += 1
+        total["tokens"] += entry.tokens
+        total["bytes"] += entry.bytes
+    summary: dict[str, object] = {
+        "entries": len(entries),
+        "tokens": sum(entry.tokens for entry in entries),
+        "bytes": sum(entry.bytes for entry in entries),
+        "models": by_model,
+    }
+    if as_json:
+        options.print_json(summary)
+        return
+    options.stdout.print(f"{summary['entries']} entries, {summary['tokens']:,} tokens, {summary['bytes']:,} bytes")
+    for model, total in by_model.items():
+        options.stdout.print(f"  model {model[:16]}: {total['entries']} entries, {total['bytes']:,} bytes")
+
+
+@app.command("verify")
+def verify(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Mend what is found: damaged files are set aside, lost ones entered."),
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Check every file and every checksum, of KV and index; exits with 1 if something is wrong and was not repaired.
+
+    A document that is damaged in the index cannot be mended: --repair removes it there. Its KV stays for when it is ingested
+    again, or until it is deleted.
+
+    Example: cacheblend store verify --store-dir ./store --repair
+    """
+    with open_store(store_dir) as store, options.progress_bars() as progress:
+        report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
+    index = None
+    if (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
+        with IndexedDocuments(store_dir / INDEX_FOLDER) as documents:
+            index = documents.verify(repair=repair)
+    ok = report.ok and (index is None or index.ok)
+    if as_json:
+        options.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
+    else:
+        found = (
+            f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.misstated)} listed wrongly, "
+            f"{len(report.orphans)} files without an entry, {report.leftovers} half written"
+            f"{', totals miscounted' if report.miscounted else ''}"
+        )
+        options.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
+        if index is not None:
+            _print_index(index)
+        if not ok:
+            options.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
+    if not ok and not report.repaired:
+        raise typer.Exit(1)
+
+
+def _print_index(index: IndexReport) -> None:
+    found = (
+        f"{len(index.damaged)} damaged, {index.strays} chunks of no document{', its structure broken' if index.broken else ''}"
+    )
+    options.stdout.print(
+        f"index: {index.documents} documents, {index.chunks} chunks: {'all whole' if index.ok else found}", highlight=False
+    )
+    for id_ in index.damaged:
+        what = "removed from the index; ingest it again" if index.repaired else "damaged in the index; ingest it again"
+        options.stdout.print(f"  {id_}: {what}", highlight=False, markup=False)
+
+
+@app.command("clear")
+def clear(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Remove every stored chunk KV; documents stay in the index, and their KV is computed anew when it is needed.
+
+    Example: cacheblend store clear --store-dir ./store --yes
+    """
+    with open_store(store_dir) as store:
+        entries = len(store.ls())
+        if not yes:
+            options.confirm(f"Remove {entries} entries from {store_dir}?")
+        store.clear()
+    if as_json:
+        options.print_json({"removed": entries})
+    else:
+        options.stdout.print(f"{entries} entries removed")
+
+
+@app.command("merge")
+def merge(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Store folders to copy from, such as an ingest's shards.")
+    ],
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    as_json: options.Json = False,
+) -> None:
+    """Copy the index and the KV of store folders into --store-dir, checked while copied; what it has already is kept once.
+
+    Nothing is split, embedded or computed again. A document that several folders have in different versions is the last one's.
+    An interrupted merge goes on when it is run again. The folders copied from stay as they are.
+
+    Example: cacheblend store merge shard-1 shard-2 --store-dir ./store
+    """
+    with options.progress_bars() as progress:
+        report = merge_stores(sources, store_dir, progress)
+    if as_json:
+        options.print_json(report.as_dict())
+        return
+    kv = report.kv
+    options.stdout.print(
+        f"{kv.entries} entries copied ({kv.bytes:,} bytes), {kv.already_stored} there before, {kv.damaged} damaged; "
+        f"{kv.documents} documents, {report.indexed} of them new in the index",
+        highlight=False,
+    )
+
+
+def open_store(store_dir: Path) -> KVStore:
+    """The store of a folder, looked at without evicting from it.
+
+    Raises:
+        InputError: the folder holds no store.
+    """
+    directory = store_dir / KV_FOLDER
+    if not directory.is_dir():
+        raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
+    return KVStore(StoreConfig(directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
+
+
+def _time(nanoseconds: int) -> str:
+    return datetime.datetime.fromtimestamp(nanoseconds / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")

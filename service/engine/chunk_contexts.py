@@ -1,0 +1,126 @@
+"""Contexts that chunks' KV is computed after: filler passages fixed for the store, and a document's earlier text.
+
+The filler is text of no importance that looks like retrieved passages. It comes with the package (`context.txt`), with the
+model (a `context.txt` in its folder, for a model that reads texts of a kind of its own), or from a file of the user's. No
+request and no tenant's document is ever part of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.blend import ChunkContext, Fusor
+from cacheblend.retriever import Chunk, PlainTokenizer, Retriever
+from cacheblend.retriever.config import SEPARATOR
+
+PACKAGED_FILLER = Path(__file__).parent / "context.txt"
+FILLER_FILE = "context.txt"
+FILLER_TOKENS = 384
+POSITIONS_SHARE = 8  # filler and window take no more than so many parts of the model's positions: 1 and 4 of 8
+REMEMBERED_DOCUMENTS = 1024
+Earlier = tuple[tuple[int, ...], ...]
+
+
+def chunk_context(fusor: Fusor, filler: str, document_tokens: int, head_tokens: int = 0) -> ChunkContext:
+    """The context of a model's chunks.
+
+    Args:
+        fusor: the model, with its tokenizer.
+        filler: "auto" for the model's own filler or else the package's, "none", or the path of a UTF-8 text file whose
+            passages stand apart by empty lines. Whole passages are taken, up to `FILLER_TOKENS`.
+        document_tokens: see `ChunkContext`; cut to half of the model's positions, and to those that head and filler leave.
+        head_tokens: tokens of the head that chunks are computed after.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no text.
+    """
+    positions = fusor.max_positions
+    limit = FILLER_TOKENS if positions is None else min(FILLER_TOKENS, positions // POSITIONS_SHARE)
+    filler_ids = _filler_ids(fusor, filler, limit)
+    window = document_tokens
+    if positions is not None:
+        left = max(1, positions - head_tokens - len(filler_ids))
+        window = min(document_tokens, positions // 2, left)
+    return ChunkContext(filler_ids=filler_ids, document_tokens=window)
+
+
+def _filler_ids(fusor: Fusor, filler: str, limit: int) -> tuple[int, ...]:
+    if filler == "none":
+        return ()
+    plain = PlainTokenizer(fusor.tokenizer)
+    taken: list[int] = []
+    for passage in _filler_text(fusor.model, filler).split(SEPARATOR):
+        ids = plain.ids(passage.strip() + SEPARATOR) if passage.strip() else []
+        if len(taken) + len(ids) > limit:
+            break
+        taken += ids
+    return tuple(taken)
+
+
+def _filler_text(model: Any, filler: str) -> str:
+    folder = str(model.name_or_path)  # empty for a model that was loaded from nowhere: not the working directory
+    own = Path(folder) / FILLER_FILE
+    path = Path(filler).expanduser() if filler != "auto" else own if folder and own.is_file() else PACKAGED_FILLER
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("context_filler", filler, f'"auto", "none", or a UTF-8 text file ({error})') from error
+    if filler != "auto" and not text.strip():
+        raise ConfigError("context_filler", filler, 'a file with text; "none" for no filler')
+    return text
+
+
+class ChunkContexts:
+    """The earlier text of chunks in their documents, remembered by document.
+
+    Args:
+        context: how documents are read.
+        retriever: has the ingested documents' chunks.
+    """
+
+    def __init__(self, context: ChunkContext, retriever: Retriever) -> None:
+        self._context, self._retriever = context, retriever
+        self._lock = Lock()
+        self._known: OrderedDict[tuple[str, str], dict[int, Earlier]] = OrderedDict()
+
+    def of_document(self, chunks: Sequence[Sequence[int]]) -> list[Earlier]:
+        """What each of a whole document's chunks is computed after."""
+        return [tuple(map(tuple, earlier)) for earlier in self._context.earlier(chunks)]
+
+    def of_prompt(self, chunks: Sequence[Chunk]) -> tuple[Earlier, ...]:
+        """What each of a prompt's chunks is computed after.
+
+        A document that is not ingested is known by those of its chunks that stand in the prompt.
+        """
+        own: dict[tuple[str, str], list[Chunk]] = {}
+        for chunk in chunks:
+            own.setdefault((chunk.document_id, chunk.version), []).append(chunk)
+        known = {document: self._of(document, given) for document, given in own.items()}
+        return tuple(known[chunk.document_id, chunk.version].get(chunk.position, ()) for chunk in chunks)
+
+    def _of(self, document: tuple[str, str], given: Sequence[Chunk]) -> dict[int, Earlier]:
+        with self._lock:
+            if document in self._known:
+                self._known.move_to_end(document)
+                return self._known[document]
+        try:
+            whole = [chunk for chunk in self._retriever.chunks(document[0]) if chunk.version == document[1]]
+        except InputError:
+            whole = []
+        ingested = {chunk.position: chunk.token_ids for chunk in whole}
+        if any(ingested.get(chunk.position) != chunk.token_ids for chunk in given):
+            by_place = sorted({chunk.position: chunk for chunk in given}.items())
+            return dict(
+                zip((place for place, _ in by_place), self.of_document([c.token_ids for _, c in by_place]), strict=True)
+            )
+        found = dict(zip(ingested, self.of_document(list(ingested.values())), strict=True))
+        with self._lock:
+            self._known[document] = found
+            while len(self._known) > REMEMBERED_DOCUMENTS:
+                self._known.popitem(last=False)
+        return found

@@ -1,0 +1,341 @@
+"""The engine: a question over documents, answered from blended KV (paper figure 11)."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from cacheblend.base.errors import InputError
+from cacheblend.blend import FusedPrompt, Fusor
+from cacheblend.loader import LoadingController, Profile
+from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
+from cacheblend.store import DocumentVersion, KVStore
+
+from .answer import Answer, IngestReport
+from .calibrated import calibrated
+from .chunk_contexts import ChunkContexts, chunk_context
+from .config import DTYPES, EngineConfig, check_max_tokens
+from .documents import Documents
+from .first_token import FirstTokenClock
+from .hole_filler import HoleFiller
+from .ingester import Check, Ingester, Progress, StreamProgress
+from .lengths import check_characters, check_length
+from .namespace import namespace_of
+from .planning import find_controller, make_controller
+from .prefiller import Prefiller, PrefillSteps
+from .prefix_cache import PrefixCache
+from .prepared import PreparedRequest, StageTimes, assemble_answer
+from .prompt import Layout, PromptBuilder
+from .sampling import sampling_options
+
+
+class Engine:
+    """Ingests documents and answers questions over them. Thread-safe; a context manager.
+
+    Args:
+        config: model, directory, settings; what it leaves open the store's calibration settles, see `calibrated`.
+        fusor: in place of the model that the config names.
+        embedder: in place of the embedder that the config names.
+
+    Raises:
+        InputError: no model there.
+        UnsupportedModelError: blending is not right on the model.
+        StoreDirectoryError, RetrieverError: the directory cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig, *, fusor: Fusor | None = None, embedder: Embedder | None = None) -> None:
+        self._closed = True  # until there is something to close
+        self.fusor = fusor or Fusor.from_pretrained(
+            config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
+        )
+        if self.fusor.tokenizer is None:
+            raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
+        self._changing = threading.Lock()  # of the documents
+        self._prompts = PromptBuilder(self.fusor.tokenizer, config.instruction)
+        self.config = config = calibrated(config, self.fusor, self._prompts.head)
+        head_tokens = len(self._prompts.head)
+        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, head_tokens)
+        with ExitStack() as opened:
+            self.store = opened.enter_context(KVStore(config.store_config()))
+            self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
+            self._contexts = ChunkContexts(context, self.retriever)
+            self._holes = HoleFiller(self.fusor, self.store, self._prompts.head, context, self.retriever.version)
+            opened.callback(self._holes.close)
+            self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
+            self._prefiller = Prefiller(
+                self.fusor,
+                self.store,
+                self.prefixes,
+                self._holes,
+                config,
+                find_controller(config, self.fusor),
+                self._prompts.head,
+                context,
+            )
+            self._ingester = Ingester(
+                self.fusor,
+                self.retriever,
+                self.store,
+                self._prefiller.key,
+                self._prompts.head,
+                context,
+                changing=self._changing,
+            )
+            self._opened = opened.pop_all()
+        self._closed = False
+
+    @property
+    def documents(self) -> Documents:
+        """The ingested documents: list, show, pin, unpin and delete."""
+        self._check_open()
+        return Documents(self.retriever, self.store, self._changing)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that `answer` knows."""
+        return self._prefiller.methods
+
+    @property
+    def controller(self) -> LoadingController | None:
+        """Picks the ratio where a question does not; None, and so r*, until there is a profile of this model and device."""
+        return self._prefiller.controller
+
+    def use_profile(self, profile: Profile) -> None:
+        """Plan with a profile (`measure_and_keep` makes one) from now on; ProfileError if it is of another model or device."""
+        self._prefiller.controller = make_controller(self.config, self.fusor, profile)
+
+    def ingest(
+        self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
+    ) -> IngestReport:
+        """Split, index and precompute documents; returns when their KV is durable. What is stored already is skipped.
+
+        The documents come, and take the place of known ones, all at once at the end. KV that was computed before an error is
+        kept for the next try; with a `ServiceError` of `check` nothing is.
+
+        Args:
+            documents: `{"id": str, "title": str, "text": str}` each; a known id with another text replaces the document.
+            on_progress: called with the stage ("index" or "precompute"), chunks or documents done, and how many in all.
+            check: called between batches; what it raises ends the work.
+
+        Raises:
+            InputError: a document cannot be used, or its chunks are longer than the model's positions; none is ingested then.
+            StoreFullError: the disk is full, or the KV of these documents does not fit the budget at once: some of it is not
+                stored then. The texts are in the index all the same.
+            DocumentChangedError: one of the documents was deleted or replaced meanwhile; nothing of its KV is stored.
+        """
+        self._check_open()
+        return self._ingester.ingest(documents, on_progress, check)
+
+    def ingest_stream(
+        self, documents: Iterable[Document | Mapping[str, object]], on_progress: StreamProgress | None = None
+    ) -> IngestReport:
+        """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
+
+        Where it ends early, by an error or a kill, what was done is kept, and the same call goes on from there.
+
+        Args:
+            documents: see `ingest`; none at all is no error.
+            on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
+
+        Raises:
+            InputError, DocumentChangedError: see `ingest`; the batches before it are ingested.
+            StoreFullError: the disk is full, or a chunk's KV is larger than the whole budget. A budget below the corpus is no
+                error: the report counts what was evicted, and a warning is logged.
+        """
+        self._check_open()
+        return self._ingester.ingest_stream(documents, on_progress)
+
+    def answer(
+        self,
+        question: str,
+        *,
+        top_k: int = 6,
+        method: str = "blend",
+        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
+        recompute_ratio: float | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        sampling_top_k: int = 0,
+        layout: Layout | None = None,
+    ) -> Answer:
+        """Answer a question over the `top_k` nearest chunks, or over the documents given, in their order.
+
+        Args:
+            question: in words.
+            top_k: chunks to retrieve, or as many as there are; the nearest one's document stands first, its chunks in its own
+                order.
+            method: "blend", "full_recompute", "prefix_cache" or "full_reuse"; all run the very same token ids.
+            documents: bring your own retriever: these are split and used whole, and nothing is searched. A `Chunk` of this
+                engine's retriever is used as it is.
+            recompute_ratio: for "blend", 0..1; None takes the config's, or else the loading controller's choice.
+            max_tokens: most tokens to generate; None takes the config's, or else as many as fit behind the prompt.
+            temperature: 0 is greedy; above, tokens are sampled.
+            top_p: sample from the most likely tokens of this total probability.
+            sampling_top_k: sample from so many most likely tokens; 0 for all.
+            layout: what stands around the chunks; None puts the config's instruction before and the question behind them. With
+                a layout, `top_k=0` retrieves nothing.
+
+        Raises:
+            InputError: an empty question or document, a top_k below 1, or no documents to search.
+            PromptTooLongError: prompt and answer are longer than the model's positions.
+            ConfigError: an unknown method, or a number outside its range.
+        """
+        with self._holes:
+            prepared = self.prepare(
+                question,
+                top_k=top_k,
+                method=method,
+                documents=documents,
+                recompute_ratio=recompute_ratio,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                sampling_top_k=sampling_top_k,
+                layout=layout,
+            )
+            return self.complete(prepared)[0]
+
+    def complete(self, prepared: PreparedRequest) -> tuple[Answer, FusedPrompt]:
+        """Answer a prepared request, and give the prompt's cache and first logits beside it, for what compares methods."""
+        with self._holes:
+            prefilled = self._prefiller.run(prepared.pieces, prepared.method, prepared.recompute_ratio)
+            prefill_done = time.perf_counter()
+            clock = FirstTokenClock()
+            prefix = prefilled.prefix
+            on_token = None if prefix is None else prefix.append_from
+            token_ids = self.fusor.generate(
+                prefilled.fused, prepared.max_tokens, on_token=on_token, streamer=clock, **prepared.sampling
+            )
+            if prefix is not None:
+                prefix.keep_prompt()  # an answer of one token has appended none
+        times = StageTimes(prefill_done=prefill_done, first_token=clock.first_token, ended=time.perf_counter())
+        text = self.fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return assemble_answer(prepared, prefilled, token_ids, text, times), prefilled.fused
+
+    def prepare(
+        self,
+        question: str,
+        *,
+        top_k: int = 6,
+        method: str = "blend",
+        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
+        recompute_ratio: float | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        sampling_top_k: int = 0,
+        layout: Layout | None = None,
+        check: Check | None = None,
+    ) -> PreparedRequest:
+        """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model.
+
+        A prompt that is too long without its chunks is refused before anything is embedded. `check` is called between
+        batches of that; what it raises ends the work.
+        """
+        self._check_open()
+        go_on = check or (lambda: None)
+        go_on()
+        started = time.perf_counter()
+        self._prefiller.check_method(method)
+        max_tokens = self.config.max_tokens if max_tokens is None else max_tokens
+        if max_tokens is not None:
+            check_max_tokens(max_tokens)
+        sampling = sampling_options(temperature, top_p, sampling_top_k)
+        if recompute_ratio is None:
+            recompute_ratio = self.config.recompute_ratio
+        self.config.fusion_config(recompute_ratio)
+        positions = self.fusor.max_positions
+        if layout is None:
+            check_characters(len(question) if isinstance(question, str) else 0, positions)
+        check_length(self._prompts.build([], question) if layout is None else layout.pieces([]), max_tokens, positions)
+        nothing = layout is not None and documents is None and top_k == 0
+        chunks = [] if nothing else self._retrieve(question, top_k, documents, go_on)
+        go_on()
+        retrieved = time.perf_counter()
+        found = [scored.chunk for scored in chunks]
+        pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
+        pieces = replace(
+            pieces, earlier=self._contexts.of_prompt(found), documents=self._documents_of(found, brought=documents is not None)
+        )
+        max_tokens = check_length(pieces, max_tokens, positions)
+        return PreparedRequest(
+            method=method,
+            recompute_ratio=recompute_ratio,
+            max_tokens=max_tokens,
+            sampling={"pad_token_id": self._pad_token_id(), **sampling},
+            chunks=chunks,
+            pieces=pieces,
+            started=started,
+            retrieved=retrieved,
+        )
+
+    def prefill_steps(self, prepared: PreparedRequest, cache_salt: str = "") -> PrefillSteps:
+        """Prefill a prepared request from KV of its salt alone, one layer a step; see `Prefiller.steps`."""
+        return self._prefiller.steps(prepared.pieces, prepared.method, prepared.recompute_ratio, namespace_of(cache_salt))
+
+    @property
+    def holes(self) -> HoleFiller:
+        """Computes the chunks that requests missed; as a context manager it gives way to a running request."""
+        return self._holes
+
+    def drain(self) -> None:
+        """Wait until the KV of every chunk that a request missed is computed and stored."""
+        self._holes.drain()
+
+    def close(self) -> None:
+        """Write what waits, and close store and index; a second call does nothing."""
+        self._closed = True
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._closed = True
+        self._opened.__exit__(kind, error, traceback)  # not `close`: the block's own error is the one to see, not the store's
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._holes.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
+            warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
+
+    def _retrieve(
+        self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None, check: Check
+    ) -> list[ScoredChunk]:
+        if documents is None:
+            with checked_between_batches(check):
+                return in_reading_order(self.retriever.search(question, top_k))
+        if not documents:
+            raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
+        positions, chunks = self.fusor.max_positions, list[ScoredChunk]()
+        brought = [given if isinstance(given, Chunk) else Document.of(given) for given in documents]
+        check_characters(sum(len(given.text) for given in brought), positions)
+        for given in brought:
+            check()
+            split = [given] if isinstance(given, Chunk) else self.retriever.splitter.split(given)
+            chunks += [ScoredChunk(chunk, math.nan) for chunk in split]
+        return chunks
+
+    def _documents_of(self, chunks: Sequence[Chunk], *, brought: bool) -> tuple[DocumentVersion | None, ...]:
+        """The ingested document that each chunk is of; None for a text that was brought and is not ingested as it is."""
+        documents = [(chunk.document_id, chunk.version) for chunk in chunks]
+        if brought:
+            known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
+            return tuple(document if known[document[0]] == document[1] else None for document in documents)
+        return tuple(documents)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError(f"the engine on {self.config.store_dir} is closed; open a new one")
+
+    def _pad_token_id(self) -> int:
+        tokenizer = self.fusor.tokenizer
+        return int(next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0))

@@ -1,0 +1,232 @@
+"""Documents into the index, and their chunks' KV into the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError
+from cacheblend.blend import ChunkContext, Fusor
+from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
+from cacheblend.store import ChunkKey, KVStore
+
+from .answer import IngestReport
+from .lengths import check_chunks
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]
+StreamProgress = Callable[[int, int], None]
+Check = Callable[[], None]
+BATCH_DOCUMENTS = 64
+BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
+
+
+class Ingester:
+    """Splits, indexes and precomputes documents.
+
+    Args:
+        fusor: computes chunks' KV.
+        retriever: splits and indexes.
+        store: keeps the KV.
+        key: names a chunk's KV by its token ids and the chunks of its document that it is computed after.
+        prefix_ids: what all chunks are computed after.
+        context: what stands between that and a chunk.
+        changing: held while documents change in index and store; see `Documents`.
+    """
+
+    def __init__(
+        self,
+        fusor: Fusor,
+        retriever: Retriever,
+        store: KVStore,
+        key: Callable[[Sequence[int], Sequence[Sequence[int]]], ChunkKey],
+        prefix_ids: Sequence[int],
+        context: ChunkContext,
+        *,
+        changing: AbstractContextManager[object],
+    ) -> None:
+        self._changing = changing
+        self._fusor, self._retriever, self._store, self._key = fusor, retriever, store, key
+        self._prefix_ids, self._context = prefix_ids, context
+
+    def ingest(
+        self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
+    ) -> IngestReport:
+        """See `Engine.ingest`."""
+        given = [Document.of(document) for document in documents]
+        if not given:
+            raise InputError("no documents to ingest; give at least one")
+        report = self._ingest(given, on_progress or (lambda *_: None), check=check or (lambda: None))
+        if report.evicted:
+            raise BudgetTooSmallError(
+                f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget "
+                "at once, or others took their place; the texts are in the index and can be asked about; "
+                "raise nvme_budget_bytes, unpin or delete documents, or ingest fewer at once"
+            )
+        return report
+
+    def ingest_stream(
+        self, documents: Iterable[Document | Mapping[str, object]], on_progress: StreamProgress | None = None
+    ) -> IngestReport:
+        """See `Engine.ingest_stream`."""
+        started, evictions = time.perf_counter(), self._store.stats().nvme.evictions
+        report = on_progress or (lambda *_: None)
+        total, tokens = IngestReport.nothing(), 0
+
+        def computed(chunk_tokens: int) -> None:
+            nonlocal tokens
+            tokens += chunk_tokens
+            report(total.documents, tokens)
+
+        for batch in _batches(map(Document.of, documents)):
+            total += self._ingest(batch, lambda *_: None, computed)
+            report(total.documents, tokens)
+        evicted = self._store.stats().nvme.evictions - evictions
+        total = replace(total, evicted=evicted, seconds=time.perf_counter() - started)
+        self._warn_of_evictions(total)
+        return total
+
+    def _ingest(
+        self,
+        given: Sequence[Document],
+        report: Progress,
+        computed_one: Callable[[int], None] = lambda _: None,
+        check: Check = lambda: None,
+    ) -> IngestReport:
+        started = time.perf_counter()
+        stands_after = len(self._prefix_ids) + len(self._context.filler_ids)
+        check_chunks(given, self._retriever.splitter, self._fusor.max_positions, stands_after)
+        began = {document.id: self._retriever.version(document.id) for document in given}
+        # 1. What is new is embedded. Nothing is written before all KV is there: who gives up leaves the documents as they were.
+        embedded: dict[str, EmbeddedDocument] = {}
+        done = len(given) - len(new := self._retriever.changed(given))
+        if done:
+            report("index", done, len(given))
+        for one in self._retriever.embed(new, check):
+            embedded[one.document.id] = one
+            report("index", done + len(embedded), len(given))
+        # 2. Chunks' KV that is not stored yet is computed and stored.
+        chunks: dict[tuple[str, str], list[Sequence[int]]] = {}
+        keys: dict[tuple[str, str], list[ChunkKey]] = {}
+        for document in {document.id: document for document in given}.values():
+            of_document = embedded[document.id].chunks if document.id in embedded else self._chunks(document)
+            own: list[Sequence[int]] = [chunk.token_ids for chunk in of_document]
+            chunks[document.id, document.version] = own
+            keys[document.id, document.version] = list(map(self._key, own, self._context.earlier(own)))
+        every = dict.fromkeys(key for of_document in keys.values() for key in of_document)
+        found = {key for key in every if key in self._store}
+        stored: list[ChunkKey] = []
+        try:
+            tokens = self._compute(chunks, keys, every.keys() - found, stored, report, computed_one, check)
+            # 3. The documents change, all at once. KV that was there and is evicted by now is computed first.
+            while True:
+                with self._changing, self._store.exclusive():
+                    for document in given:
+                        if self._retriever.version(document.id) not in (began[document.id], document.version):
+                            raise DocumentChangedError(document.id)
+                    gone = {key for key in found if key not in self._store}
+                    if not gone:
+                        replaced = sum(self._retriever.put(one) for one in embedded.values())
+                        dropped = self._store.documents.put(
+                            (*document, list(dict.fromkeys(own))) for document, own in keys.items()
+                        )
+                        break
+                tokens += self._compute(chunks, keys, gone, stored, report, computed_one, check)
+                found -= gone  # once each: where the budget is below the corpus, they may go again
+        except CacheBlendError:  # given up by client or service, a full disk, a changed document: as if it never came
+            self._drop(stored)
+            raise
+        return IngestReport(
+            documents=len(given),
+            added=len(embedded) - replaced,
+            replaced=replaced,
+            unchanged=len(given) - len(embedded),
+            chunks=len(every),
+            computed=len(stored),
+            already_stored=len(every) - len(stored),
+            evicted=sum(key not in self._store for key in every),
+            dropped=dropped,
+            tokens=tokens,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _compute(
+        self,
+        chunks: Mapping[tuple[str, str], list[Sequence[int]]],
+        keys: Mapping[tuple[str, str], list[ChunkKey]],
+        wanted: set[ChunkKey],
+        stored: list[ChunkKey],
+        report: Progress,
+        computed_one: Callable[[int], None],
+        check: Check,
+    ) -> int:
+        """Compute and store the KV of the chunks wanted, noting each in `stored`; gives their tokens. All are durable then."""
+        missing, readings = set(wanted), list[tuple[list[Sequence[int]], list[int]]]()
+        to_compute: list[ChunkKey] = []
+        for versioned, document_keys in keys.items():
+            which: list[int] = []
+            for index, key in enumerate(document_keys):
+                if key in missing:
+                    missing.remove(key)  # whoever has it again need not bring it
+                    which.append(index)
+                    to_compute.append(key)
+            readings.append((chunks[versioned], which))
+        tokens, done, writes = 0, len(stored), deque[Future[bool]]()
+        check()
+        for key, kv in zip(
+            to_compute, self._fusor.precompute_documents(readings, self._prefix_ids, self._context), strict=True
+        ):
+            stored.append(key)
+            writes.append(self._store.put(key, kv, flush=False))
+            tokens += len(kv.token_ids)
+            while writes and writes[0].done():
+                writes.popleft().result()  # a full disk ends the run here, not hours later
+            report("precompute", len(stored), done + len(to_compute))
+            computed_one(len(kv.token_ids))
+            check()
+        for write in writes:
+            write.result()
+        return tokens
+
+    def _chunks(self, document: Document) -> Sequence[Chunk]:
+        """The chunks of a document that is here, or was a moment ago."""
+        try:
+            chunks = self._retriever.chunks(document.id)
+        except InputError:
+            chunks = []
+        return chunks if chunks and chunks[0].version == document.version else self._retriever.splitter.split(document)
+
+    def _drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove the KV of chunks that no document has."""
+        try:
+            self._store.documents.drop_unowned(keys)
+        except CacheBlendError as error:
+            logger.warning("the KV of %d chunks of an upload that was given up stays until it is evicted: %s", len(keys), error)
+
+    def _warn_of_evictions(self, report: IngestReport) -> None:
+        if report.evicted:
+            logger.warning(
+                "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all",
+                report.evicted,
+                self._store.config.nvme_budget_bytes,
+            )
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Groups that are ingested at once; raises InputError where two documents of one id have different texts."""
+    versions: dict[str, str] = {}
+    batch: list[Document] = []
+    for document in documents:
+        if versions.setdefault(document.id, document.version) != document.version:
+            raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
+        batch.append(document)
+        if len(batch) == BATCH_DOCUMENTS or sum(len(one.text) for one in batch) >= BATCH_CHARACTERS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
