@@ -20,7 +20,7 @@ from cacheblend.store import LayerPair
 from .decoder import Decoder
 from .isolated_pass import SharedPrefix
 
-# More in one pass is no faster: its activations leave the caches (see docs/experiments.md).
+# More in one pass is no faster: its activations leave the caches (see docs/lab-notes).
 PASS_TOKENS = 1536
 DOCUMENT_TOKENS = 2048
 

@@ -1,7 +1,7 @@
 """Entries' files written: under a temporary name, synced, then named.
 
 Past the page cache where the file system can: what was just put lies in RAM already, and new pages of the cache cost more than
-the disk takes (docs/experiments.md). A file's length is no whole number of blocks, so its last one is padded and cut off again.
+the disk takes (docs/lab-notes). A file's length is no whole number of blocks, so its last one is padded and cut off again.
 
 The files are written here and not by the safetensors library, which would hold a second copy of the entry in memory, hide the
 errno of a full disk, and align the data to 8 bytes where direct reads want a block. Any safetensors reader reads them.
@@ -37,7 +37,7 @@ class NewFile:
 def write_files(files: Sequence[NewFile]) -> None:
     """Write files, all of them synced before one has its name; names are synced at the end, a folder once.
 
-    The first sync does most of the others' work: together they take a fifth of the processor time (docs/experiments.md).
+    The first sync does most of the others' work: together they take a fifth of the processor time (docs/lab-notes).
 
     Raises:
         StoreFullError: the disk is full. What was written stays, under either name.
