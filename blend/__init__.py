@@ -7,6 +7,7 @@ from .config import FusionConfig
 from .fused import FusedPrompt, LayerReport
 from .fusor import Fusor
 from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers
+from .model_runner import LayerSink, ModelRunner
 from .next_token import NextToken
 from .precompute import ChunkContext
 from .schedule import Schedule
@@ -24,7 +25,9 @@ __all__ = [
     "KVGeometry",
     "LayerKV",
     "LayerReport",
+    "LayerSink",
     "LayerSource",
+    "ModelRunner",
     "NextToken",
     "Prompt",
     "ResidentLayers",

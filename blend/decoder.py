@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,10 +26,10 @@ from .attention import Rows, attend
 from .batch_decoding import DecodePass, SequenceKV
 from .isolated_pass import IsolatedPass, Run, SharedPrefix, prefix_mask, runs
 from .layer_source import KVGeometry, LayerKV
+from .model_runner import CosSin, ModelRunner
 from .question_pass import QuestionPass
 
 IMPLEMENTATION = "cacheblend"
-CosSin = tuple[torch.Tensor, torch.Tensor]
 # Bounds what layer 0 needs, which every token runs through. Its attention is fastest in one call from position 0 on (77 ms for
 # 3,105 rows, 91 in pieces of 1,024), its MLP in pieces whose activations stay near the caches.
 ROWS_AT_ONCE = 4096
@@ -104,7 +104,7 @@ class _GivenHidden(nn.Module):
 
 
 class Decoder:
-    """A causal LM of a supported architecture, taken apart into the steps that blending needs.
+    """The model runner over a Hugging Face causal LM of a supported architecture; see `ModelRunner`.
 
     Args:
         model: the Hugging Face model; its parameters are shared, its config and modules are not touched.
@@ -128,7 +128,7 @@ class Decoder:
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
         types = getattr(self.config, "layer_types", None) or []
         self._takes_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        self.layer_types: list[str | None] = list(types) if self._takes_layer_type else [None] * len(self._layers)
+        self.layer_types: list[Hashable] = list(types) if self._takes_layer_type else [None] * len(self._layers)
         first = next(model.parameters())
         self.dtype, self.device = model.dtype, first.device
         attention: Any = self._layers[0].self_attn
@@ -136,6 +136,8 @@ class Decoder:
         self._own_attention: Any = AttentionInterface().get(str(model.config._attn_implementation), eager)
         self.head_dim = int(attention.head_dim)
         self.kv_heads = int(self.config.num_key_value_heads)
+        self.vocab_size = int(self.config.vocab_size)
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
 
     def empty_cache(self) -> DynamicCache:
         """A cache with the model's layer kinds and nothing in it."""
@@ -156,7 +158,7 @@ class Decoder:
         output: torch.Tensor = self._head(inputs_embeds=hidden_1SM[:, -1:], use_cache=False).logits
         return output[0, -1].float()
 
-    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[str | None, CosSin]:
+    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
         """Cosine and sine (1, N, rotary size) of the positions, one pair a layer type, from the model's own rotary module."""
         position_ids_1N = positions_N[None]
         if self._takes_layer_type:
@@ -250,6 +252,10 @@ class Decoder:
         ]
         return SharedPrefix(len(prefix_ids), layers)
 
+    def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
+        """The same: one process holds all heads."""
+        return heads_sum_N
+
     def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor) -> Any:
         make = create_causal_mask if window is None else create_sliding_window_causal_mask
         return make(self._reference_config, hidden_1NM[0, run.rows].unflatten(0, (run.sequences, run.tokens)), None, None)
@@ -288,16 +294,29 @@ class Decoder:
         return output[0] if isinstance(output, tuple) else output
 
 
-def fill_cache(cache: DynamicCache, layer: int, whole: LayerKV) -> None:
-    """Hand a finished layer over to a `DynamicCache` without copying it; a sliding layer keeps its last window alone."""
-    target: Any = cache.layers[layer]
-    nothing = whole.k_1HND[:, :, :0]
-    target.update(nothing, nothing)
-    target.keys, target.values = whole.k_1HND, whole.v_1HND
-    if target.is_sliding:
-        target.cumulative_length = whole.k_1HND.shape[2]
-        kept = target.sliding_window - 1
-        target.keys, target.values = (x[:, :, max(0, x.shape[2] - kept) :].clone() for x in (whole.k_1HND, whole.v_1HND))
+class CacheSink:
+    """Hands finished layers over to a `DynamicCache` without copying them; a sliding layer keeps its last window alone.
+
+    Attributes:
+        cache: of the whole prompt, once all layers are there.
+        memory: see `FusedPrompt.memory`.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._windows, self.cache = runner.windows, runner.empty_cache()
+        self.memory: list[torch.Tensor | None] = []
+
+    def put(self, layer: int, whole: LayerKV) -> None:
+        """See `LayerSink.put`."""
+        nothing = whole.k_1HND[:, :, :0]
+        self.cache.update(nothing, nothing, layer)
+        target: Any = self.cache.layers[layer]
+        target.keys, target.values = whole.k_1HND, whole.v_1HND
+        if target.is_sliding:
+            target.cumulative_length = whole.k_1HND.shape[2]
+            kept = target.sliding_window - 1
+            target.keys, target.values = (x[:, :, max(0, x.shape[2] - kept) :].clone() for x in (whole.k_1HND, whole.v_1HND))
+        self.memory.append(whole.memory_21HCD if self._windows[layer] is None else None)
 
 
 def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,15 +7,16 @@ among them, D head size, M hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 
 import torch
 
 from .attention import Rows
-from .decoder import CosSin, Decoder, fill_cache
+from .decoder import CacheSink
 from .deviation import kv_deviation
 from .fused import FusedPrompt, LayerReport
 from .layer_source import LayerKV, LayerSource
+from .model_runner import CosSin, LayerSink, ModelRunner
 from .question_pass import QuestionPass, question_rows
 from .segment import Prompt
 from .selection import SelectionStep, Selector
@@ -39,70 +40,72 @@ class Fusion:
     reads the others' output.
 
     Args:
-        decoder: the model, taken apart.
+        runner: the model.
         prompt: the segments laid end to end, checked.
         selector: picks the HKVD tokens.
         source: brings the stored KV.
+        sink: takes the finished layers; None for the cache of the result.
 
     """
 
-    def __init__(self, decoder: Decoder, prompt: Prompt, selector: Selector, source: LayerSource) -> None:
-        self._decoder, self._prompt, self._selector, self._source = decoder, prompt, selector, source
+    def __init__(
+        self, runner: ModelRunner, prompt: Prompt, selector: Selector, source: LayerSource, sink: LayerSink | None = None
+    ) -> None:
+        self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
         self._deviation_N = torch.zeros(len(prompt))
         self._measured = False
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
-        self._read: list[LayerKV] = []  # layers that the question pass has read, keys rotated
+        self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusedPrompt]:
         """Run layer after layer; each yields its report."""
-        decoder, prompt = self._decoder, self._prompt
-        cache = decoder.empty_cache()
+        runner, prompt = self._runner, self._prompt
+        cache = CacheSink(runner)
+        sink = self._sink or cache
         recomputed, projected, reports = list[torch.Tensor](), list[torch.Tensor](), list[LayerReport]()
-        memory = list[torch.Tensor | None]()
 
         positions = torch.arange(prompt.exact_tokens, len(prompt))
-        token_ids_N = torch.tensor(prompt.token_ids, device=decoder.device)
-        everywhere_N = torch.arange(len(prompt), device=decoder.device)
-        rotary = decoder.rotary(everywhere_N, decoder.embed(token_ids_N[:1]))
+        token_ids_N = torch.tensor(prompt.token_ids, device=runner.geometry.device)
+        everywhere_N = torch.arange(len(prompt), device=runner.geometry.device)
+        rotary = runner.rotary(everywhere_N, runner.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
-        asks = prompt.reusable_tokens > 0 and decoder.geometry.layers > 1  # of one layer the stored KV is exact
+        asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1  # of one layer the stored KV is exact
         if asks and getattr(self._selector, "reads_attention", False):
             # 1. The question looks at the stored KV.
-            self._source.start(prompt, decoder.geometry, reuse_layer_0=True)
+            self._source.start(prompt, runner.geometry, reuse_layer_0=True)
             yield from self._ask(token_ids_N, rotary, questions)
             keep_S = self._choose(0, positions, _nothing_ran)
         else:
             keep_S = self._choose(0, positions, _nothing_ran)
-            self._source.start(prompt, decoder.geometry, reuse_layer_0=not bool(keep_S.all()))
+            self._source.start(prompt, runner.geometry, reuse_layer_0=not bool(keep_S.all()))
         # 2. The rows that are kept run through every layer.
-        self._rows = Rows.of(positions[keep_S], decoder.device)
-        self._hidden_1SM = decoder.embed(token_ids_N[self._rows.on_device_S])
+        self._rows = Rows.of(positions[keep_S], runner.geometry.device)
+        self._hidden_1SM = runner.embed(token_ids_N[self._rows.on_device_S])
         reads_layer_0 = bool(questions) or not bool(keep_S.all())
-        for layer in range(decoder.geometry.layers):
+        for layer in range(runner.geometry.layers):
             started = time.perf_counter()
-            is_read = layer < len(self._read)
-            whole = self._read[layer] if is_read else self._source.synchronize(layer)
+            is_read = layer in self._read
+            whole = self._read.pop(layer) if is_read else self._source.synchronize(layer)
             arrived = time.perf_counter()
-            cos_sin_N = rotary[decoder.layer_types[layer]]
+            cos_sin_N = rotary[runner.layer_types[layer]]
             if not is_read:
                 self._rotate(whole, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
             fresh = self._filter(layer, whole, cos_sin_N) if layer > 0 else None
             rows = self._rows
-            if 0 < layer == decoder.geometry.layers - 1:
+            if 0 < layer == runner.geometry.layers - 1:
                 if fresh is None:
                     fresh = self._project(layer, whole, cos_sin_N)
                 rows, self._hidden_1SM = rows.last, self._hidden_1SM[:, -1:]  # of the others nobody reads the output
-            self._hidden_1SM = decoder.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=fresh is None)
-            fill_cache(cache, layer, whole)
-            memory.append(whole.memory_21HCD if decoder.windows[layer] is None else None)
+            self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=fresh is None)
+            sink.put(layer, whole)
             recomputed.append(self._rows.positions_S)
             projected.append(self._rows.positions_S if fresh is None else fresh)
             reports.append(LayerReport(layer, len(self._rows), arrived - started, time.perf_counter() - arrived))
             yield reports[-1]
 
         return FusedPrompt(
-            decoder.logits(self._hidden_1SM),
-            cache,
+            runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
+            cache.cache,
             prompt.token_ids,
             tuple(recomputed),
             tuple(projected),
@@ -110,34 +113,34 @@ class Fusion:
             prompt.reusable_tokens,
             prompt.exact_tokens,
             tuple(reports),
-            memory,
+            cache.memory,
             tuple(questions),
         )
 
     def _ask(
-        self, token_ids_N: torch.Tensor, rotary: Mapping[str | None, CosSin], reports: list[LayerReport]
+        self, token_ids_N: torch.Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
     ) -> Generator[LayerReport, None, None]:
         """Run the question over the stored KV, through all layers but the last, and add up what it attends to."""
-        decoder, prompt = self._decoder, self._prompt
-        rows = Rows.of(question_rows(prompt), decoder.device)
+        runner, prompt = self._runner, self._prompt
+        rows = Rows.of(question_rows(prompt), runner.geometry.device)
         unread = prompt.fresh_N.clone()
         unread[rows.positions_S] = False
-        readable_K = (~unread).nonzero()[:, 0].to(decoder.device) if unread.any() else None
-        hidden_1SM = decoder.embed(token_ids_N[rows.on_device_S])
+        readable_K = (~unread).nonzero()[:, 0].to(runner.geometry.device) if unread.any() else None
+        hidden_1SM = runner.embed(token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()
-        attention_LN = torch.zeros(decoder.geometry.layers - 1, len(prompt), device=decoder.device)
-        reusable_N = prompt.reusable_N.to(decoder.device)
-        for layer in range(decoder.geometry.layers - 1):
+        attention_LN = torch.zeros(runner.geometry.layers - 1, len(prompt), device=runner.geometry.device)
+        reusable_N = prompt.reusable_N.to(runner.geometry.device)
+        for layer in range(runner.geometry.layers - 1):
             started = time.perf_counter()
             whole = self._source.synchronize(layer)
             arrived = time.perf_counter()
-            cos_sin_N = rotary[decoder.layer_types[layer]]
+            cos_sin_N = rotary[runner.layer_types[layer]]
             self._rotate(whole, cos_sin_N, to_rotate)
-            question = QuestionPass(whole, rows, decoder.windows[layer], readable_K)
-            hidden_1SM = decoder.run_question(layer, hidden_1SM, rows, cos_sin_N, question)
+            question = QuestionPass(whole, rows, runner.windows[layer], readable_K)
+            hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, question)
             if layer > 0:  # layer 0's stored KV is exact
-                attention_LN[layer] = _of_reusable(question.attention_N, reusable_N)
-            self._read.append(whole)
+                attention_LN[layer] = _of_reusable(runner.reduce(question.attention_N), reusable_N)
+            self._read[layer] = whole
             reports.append(LayerReport(layer, len(rows), arrived - started, time.perf_counter() - arrived))
             yield reports[-1]
         self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
@@ -157,8 +160,8 @@ class Fusion:
 
         keep_S = self._choose(layer, before.positions_S, deviation_C)
         if not keep_S.all():
-            self._rows = Rows.of(before.positions_S[keep_S], self._decoder.device)
-            self._hidden_1SM = self._hidden_1SM.index_select(1, keep_S.nonzero()[:, 0].to(self._decoder.device))
+            self._rows = Rows.of(before.positions_S[keep_S], self._runner.geometry.device)
+            self._hidden_1SM = self._hidden_1SM.index_select(1, keep_S.nonzero()[:, 0].to(self._runner.geometry.device))
         return before.positions_S if projected else None
 
     def _choose(self, layer: int, positions_S: torch.Tensor, deviation_C: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -167,7 +170,7 @@ class Fusion:
         candidates_C = positions_S[reusable_S]
         step = SelectionStep(
             layer,
-            self._decoder.geometry.layers,
+            self._runner.geometry.layers,
             self._prompt.reusable_tokens,
             candidates_C,
             deviation_C,
@@ -190,8 +193,8 @@ class Fusion:
         done = 0
         for piece in self._rows.split(PROJECTED_AT_ONCE):
             at_P = piece.on_device_S
-            k_1HPD, v_1HPD = self._decoder.project_kv(layer, self._hidden_1SM[:, done : done + len(piece)])
-            yield at_P, self._decoder.rotate(k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
+            k_1HPD, v_1HPD = self._runner.project_kv(layer, self._hidden_1SM[:, done : done + len(piece)])
+            yield at_P, self._runner.rotate(k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
             done += len(piece)
 
     def _compare(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
@@ -201,7 +204,7 @@ class Fusion:
             stored_k_1HPD, stored_v_1HPD = (x_1HND.index_select(2, at_P) for x_1HND in (whole.k_1HND, whole.v_1HND))
             deviations.append(kv_deviation(k_1HPD, v_1HPD, stored_k_1HPD, stored_v_1HPD))
             whole.put(at_P, k_1HPD, v_1HPD)
-        deviation_S = torch.cat(deviations)
+        deviation_S = self._runner.reduce(torch.cat(deviations))
         reusable_S = self._prompt.reusable_N[self._rows.positions_S]
         deviation_C = deviation_S[reusable_S.to(deviation_S.device)]
         if not self._measured:
@@ -218,7 +221,7 @@ class Fusion:
             for first in range(start, stop, size):
                 last = min(first + size, stop)
                 k_1HTD = whole.k_1HND[:, :, first:last]
-                k_1HTD.copy_(self._decoder.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
+                k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
 
 
 def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from .fusion import Fusion
 from .isolated_pass import SharedPrefix
 from .layer_source import LayerSource, ResidentLayers
 from .model_files import load_model, load_tokenizer
+from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext, passes, readings, run_pass
 from .segment import Prompt, Segment
 
@@ -56,14 +57,51 @@ class Fusor:
     ) -> None:
         check_model(model, allow_unverified=allow_unverified)
         model.eval()
-        self.model, self.tokenizer = model, tokenizer
-        self.decoder = Decoder(model)
+        self._over(Decoder(model), fingerprint or fingerprint_module(model, model.dtype), model, tokenizer)
+        family = model.config.get_text_config(decoder=True).model_type
+        if family not in VERIFIED:
+            self._check_against_model(family)
+
+    @classmethod
+    def from_runner(cls, runner: ModelRunner, fingerprint: str) -> Fusor:
+        """Blend over an engine's own model: `precompute`, `fuse` and `fuse_steps` run; prefill and generation are the engine's.
+
+        Args:
+            runner: the model, taken apart.
+            fingerprint: names the model in the store's keys. Engines with equal weights and dtype may share it, and entries.
+
+        """
+        fusor = cls.__new__(cls)
+        fusor._over(runner, fingerprint, None, None)
+        return fusor
+
+    def _over(self, runner: ModelRunner, fingerprint: str, model: PreTrainedModel | None, tokenizer: Any) -> None:
+        self._model, self.tokenizer = model, tokenizer
+        self.runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
         self._sharing = threading.Lock()
         self._shared: tuple[tuple[int, ...], SharedPrefix | None] | None = None
-        self.fingerprint = fingerprint or fingerprint_module(model, model.dtype)
-        self.max_positions: int | None = getattr(self.decoder.config, "max_position_embeddings", None)
-        if self.decoder.config.model_type not in VERIFIED:
-            self._check_against_model()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model.
+
+        Raises:
+            UnsupportedModelError: the fusor was made from another engine's runner.
+        """
+        if self._model is None:
+            raise UnsupportedModelError("this fusor blends over another engine's model, which prefills and generates itself")
+        return self._model
+
+    @property
+    def decoder(self) -> Decoder:
+        """The runner over the Hugging Face model.
+
+        Raises:
+            UnsupportedModelError: the fusor was made from another engine's runner.
+        """
+        if not isinstance(self.runner, Decoder):
+            raise UnsupportedModelError("this fusor blends over another engine's model, which prefills and decodes itself")
+        return self.runner
 
     @classmethod
     def from_pretrained(
@@ -161,7 +199,7 @@ class Fusor:
                 if not all(map(len, reading.chunks)):
                     raise InputError("a chunk needs at least one token")
                 self._check_tokens([*stands_after, *reading.token_ids])
-            for reading, index, layers in run_pass(self.decoder, together, own, shared):
+            for reading, index, layers in run_pass(self.runner, together, own, shared):
                 digest = context_digest(context.filler_ids, reading.chunks[:index])
                 yield ChunkKV(layers, reading.chunks[index], prefix, self.fingerprint, digest)
 
@@ -172,7 +210,7 @@ class Fusor:
         self._check_tokens(prefix_ids)
         with self._sharing:
             if self._shared is None or self._shared[0] != prefix_ids:
-                self._shared = prefix_ids, self.decoder.share(prefix_ids)
+                self._shared = prefix_ids, self.runner.share(prefix_ids)
             return self._shared[1]
 
     def fuse(
@@ -200,14 +238,26 @@ class Fusor:
 
     @torch.no_grad()
     def fuse_steps(
-        self, segments: Iterable[Segment], config: FusionConfig | None = None, source: LayerSource | None = None
+        self,
+        segments: Iterable[Segment],
+        config: FusionConfig | None = None,
+        source: LayerSource | None = None,
+        sink: LayerSink | None = None,
     ) -> FusionSteps:
-        """`fuse`, one layer a step: a server puts decode steps between layers, and stops a cancelled request by closing it."""
+        """`fuse`, one layer a step: a server puts decode steps between layers, and stops a cancelled request by closing it.
+
+        Args:
+            segments: see `fuse`.
+            config: see `fuse`.
+            source: see `fuse`.
+            sink: takes each layer when it is finished. The result then has neither cache nor logits.
+
+        """
         prompt = Prompt.of(segments)
         self._check_tokens(prompt.token_ids)
-        prompt.check_kv(model=self.fingerprint, dtype=self.decoder.dtype)
+        prompt.check_kv(model=self.fingerprint, dtype=self.runner.geometry.dtype)
         selector = (config or FusionConfig()).resolve_selector()
-        return (yield from Fusion(self.decoder, prompt, selector, source or ResidentLayers()).steps())
+        return (yield from Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
     @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusedPrompt:
@@ -255,18 +305,18 @@ class Fusor:
                 f"{len(token_ids)} tokens are more than the model's {self.max_positions} positions; "
                 "retrieve fewer or shorter chunks"
             )
-        vocabulary = self.decoder.config.vocab_size
+        vocabulary = self.runner.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocabulary:
             wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
             raise InputError(
                 f"token id {wrong} is not one of the model's {vocabulary}; tokenise with the model's own tokenizer"
             )
 
-    def _check_against_model(self) -> None:
+    def _check_against_model(self, family: str) -> None:
         """Where blending is exact (at ratio 1.0, with a chunk that stands first) it must give the model's own logits."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.decoder.config.vocab_size, (48,), generator=generator).tolist()
-        family, first, second, last = self.decoder.config.model_type, ids[:16], ids[16:32], ids[32:]
+        ids = torch.randint(self.runner.vocab_size, (48,), generator=generator).tolist()
+        first, second, last = ids[:16], ids[16:32], ids[32:]
         try:
             chunks = self.precompute(first), self.precompute(second)
             all_fresh = [Segment(first, chunks[0]), Segment(second, chunks[1]), Segment(last)]
@@ -280,7 +330,7 @@ class Fusor:
             raise UnsupportedModelError(f"{family} models do not run layer by layer: {error}") from error
         off = max(float((fused.logits - reference).abs().max()) for fused in got)
         off = max(off, self._stored_keys_off(first, second))
-        allowed = (1e-4 if self.decoder.dtype == torch.float32 else 2e-2) * max(1.0, float(reference.abs().max()))
+        allowed = (1e-4 if self.runner.geometry.dtype == torch.float32 else 2e-2) * max(1.0, float(reference.abs().max()))
         if not off <= allowed:
             raise UnsupportedModelError(
                 f"{family} is not a verified family, and where blending must be exact its logits are off by {off:.3g} "

@@ -17,8 +17,8 @@ from itertools import accumulate, chain
 from cacheblend.base.errors import ConfigError
 from cacheblend.store import LayerPair
 
-from .decoder import Decoder
 from .isolated_pass import SharedPrefix
+from .model_runner import ModelRunner
 
 # More in one pass is no faster: its activations leave the caches (see docs/lab-notes).
 PASS_TOKENS = 1536
@@ -128,12 +128,12 @@ def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Readin
 
 
 def run_pass(
-    decoder: Decoder, together: Sequence[Reading], prefix_ids: Sequence[int], shared: SharedPrefix | None
+    runner: ModelRunner, together: Sequence[Reading], prefix_ids: Sequence[int], shared: SharedPrefix | None
 ) -> Iterator[tuple[Reading, int, list[LayerPair]]]:
     """The KV of the chunks wanted, reading by reading, from one pass through the model; views of what it gave.
 
     Args:
-        decoder: the model.
+        runner: the model.
         together: what is read.
         prefix_ids: what every reading stands after and runs with it.
         shared: KV that it stands after, before those; None for none.
@@ -151,7 +151,7 @@ def run_pass(
     edges = sorted({edge for at in slices for edge in (at.start, at.stop)})
     parts = [edges.index(at.start) + 1 for at in slices]
     layers: list[list[LayerPair]] = [[] for _ in slices]
-    for k_1HND, v_1HND in decoder.run_isolated(sequences, shared):
+    for k_1HND, v_1HND in runner.run_isolated(sequences, shared):
         k_parts, v_parts = (x_1HND[0].cpu().tensor_split(edges, dim=1) for x_1HND in (k_1HND, v_1HND))
         for pairs, part in zip(layers, parts, strict=True):
             pairs.append((k_parts[part], v_parts[part]))
