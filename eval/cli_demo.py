@@ -18,7 +18,7 @@ from cacheblend.base.errors import InputError, ModelFetchError
 from cacheblend.service.cli import options
 from cacheblend.service.cli.model import fetch
 from cacheblend.service.cli.options import DEFAULTS
-from cacheblend.service.engine.document_files import read_documents
+from cacheblend.service.engine.document_sources import read_documents
 
 if TYPE_CHECKING:
     from .handbook_demo import AskedQuestion, MethodSummary

@@ -50,7 +50,7 @@ from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli.default_model import choose_model
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.config import DTYPES
-from cacheblend.service.engine.document_stream import DocumentStream, Shard
+from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.prompt import PromptBuilder
 
 BATCH_SIZES = (1, 4, 8, 16, 32, 64)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import InputError
-from cacheblend.service.engine.json_lines import read_json_lines
+from cacheblend.service.engine.document_sources import read_json_lines
 
 from .example import Example, Passage, Task
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
-from cacheblend.service.engine.document_files import read_documents
-from cacheblend.service.engine.json_lines import parse_json
+from cacheblend.service.engine.document_sources import parse_json, read_documents
 
 from .chunk_questions import chunk_questions
 from .example import Example, Task

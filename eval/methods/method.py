@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from cacheblend.blend import FusedPrompt, Fusor
-from cacheblend.service.engine.first_token import FirstTokenClock
+from cacheblend.service.engine.request import FirstTokenClock
 
 from .resident import ResidentRequest
 

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, PrivateAttr, SkipValidation
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
-from cacheblend.service.engine.chat_layout import ChatLayouts, Message
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.prompt import ChatLayouts, Message
 
 CALL_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
 ROLES = {"system": "system", "human": "user", "ai": "assistant"}

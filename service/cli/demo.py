@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.service.engine.answer import Answer
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.request import Answer
 
 QUESTIONS = (
     "How does the import system find a module?",

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cacheblend.service.engine.document_stream import DocumentStream, Shard
-from cacheblend.service.engine.ingest_progress import IngestProgress
+from cacheblend.service.engine.document_sources import DocumentStream, Shard
+from cacheblend.service.engine.ingest import IngestProgress
 
 from . import options
 from .options import DEFAULTS

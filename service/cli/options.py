@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import SELECTORS, FusionConfig
 from cacheblend.service.engine.config import EngineConfig
-from cacheblend.service.engine.ingester import Progress as OnProgress
+from cacheblend.service.engine.ingest import Progress as OnProgress
 
 from .terminal import PlainConsole, visible, visible_json
 

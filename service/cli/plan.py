@@ -92,7 +92,7 @@ def _profile_of(model: str, store_dir: Path, device: str, dtype: str, *, allow_u
     options.hush_libraries()
     from cacheblend.blend import Fusor
     from cacheblend.service.engine.config import DTYPES, EngineConfig
-    from cacheblend.service.engine.planning import find_profile
+    from cacheblend.service.engine.profiles import find_profile
 
     config = EngineConfig(model=model, store_dir=store_dir, device=device, dtype=dtype, allow_unverified=allow_unverified)
     fusor = Fusor.from_pretrained(model, config.resolve_device(), DTYPES[dtype], allow_unverified=allow_unverified)

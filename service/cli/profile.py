@@ -44,7 +44,7 @@ def profile(
     from cacheblend.blend import Fusor
     from cacheblend.loader.profile import profile_name
     from cacheblend.service.engine.config import DTYPES, EngineConfig
-    from cacheblend.service.engine.planning import measure_and_keep
+    from cacheblend.service.engine.profiles import measure_and_keep
 
     config = EngineConfig(
         model=model,

@@ -107,9 +107,9 @@ def serve(
     recompute_ratio: Annotated[
         float | None, _option("recompute_ratio", "0..1; left out, the controller picks it.", options.ENGINE)
     ] = DEFAULTS["recompute_ratio"],
-    holes: Annotated[
-        str, _option("holes", "Chunks that are not stored: recompute (exact, stored later) or precompute.", options.ENGINE)
-    ] = DEFAULTS["holes"],
+    on_miss: Annotated[
+        str, _option("on_miss", "Chunks that are not stored: recompute (exact, stored later) or precompute.", options.ENGINE)
+    ] = DEFAULTS["on_miss"],
     device: options.Device = DEFAULTS["device"],
     dtype: options.Dtype = DEFAULTS["dtype"],
     chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
@@ -141,9 +141,8 @@ def serve(
         cacheblend serve --config cacheblend.toml --port 9000
     """
     options.hush_libraries()
+    from cacheblend.base.process import hold_freed_memory, in_own_thread
     from cacheblend.service.engine.config import EngineConfig
-    from cacheblend.service.engine.own_thread import in_own_thread
-    from cacheblend.service.engine.process_memory import keep_freed_memory
     from cacheblend.service.http import HttpConfig, Server
     from cacheblend.service.http.request_log import log_json
     from cacheblend.service.http.run import run
@@ -151,7 +150,7 @@ def serve(
     from .default_model import bundled_corpus, choose_model
 
     _check_address(host, port)
-    keep_freed_memory()
+    hold_freed_memory()
     chosen = choose_model(model, chunk_tokens, store_dir)
     engine_config = EngineConfig(
         model=chosen.model,
@@ -170,7 +169,7 @@ def serve(
         selector=selector,
         context_filler=context_filler,
         context_document_tokens=context_document_tokens,
-        holes=holes,
+        on_miss=on_miss,
         codec=codec,
         recompute_ratio=recompute_ratio,
         max_tokens=max_tokens,

@@ -14,7 +14,7 @@ from cacheblend.base.errors import InputError
 from cacheblend.retriever.catalogue import IndexReport
 from cacheblend.retriever.indexed_documents import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
-from cacheblend.service.engine.store_merge import merge_stores
+from cacheblend.service.engine.ingest import merge_stores
 from cacheblend.store import KVStore, StoreConfig
 
 from . import options

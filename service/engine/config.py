@@ -20,7 +20,7 @@ from cacheblend.store.config import MIB, check_bytes, check_share
 from cacheblend.store.eviction import TierBudget
 from cacheblend.store.recent_namespaces import RecentNamespaces
 
-from .namespace import UNSALTED
+from .request import UNSALTED
 
 DTYPES: dict[str, DTypeOption] = {
     "auto": "auto",
@@ -30,7 +30,7 @@ DTYPES: dict[str, DTypeOption] = {
 }
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
-HOLES = ("recompute", "precompute")
+ON_MISS = ("recompute", "precompute")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
 
@@ -59,7 +59,7 @@ class EngineConfig:
             r*, or more where loading would take longer anyway; without a profile, r*. r* is the store's calibrated ratio, or
             `loader.quality_ratio`; see `calibrated`.
         selector: which tokens; see `FusionConfig`. None takes the store's calibrated selector, or else the package's default.
-        holes: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
+        on_miss: what becomes of chunks whose KV is not stored. "recompute": they are recomputed in the prompt, which is exact,
             and their KV is computed alone and stored afterwards, in the background. "precompute": the KV of those that need no
             reading of their document (they stand first in it, or it is not known) is computed alone at once, stored, and
             blended as if it had been there: less work, and the answer that later requests get, but for a lossy codec.
@@ -92,7 +92,7 @@ class EngineConfig:
     codec: str = "raw"
     recompute_ratio: float | None = None
     selector: str | None = None
-    holes: str = HOLES[0]
+    on_miss: str = ON_MISS[0]
     instruction: str = INSTRUCTION
     context_filler: str = "auto"
     context_document_tokens: int = DOCUMENT_TOKENS
@@ -118,8 +118,8 @@ class EngineConfig:
             raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
         if self.codec not in CODECS:
             raise ConfigError("codec", self.codec, f"one of {', '.join(CODECS)}")
-        if self.holes not in HOLES:
-            raise ConfigError("holes", self.holes, f"one of {', '.join(HOLES)}")
+        if self.on_miss not in ON_MISS:
+            raise ConfigError("on_miss", self.on_miss, f"one of {', '.join(ON_MISS)}")
         if self.max_tokens is not None:
             check_max_tokens(self.max_tokens)
         for name in ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes"):

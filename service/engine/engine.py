@@ -18,22 +18,16 @@ from cacheblend.loader import LoadingController, Profile
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import DocumentVersion, KVStore
 
-from .answer import Answer, IngestReport
-from .calibrated import calibrated
+from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_contexts import ChunkContexts, chunk_context
 from .config import DTYPES, EngineConfig, check_max_tokens
 from .documents import Documents
-from .first_token import FirstTokenClock
-from .hole_filler import HoleFiller
-from .ingester import Check, Ingester, Progress, StreamProgress
-from .lengths import check_characters, check_length
-from .namespace import namespace_of
-from .planning import find_controller, make_controller
-from .prefiller import Prefiller, PrefillSteps
+from .ingest import Check, Ingester, Progress, StreamProgress
+from .prefill import Prefiller, PrefillSteps, PreparedRequest, StageTimes, assemble_answer
 from .prefix_cache import PrefixCache
-from .prepared import PreparedRequest, StageTimes, assemble_answer
-from .prompt import Layout, PromptBuilder
-from .sampling import sampling_options
+from .profiles import calibrated, find_controller, make_controller
+from .prompt import Layout, PromptBuilder, check_characters, check_length
+from .request import Answer, FirstTokenClock, IngestReport, namespace_of, sampling_options
 
 
 class Engine:
@@ -43,6 +37,7 @@ class Engine:
         config: model, directory, settings; what it leaves open the store's calibration settles, see `calibrated`.
         fusor: in place of the model that the config names.
         embedder: in place of the embedder that the config names.
+        foreground: of another engine, where both share `fusor`: the background work of both gives way to the requests of both.
 
     Raises:
         InputError: no model there.
@@ -50,7 +45,14 @@ class Engine:
         StoreDirectoryError, RetrieverError: the directory cannot be used.
     """
 
-    def __init__(self, config: EngineConfig, *, fusor: Fusor | None = None, embedder: Embedder | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        fusor: Fusor | None = None,
+        embedder: Embedder | None = None,
+        foreground: Foreground | None = None,
+    ) -> None:
         self._closed = True  # until there is something to close
         self.fusor = fusor or Fusor.from_pretrained(
             config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
@@ -66,14 +68,17 @@ class Engine:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
             self._contexts = ChunkContexts(context, self.retriever)
-            self._holes = HoleFiller(self.fusor, self.store, self._prompts.head, context, self.retriever.version)
-            opened.callback(self._holes.close)
+            self.foreground = foreground or Foreground()
+            self.background = BackgroundPrecompute(
+                self.fusor, self.store, self._prompts.head, context, self.retriever, self.foreground
+            )
+            opened.callback(self.background.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
             self._prefiller = Prefiller(
                 self.fusor,
                 self.store,
                 self.prefixes,
-                self._holes,
+                self.background,
                 config,
                 find_controller(config, self.fusor),
                 self._prompts.head,
@@ -188,7 +193,7 @@ class Engine:
             PromptTooLongError: prompt and answer are longer than the model's positions.
             ConfigError: an unknown method, or a number outside its range.
         """
-        with self._holes:
+        with self.foreground:
             prepared = self.prepare(
                 question,
                 top_k=top_k,
@@ -205,7 +210,7 @@ class Engine:
 
     def complete(self, prepared: PreparedRequest) -> tuple[Answer, FusedPrompt]:
         """Answer a prepared request, and give the prompt's cache and first logits beside it, for what compares methods."""
-        with self._holes:
+        with self.foreground:
             prefilled = self._prefiller.run(prepared.pieces, prepared.method, prepared.recompute_ratio)
             prefill_done = time.perf_counter()
             clock = FirstTokenClock()
@@ -281,14 +286,9 @@ class Engine:
         """Prefill a prepared request from KV of its salt alone, one layer a step; see `Prefiller.steps`."""
         return self._prefiller.steps(prepared.pieces, prepared.method, prepared.recompute_ratio, namespace_of(cache_salt))
 
-    @property
-    def holes(self) -> HoleFiller:
-        """Computes the chunks that requests missed; as a context manager it gives way to a running request."""
-        return self._holes
-
     def drain(self) -> None:
         """Wait until the KV of every chunk that a request missed is computed and stored."""
-        self._holes.drain()
+        self.background.drain()
 
     def close(self) -> None:
         """Write what waits, and close store and index; a second call does nothing."""
@@ -304,7 +304,7 @@ class Engine:
 
     def __del__(self) -> None:
         if not self._closed:
-            self._holes.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
+            self.background.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
     def _retrieve(

@@ -13,7 +13,7 @@ from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
 from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, PrefixStats, chain_root
 from cacheblend.store.eviction import TierBudget
 
-from .answer import PlannedSegment
+from .request import PlannedSegment
 
 ReadLast = Callable[[int, int], LayerPair]  # (layer, tokens) -> keys and values (H, tokens, D) of the last positions
 

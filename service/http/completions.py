@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import DeadlineError
-from cacheblend.service.engine.chat_layout import FixedLayout
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prepared import PreparedRequest
+from cacheblend.service.engine.prefill import PreparedRequest
+from cacheblend.service.engine.prompt import FixedLayout
 
 from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
 from .calls import LOOK_FOR_CLIENT_S, arrived, run_call

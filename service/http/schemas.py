@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from cacheblend.service.engine.chat_layout import Message
+from cacheblend.service.engine.prompt import Message
 
 MOST_STOP_STRINGS = 4
 MOST_NUM_CHUNKS = 1000

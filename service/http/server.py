@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from cacheblend.retriever import Embedder
-from cacheblend.service.engine.chat_layout import ChatLayouts
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.prompt import ChatLayouts
 
 from ..serving import CallPool, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .config import HttpConfig
@@ -73,6 +73,7 @@ class Server:
                         config,
                         fusor=first.fusor if first else None,
                         embedder=first.retriever.embedder if first else embedder,
+                        foreground=first.foreground if first else None,
                     )
                 )
             any_engine = next(iter(self.engines.values()))
@@ -123,7 +124,7 @@ class Server:
         for pool in self._pools:
             pool.stop()
         for engine in self.engines.values():
-            engine.holes.stop()
+            engine.background.stop()
 
     def give_up(self) -> None:
         """Give up all that runs; its clients are told so now, and the work ends at its next step. Returns at once."""

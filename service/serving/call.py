@@ -91,7 +91,7 @@ class Call(Generic[_Result]):
 class CallPool:
     """Runs calls in threads of its own; none has a thread while it waits. Thread-safe.
 
-    A thread ends with its call: PyTorch's threads of it end too (`service/own_thread.py`), and none keeps the process.
+    A thread ends with its call: PyTorch's threads of it end too (`base/process.py`), and none keeps the process.
 
     Args:
         name: of its threads.

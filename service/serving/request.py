@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cacheblend.service.engine.answer import Answer
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prepared import PreparedRequest
+from cacheblend.service.engine.prefill import PreparedRequest
+from cacheblend.service.engine.request import Answer
 
 
 @dataclass(frozen=True, slots=True)

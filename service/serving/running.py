@@ -8,8 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from cacheblend.blend import NextToken, SequenceKV
-from cacheblend.service.engine.prefiller import Prefilled
-from cacheblend.service.engine.prepared import StageTimes, assemble_answer
+from cacheblend.service.engine.prefill import Prefilled, StageTimes, assemble_answer
 
 from .request import Done, Piece
 from .shadow import GuardedRequest
@@ -24,7 +23,7 @@ class RunningRequest:
         request = guarded.request
         self._started = time.perf_counter()
         self._held = ExitStack()
-        self._held.enter_context(request.engine.holes)
+        self._held.enter_context(request.engine.foreground)
         self._steps = request.engine.prefill_steps(guarded.prepared, request.cache_salt)
         self._held.callback(self._steps.close)
         self._text = TextStream(request.engine.fusor.tokenizer, request.stop)

@@ -11,9 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from cacheblend.blend import Segment
-from cacheblend.service.engine.prefiller import Prefilled
-from cacheblend.service.engine.prepared import PreparedRequest
-from cacheblend.service.engine.sampling import sampling_options
+from cacheblend.service.engine.prefill import Prefilled, PreparedRequest
+from cacheblend.service.engine.request import sampling_options
 
 from .comparison import Comparison, compare, first_tokens
 from .config import ServingConfig

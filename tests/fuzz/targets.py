@@ -29,7 +29,7 @@ from cacheblend.blend import Fusor
 from cacheblend.blend.gguf_file import read_header
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.document_files import read_documents
+from cacheblend.service.engine.document_sources import read_documents
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.store import KVStore, StoreConfig
 

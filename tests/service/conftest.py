@@ -16,6 +16,7 @@ from fakes import FakeEmbedder
 from cacheblend.blend import Fusor
 from cacheblend.loader.layer_loader import THREADS
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.engine.background_precompute import Foreground
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,7 @@ def open_engine(model_dir: Path, fusor: Fusor, tmp_path: Path) -> Iterator[OpenE
     """
     with ExitStack() as stack:
 
-        def open_one(*, fusor: Fusor = fusor, **options: object) -> Engine:
+        def open_one(*, fusor: Fusor = fusor, foreground: Foreground | None = None, **options: object) -> Engine:
             settings = {
                 "model": str(model_dir),
                 "store_dir": tmp_path / "store",
@@ -46,7 +47,8 @@ def open_engine(model_dir: Path, fusor: Fusor, tmp_path: Path) -> Iterator[OpenE
                 "recompute_ratio": 0.15,
                 "max_tokens": 6,
             }
-            engine = Engine(EngineConfig(**{**settings, **options}), fusor=fusor, embedder=FakeEmbedder())
+            config = EngineConfig(**{**settings, **options})
+            engine = Engine(config, fusor=fusor, embedder=FakeEmbedder(), foreground=foreground)
             stack.callback(engine.close)
             return engine
 

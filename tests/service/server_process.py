@@ -52,7 +52,7 @@ class ServedConfig:
     max_body_bytes: int = 2**20
     guard_share: float = 0.05
     grace_s: float = 30.0
-    holes: str = "recompute"
+    on_miss: str = "recompute"
     answers: str | None = None
 
 
@@ -183,8 +183,8 @@ def held(server: Any) -> dict[str, int]:
         "pins": engine.store._pins._pinned.total(),
         "prefix_blocks_in_use": sum(part.users > 0 for part in blocks._parts.values()),
         "pending_writes": engine.store.stats().pending_writes,
-        "requests_before_holes": engine.holes._requests,
-        "holes": len(engine.holes._waiting) + engine.holes._busy,
+        "foreground": engine.foreground.running,
+        "missed_chunks": engine.background.waiting,
         "checks": int(server.scheduler._checks.has_work),
         "objects_of_requests": alive.total(),
         "resident_bytes": resident_bytes(os.getpid()),
@@ -211,7 +211,7 @@ def main(config: ServedConfig) -> None:
         ram_budget_bytes=config.ram_budget_bytes,
         nvme_budget_bytes=config.nvme_budget_bytes,
         prefix_budget_bytes=config.prefix_budget_bytes,
-        holes=config.holes,
+        on_miss=config.on_miss,
     )
     serving = ServingConfig(
         max_running=config.max_running,

@@ -159,7 +159,7 @@ def test_documents_brought_along(engine: Engine) -> None:
 
 
 def test_the_same_document_twice(engine: Engine) -> None:
-    """One document given twice is one hole computed once, and reused at both places afterwards."""
+    """One document given twice is one miss computed once, and reused at both places afterwards."""
     twice = BROUGHT * 2
     entries = engine.store.stats().nvme.entries
     assert kinds(ask(engine, documents=twice)) == ["exact", "fresh", "fresh", "fresh"]

@@ -8,7 +8,7 @@ from fakes import FakeEmbedder
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.lengths import MOST_NEW_TOKENS, check_length
+from cacheblend.service.engine.prompt import MOST_NEW_TOKENS, check_length
 
 
 @pytest.mark.parametrize(

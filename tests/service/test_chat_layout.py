@@ -10,8 +10,7 @@ from fakes import tiny_tokenizer
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
-from cacheblend.service.engine.chat_layout import ChatLayouts, Message
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import ChatLayouts, Message, PromptBuilder
 
 INSTRUCTION = "Answer from these.\n"
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant: "

@@ -115,10 +115,10 @@ class TestDocuments:
         engine.documents.delete("one")
         assert stored(engine) == set(keys_two)
 
-    @pytest.mark.parametrize("holes", ["recompute", "precompute"])
-    def test_a_filled_miss_is_what_ingest_gives(self, open_engine: OpenEngine, tmp_path: Path, holes: str) -> None:
+    @pytest.mark.parametrize("on_miss", ["recompute", "precompute"])
+    def test_a_filled_miss_is_what_ingest_gives(self, open_engine: OpenEngine, tmp_path: Path, on_miss: str) -> None:
         """Chunks of an ingested document that were missed have its very keys and KV: a later ingest computes nothing."""
-        engine = open_engine(context_document_tokens=WINDOW, holes=holes)
+        engine = open_engine(context_document_tokens=WINDOW, on_miss=on_miss)
         engine.ingest([LONG])
         chunks = engine.retriever.chunks("long")
         kvs = {key: engine.store.get(key) for key in stored(engine)}

@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
-from cacheblend.service.engine.chat_layout import ChatLayouts, Message
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import ChatLayouts, Message, PromptBuilder
 
 # As Qwen3 has them: those of turns are special, those of thoughts and calls are not.
 SPECIAL = ("<|im_start|>", "<|im_end|>")

@@ -125,7 +125,7 @@ class TestController:
         assert ask(engine, documents=documents, recompute_ratio=0.15).plan.hits == 2
 
     def test_what_the_controller_is_told(self, open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The controller plans with a layer's bytes of all stored chunks, by tier; holes and the question are fresh tokens."""
+        """The controller plans with a layer's bytes of all stored chunks, by tier; misses and the question are fresh tokens."""
         engine = open_ingested(recompute_ratio=None)
         tokens = [len(segment.token_ids) for segment in ask(engine, "full_recompute").plan.segments]
         chunks = ask(engine, "full_recompute").chunks
@@ -138,9 +138,9 @@ class TestController:
         monkeypatch.setattr(engine.controller, "plan", lambda **arguments: told.append(arguments) or plan(**arguments))
         ask(engine)
         layer_bytes = engine.fusor.decoder.geometry.layer_bytes
-        (head, first, second, hole, fourth, tail) = tokens
+        (head, first, second, missed, fourth, tail) = tokens
         reads = [("ram", layer_bytes(first)), ("nvme", layer_bytes(second)), ("nvme", layer_bytes(fourth))]
-        expected = {"reads": reads, "reusable": first + second + fourth, "fresh": hole + tail, "exact": head, "alone": []}
+        expected = {"reads": reads, "reusable": first + second + fourth, "fresh": missed + tail, "exact": head, "alone": []}
         assert told == [expected]
 
     def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cacheblend.base.errors import InputError
 from cacheblend.service.engine import document_files, json_lines
-from cacheblend.service.engine.document_files import read_documents
+from cacheblend.service.engine.document_sources import read_documents
 
 LINE = json.dumps({"id": "one", "text": "some text"})
 

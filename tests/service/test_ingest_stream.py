@@ -25,8 +25,8 @@ from cacheblend.blend.decoder import Decoder
 from cacheblend.retriever import Document
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine import ingester
-from cacheblend.service.engine.document_stream import DocumentStream, Shard, StreamSize
-from cacheblend.service.engine.ingest_progress import IngestProgress
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, StreamSize
+from cacheblend.service.engine.ingest import IngestProgress
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
 
@@ -200,7 +200,7 @@ def test_size_of_a_stream(file: Path, tmp_path: Path) -> None:
 def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Speed and time left are those of the documents that were computed, not of those that were skipped."""
     now = 100.0
-    monkeypatch.setattr("cacheblend.service.engine.ingest_progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("cacheblend.service.engine.ingest.time.monotonic", lambda: now)
     stream = DocumentStream([str(file)], Shard())
     with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(20, 4000)) as progress:
         stream.characters = 1000

@@ -15,8 +15,8 @@ from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
 
 
-def fillers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "hole-filler"]
+def precomputes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "background-precompute"]
 
 
 def open_files(folder: Path) -> list[Path]:
@@ -31,7 +31,7 @@ def test_closing(open_ingested: OpenEngine, tmp_path: Path) -> None:
         answer = engine.answer(QUESTION, top_k=TOP_K)
         if sys.platform == "linux":
             assert open_files(tmp_path)
-    assert not fillers()
+    assert not precomputes()
     assert not open_files(tmp_path)
     engine.close()
     assert len(answer.as_dict()["token_ids"]) == engine.config.max_tokens
@@ -42,16 +42,16 @@ def test_closing(open_ingested: OpenEngine, tmp_path: Path) -> None:
         engine.ingest(DOCUMENTS)
 
 
-def test_closing_with_holes_left(engine: Engine) -> None:
-    """Closing does not wait for the holes that are left; the next engine finds them again."""
+def test_closing_with_misses_left(engine: Engine) -> None:
+    """Closing does not wait for the missed chunks that are left; the next engine misses them again."""
     engine.store.delete(key_of(engine, engine.answer(QUESTION, top_k=TOP_K).chunks[0].chunk))
-    with engine._holes:
+    with engine.foreground:
         engine.answer(QUESTION, top_k=TOP_K)
         engine.close()
-    assert not fillers()
+    assert not precomputes()
 
 
-def test_closing_in_the_middle_of_a_hole(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_in_the_middle_of_a_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits for the precompute that is under way, and its KV is stored."""
     key = key_of(engine, engine.answer(QUESTION, top_k=TOP_K).chunks[0].chunk)
     engine.store.delete(key)
@@ -71,7 +71,7 @@ def test_closing_in_the_middle_of_a_hole(engine: Engine, monkeypatch: pytest.Mon
     assert closer.is_alive()
     gate.set()
     closer.join(10)
-    assert not fillers()
+    assert not precomputes()
     assert entry_file(engine, key).exists()
 
 
@@ -89,7 +89,7 @@ def test_the_blocks_own_error_is_seen(
     def fail(error: Exception | None) -> None:
         with open_engine() as engine:
             engine.answer(QUESTION, documents=documents)
-            engine._holes.drain = lambda: None  # type: ignore[method-assign]  # the store's error is left for its close
+            engine.background.drain = lambda: None  # type: ignore[method-assign]  # the store's error is left for its close
             wait_until(lambda: engine.store.stats().failed_writes == 1)
             if error is not None:
                 raise error
@@ -109,7 +109,7 @@ def test_unclosed(model_dir: Path, fusor: Fusor, tmp_path: Path) -> None:
     def drop() -> None:
         Engine(config, fusor=fusor, embedder=FakeEmbedder())
         gc.collect()
-        wait_until(lambda: not fillers())
+        wait_until(lambda: not precomputes())
         gc.collect()
 
     with pytest.warns(ResourceWarning) as caught:
@@ -140,7 +140,7 @@ def test_failing_to_open(
             Engine(EngineConfig(model=str(model_dir), store_dir=folder, **options), fusor=fusor, embedder=FakeEmbedder())
         gc.collect()
     assert not [str(warning.message) for warning in caught if warning.category is ResourceWarning]
-    assert not fillers()
+    assert not precomputes()
     assert not open_files(tmp_path)
 
 

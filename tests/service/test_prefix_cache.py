@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.service import Answer, AnswerPlan, Engine, EngineConfig
-from cacheblend.service.engine.chat_layout import ChatLayouts, FixedLayout, Message
+from cacheblend.service.engine.prompt import ChatLayouts, FixedLayout, Message
 from cacheblend.service.serving import Scheduler
 from cacheblend.store import BLOCK_TOKENS
 

@@ -15,7 +15,7 @@ from profiles import linear_profile
 
 from cacheblend.base.files import make_folder
 from cacheblend.loader.profile_file import write_profile
-from cacheblend.service.engine.store_merge import merge_stores
+from cacheblend.service.engine.ingest import merge_stores
 
 
 @pytest.fixture(params=[0o000, 0o022])

@@ -9,8 +9,8 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine
 
 from cacheblend.base.errors import RetrieverError, StoreDirectoryError
 from cacheblend.retriever import Document
-from cacheblend.service.engine.document_stream import Shard
-from cacheblend.service.engine.store_merge import merge_stores
+from cacheblend.service.engine.document_sources import Shard
+from cacheblend.service.engine.ingest import merge_stores
 
 COUNT = 2
 

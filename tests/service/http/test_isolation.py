@@ -16,7 +16,7 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.namespace import namespace_of
+from cacheblend.service.engine.request import namespace_of
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.tenant_engines import engine_configs
 from cacheblend.service.http.tenants import hash_key, new_key

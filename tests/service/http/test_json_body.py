@@ -17,8 +17,8 @@ from engines import QUESTION
 from cacheblend.base.errors import PromptTooLongError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
-from cacheblend.service.engine.chat_layout import ChatLayouts
-from cacheblend.service.engine.sampling import sampling_options
+from cacheblend.service.engine.prompt import ChatLayouts
+from cacheblend.service.engine.request import sampling_options
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http.errors import ApiError
 from cacheblend.service.http.json_body import MOST_VALUES, check_values, read_body

@@ -14,8 +14,7 @@ from served import Client, replay, serve
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.service import Engine
-from cacheblend.service.engine.prefiller import PrefillSteps
-from cacheblend.service.engine.prepared import PreparedRequest
+from cacheblend.service.engine.prefill import PrefillSteps, PreparedRequest
 from cacheblend.service.serving import Done, Failed, Scheduler, ServingConfig
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")

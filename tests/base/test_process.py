@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend.base.process import in_own_thread
 from cacheblend.blend import KVGeometry
 from cacheblend.loader.staging import Staging
 from cacheblend.retriever import SentenceTransformerEmbedder
-from cacheblend.service.engine.own_thread import in_own_thread
 from cacheblend.store import ChunkKV
 
 TASKS = Path("/proc/self/task")

@@ -5,24 +5,93 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError
 from cacheblend.blend import ChunkContext, FusedPrompt, Fusor, LayerReport, LayerSource, ResidentLayers, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
+from cacheblend.retriever import ScoredChunk
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, context_digest
 
-from .answer import PlannedSegment
-from .away_clock import AwayClock
+from .background_precompute import BackgroundPrecompute
 from .config import EngineConfig
-from .hole_filler import HoleFiller
-from .planned import Ends, as_exact, as_fresh, behind, planned_segments
 from .prefix_cache import PrefixCache, PromptPrefix
 from .prompt import PromptPieces
+from .request import Answer, AnswerPlan, PlannedSegment, Timings
+
+_Step = TypeVar("_Step")
+_Done = TypeVar("_Done")
+
+
+class AwayClock:
+    """Counts the seconds between the steps of a prefill, in which others ran."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def watch(self, steps: Generator[_Step, None, _Done]) -> Generator[_Step, None, _Done]:
+        """The same steps."""
+        with closing(steps):
+            while True:
+                try:
+                    report = next(steps)
+                except StopIteration as done:
+                    result: _Done = done.value
+                    return result
+                left = time.perf_counter()
+                yield report
+                self.seconds += time.perf_counter() - left
+
+
+class Ends(NamedTuple):
+    """A prompt but for its chunks: its exact beginning, and what is left of head and tail."""
+
+    exact: list[Segment]
+    planned: list[PlannedSegment]
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+    exact_tokens: int
+
+
+def planned_segments(
+    pieces: PromptPieces, keys: Sequence[ChunkKey], kvs: Sequence[SegmentKV | None], ends: Ends | None
+) -> tuple[PlannedSegment, ...]:
+    """The prompt's segments, given each chunk's KV; without `ends` what is stored was not used: neither a hit nor a miss."""
+    segments = list(as_fresh(pieces.head) if ends is None else (*ends.planned, *as_fresh(ends.head)))
+    for index, (chunk, key, kv) in enumerate(zip(pieces.chunks, keys, kvs, strict=True)):
+        earlier = pieces.earlier_of(index)
+        if kv is None:
+            segments.append(PlannedSegment(kind="fresh", token_ids=chunk, key=str(key), earlier=earlier))
+        elif ends is not None:
+            tier = kv.tier if isinstance(kv, Placement) else None
+            segments.append(PlannedSegment(kind="reused", token_ids=chunk, key=str(key), tier=tier, earlier=earlier))
+        else:
+            segments += as_fresh(chunk)
+    return (*segments, *as_fresh(pieces.tail if ends is None else ends.tail))
+
+
+def as_fresh(*pieces: tuple[int, ...]) -> tuple[PlannedSegment, ...]:
+    """Pieces that are recomputed whole."""
+    return tuple(PlannedSegment(kind="fresh", token_ids=token_ids) for token_ids in pieces if token_ids)
+
+
+def as_exact(prefix: PromptPrefix) -> list[Segment]:
+    """The run that was found, as the fusor takes it."""
+    return [] if prefix.run is None else [Segment(prefix.run.token_ids, prefix.run, exact=True)]
+
+
+def behind(tokens: int, *pieces: tuple[int, ...]) -> tuple[PlannedSegment, ...]:
+    """What is fresh of the pieces behind their first `tokens` tokens."""
+    rest: list[tuple[int, ...]] = []
+    for piece in pieces:
+        rest.append(piece[tokens:])
+        tokens = max(0, tokens - len(piece))
+    return as_fresh(*rest)
+
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +120,7 @@ class Prefiller:
         fusor: the model.
         store: where chunks' KV is.
         prefixes: blocks of what was served before.
-        holes: computes in the background what was missing.
+        background: computes what was missing, behind the requests.
         config: selector and loader settings.
         controller: picks the ratio where the caller does not; may be replaced. Without one, for want of a profile, it is r*.
         head: token ids that every prompt begins with, and that chunks are computed after; their KV is computed once and held.
@@ -63,13 +132,13 @@ class Prefiller:
         fusor: Fusor,
         store: KVStore,
         prefixes: PrefixCache,
-        holes: HoleFiller,
+        background: BackgroundPrecompute,
         config: EngineConfig,
         controller: LoadingController | None,
         head: Sequence[int],
         context: ChunkContext,
     ) -> None:
-        self._fusor, self._store, self._prefixes, self._holes, self._config = fusor, store, prefixes, holes, config
+        self._fusor, self._store, self._prefixes, self._background, self._config = fusor, store, prefixes, background, config
         self.controller = controller
         self._head, self._context = tuple(head), context
         self._head_kv: ChunkKV | None = fusor.precompute(head) if head else None
@@ -158,12 +227,12 @@ class Prefiller:
             return Prefilled(fused=fused, segments=planned, lookup_s=lookup_s, prefix=prefix, **_loaded(loader))
 
     def _blend(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> PrefillSteps:
-        """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are holes."""
+        """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are fresh."""
         for _ in range(len(pieces.chunks) + 1):
             try:
                 return (yield from self._blend_once(pieces, ratio, namespace))
             except DamagedEntryError:
-                continue  # the damaged entry is a miss now, and so a hole; the next one may be damaged as well
+                continue  # the damaged entry is a miss now; the next one may be damaged as well
         return (yield from self._full_recompute(pieces))  # entries that are damaged and cannot be set aside
 
     def _blend_once(self, pieces: PromptPieces, ratio: float | None, namespace: str) -> PrefillSteps:
@@ -208,12 +277,12 @@ class Prefiller:
                 self._tell(controller, loading, prefilled, loader, looked_up + away.seconds, precompute_s)
         for index, (key, chunk, kv) in enumerate(zip(keys, pieces.chunks, kvs, strict=True)):
             if kv is None:
-                self._holes.fill(key, chunk, pieces.earlier_of(index), pieces.document_of(index))
+                self._background.submit(key, chunk, pieces.earlier_of(index), pieces.document_of(index))
         return replace(prefilled, lookup_s=lookup_s, loading=loading, prefix=prefix, **_loaded(loader))
 
     def _computed_first(self, pieces: PromptPieces, placements: Sequence[Placement | None]) -> list[tuple[int, ...]]:
         """The missing chunks whose own KV is computed before the fusion: those that no reading of a document belongs to."""
-        if self._config.holes != "precompute":
+        if self._config.on_miss != "precompute":
             return []
         missing = [index for index, stored in enumerate(placements) if stored is None]
         return list(dict.fromkeys(pieces.chunks[index] for index in missing if not pieces.earlier_of(index)))
@@ -225,7 +294,9 @@ class Prefiller:
         computed: dict[tuple[int, ...], ChunkKV] = {}
         for chunk in chunks:
             (computed[chunk],) = self._fusor.precompute_document([chunk], self._head, context=self._context)
-            self._holes.keep(self.key(chunk, (), namespace), computed[chunk], pieces.document_of(pieces.chunks.index(chunk)))
+            self._background.store(
+                self.key(chunk, (), namespace), computed[chunk], pieces.document_of(pieces.chunks.index(chunk))
+            )
             yield
         return computed
 
@@ -298,3 +369,84 @@ class Prefiller:
 
 def _loaded(loader: LayerLoader) -> dict[str, Any]:
     return {"load_s": loader.load_s, "loaded_bytes": dict(loader.bytes_by_tier)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request that was checked, with its chunks and its prompt.
+
+    Args:
+        method: how to prefill.
+        recompute_ratio: for "blend"; None leaves it to the loading controller.
+        max_tokens: most tokens to generate.
+        sampling: what `generate` is given beside that.
+        chunks: the chunks in the prompt, in order.
+        pieces: the prompt.
+        started: seconds of `time.perf_counter`, when it was asked for.
+        retrieved: the same, when the chunks were there.
+    """
+
+    method: str
+    recompute_ratio: float | None
+    max_tokens: int
+    sampling: Mapping[str, Any]
+    chunks: list[ScoredChunk]
+    pieces: PromptPieces
+    started: float
+    retrieved: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """When the stages of a request ended, in seconds of `time.perf_counter`."""
+
+    prefill_done: float
+    first_token: float
+    ended: float
+
+
+def assemble_answer(
+    prepared: PreparedRequest, prefilled: Prefilled, token_ids: list[int], text: str, times: StageTimes
+) -> Answer:
+    """The answer, its plan and its timings."""
+    loading = prefilled.loading
+    timings = Timings(
+        retrieve_s=prepared.retrieved - prepared.started,
+        ttft_s=times.first_token - prepared.retrieved,
+        lookup_s=prefilled.lookup_s,
+        prefill_s=times.prefill_done - prepared.retrieved,
+        load_s=prefilled.load_s,
+        wait_s=prefilled.fused.wait_s,
+        decode_s=times.ended - times.first_token,
+        total_s=times.ended - prepared.started,
+        predicted_prefill_s=None if loading is None else loading.prefill_s,
+        predicted_load_s=None if loading is None else loading.load_s,
+    )
+    return Answer(
+        text=text,
+        token_ids=token_ids,
+        chunks=prepared.chunks,
+        plan=_plan(prepared, prefilled),
+        timings=timings,
+        first_logits=prefilled.fused.logits,
+    )
+
+
+def _plan(prepared: PreparedRequest, prefilled: Prefilled) -> AnswerPlan:
+    fused = prefilled.fused
+    looked_up = [segment for segment in prefilled.segments if segment.key is not None]
+    hits = sum(segment.tier is not None for segment in looked_up)
+    return AnswerPlan(
+        method=prepared.method,
+        segments=prefilled.segments,
+        hits=hits,
+        misses=len(looked_up) - hits,
+        recompute_ratio=prefilled.recompute_ratio,
+        recomputed=fused.recomputed,
+        prompt_tokens=len(fused.token_ids),
+        reusable_tokens=fused.reusable_tokens,
+        tail_tokens=len(prepared.pieces.tail),
+        recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
+        loaded_bytes=prefilled.loaded_bytes,
+        loading=prefilled.loading,
+    )

@@ -1,4 +1,4 @@
-"""Documents into the index, and their chunks' KV into the store."""
+"""Ingest: documents into the index, their chunks' KV into the store, and stores merged into one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
+from cacheblend.retriever.merge import merge_indexes
 from cacheblend.store import ChunkKey, KVStore
+from cacheblend.store.merge import MergeReport, check_stores, merge
 
-from .answer import IngestReport
-from .lengths import check_chunks
+from .config import INDEX_FOLDER, KV_FOLDER
+from .document_sources import DocumentStream, StreamSize
+from .prompt import check_chunks
+from .request import IngestReport
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -230,3 +240,108 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch = []
     if batch:
         yield batch
+
+
+LINE_EVERY_S = 10.0
+CHARACTERS_PER_TOKEN = 4.0  # until a batch of documents says how many there are
+
+
+class IngestProgress:
+    """A line that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
+
+    The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
+    is done is told by the computed tokens: documents are read, and counted, a batch at a time.
+
+    Args:
+        console: where to.
+        stream: the documents being read.
+        size: of the stream; None where that is not known, and no time left can be told.
+    """
+
+    def __init__(self, console: Console, stream: DocumentStream, size: StreamSize | None) -> None:
+        self._console, self._stream, self._size = console, stream, size
+        self._skipped_characters = self._done_characters = 0
+        self._done_documents = self._done_tokens = 0
+        self._started = time.monotonic()
+        self._next_line = time.monotonic() + LINE_EVERY_S
+        self._opened = ExitStack()
+        self._status = self._opened.enter_context(console.status("reading")) if console.is_terminal else None
+
+    def update(self, documents: int, tokens: int) -> None:
+        """What was done so far; `StreamProgress`."""
+        now = time.monotonic()
+        if not tokens:
+            self._skipped_characters, self._started = self._stream.characters * (documents > 0), now
+        if documents != self._done_documents:  # a batch ended, and the next one is not read yet
+            self._done_documents, self._done_characters, self._done_tokens = documents, self._stream.characters, tokens
+        if self._status is not None:
+            self._status.update(self.line(documents, tokens, now))
+        elif now >= self._next_line:
+            self._next_line = now + LINE_EVERY_S
+            self._console.print(self.line(documents, tokens, now), highlight=False, markup=False)
+
+    def line(self, documents: int, tokens: int, now: float) -> str:
+        """The line, at a time of `time.monotonic`."""
+        of = f" of {self._size.documents:,}" if self._size else ""
+        parts = [f"{documents:,}{of} documents", f"{tokens:,} tokens"]
+        if tokens and (seconds := now - self._started) > 0:
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+            of_done = self._done_characters - self._skipped_characters
+            per_token = of_done / self._done_tokens if self._done_tokens and of_done else CHARACTERS_PER_TOKEN
+            done = self._done_characters + (tokens - self._done_tokens) * per_token
+            if self._size is not None and done > self._skipped_characters:
+                left_s = seconds * max(0.0, self._size.characters - done) / (done - self._skipped_characters)
+                parts.append(f"{timedelta(seconds=round(left_s))} left")
+        return ", ".join(parts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMergeReport:
+    """What `merge_stores` did.
+
+    Args:
+        indexed: documents copied into the index; those it had already are not counted.
+        kv: what was done to the KV.
+    """
+
+    indexed: int
+    kv: MergeReport
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"indexed": self.indexed, **self.kv.as_dict()}
+
+
+def merge_stores(
+    sources: Sequence[Path], target: Path, on_progress: Callable[[str, int, int], None] | None = None
+) -> StoreMergeReport:
+    """Copy index and KV of store folders into one, as if their documents had been ingested into it in this order.
+
+    Nothing is split, embedded or computed again. The index goes first: where the merge is cut off, a document that has no KV
+    yet is found, and recomputed in the prompt. The same call goes on from there. Profiles belong to a machine: none is copied.
+
+    Args:
+        sources: the `--store-dir` folders to copy from.
+        target: the folder to copy into; made when missing.
+        on_progress: called with the stage ("index" or "copy"), documents or entries done, and how many in all.
+
+    Raises:
+        InputError, StoreDirectoryError, StoreFullError: see `cacheblend.store.merge.merge`.
+        RetrieverError: the indexes were built with different settings; see `merge_indexes`.
+    """
+    report = on_progress or (lambda *_: None)
+    kv = [source / KV_FOLDER for source in sources]
+    check_stores(kv, target / KV_FOLDER)
+    indexed = merge_indexes(
+        [source / INDEX_FOLDER for source in sources],
+        target / INDEX_FOLDER,
+        on_progress=lambda done, total: report("index", done, total),
+    )
+    merged = merge(kv, target / KV_FOLDER, on_progress=lambda done, total: report("copy", done, total))
+    return StoreMergeReport(indexed=indexed, kv=merged)

@@ -1,4 +1,4 @@
-"""Chunks that are not stored, computed after their context at once and blended (`holes="precompute"`)."""
+"""Chunks that are not stored, computed after their context at once and blended (`on_miss="precompute"`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cacheblend.store import context_digest
 @pytest.fixture
 def engine(open_ingested: OpenEngine) -> Engine:
     """With the documents ingested; no chunk stands after another of its document."""
-    return open_ingested(holes="precompute", context_document_tokens=0)
+    return open_ingested(on_miss="precompute", context_document_tokens=0)
 
 
 @pytest.mark.parametrize("method", ["blend", "full_reuse"])
@@ -41,14 +41,14 @@ def test_a_cold_answer_is_the_warm_one(engine: Engine, method: str) -> None:
         assert all(map(torch.equal, cold.plan.recomputed, warm.plan.recomputed))
         assert furthest(cold, warm) <= 1e-5
         assert cold.token_ids == warm.token_ids
-        assert engine._holes.waiting == 0
+        assert engine.background.waiting == 0
         engine.store.flush()
         assert ask(engine, method).plan.misses == 0
 
 
 def test_what_needs_its_document_is_recomputed(open_ingested: OpenEngine) -> None:
-    """Of a document's chunks the first is precomputed; another one is a hole, and is stored later with its context."""
-    engine = open_ingested(holes="precompute")
+    """Of a document's chunks the first is precomputed; another one is fresh, and is stored later with its context."""
+    engine = open_ingested(on_miss="precompute")
     chunks = engine.retriever.chunks("while")[:2]
     keys = [key_of(engine, chunk) for chunk in chunks]
     for key in keys:
@@ -78,7 +78,7 @@ def test_brought_documents(engine: Engine) -> None:
 
 def test_a_disk_that_is_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where much waits to be written, what was computed is dropped, and missed again."""
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.MOST_PENDING_BYTES", -1)
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.MAX_PENDING_BYTES", -1)
     engine.store.clear()
     assert [ask(engine).plan.misses for _ in range(2)] == [TOP_K, TOP_K]
 
@@ -99,7 +99,7 @@ def test_a_full_store_keeps_the_second_miss(open_engine: OpenEngine) -> None:
     with open_engine() as engine:
         engine.ingest(DOCUMENTS)
         nvme_bytes = engine.store.stats().nvme.bytes
-    engine = open_engine(nvme_budget_bytes=nvme_bytes, holes="precompute")
+    engine = open_engine(nvme_budget_bytes=nvme_bytes, on_miss="precompute")
     found = []
     for _ in range(3):
         found.append(ask(engine, documents=[{"text": "once with once and"}]).plan.misses)
@@ -124,9 +124,9 @@ def test_kv_that_cannot_be_stored(
     assert f"was not stored: {type(error).__name__}: no room" in caplog.text
 
 
-def test_full_recompute_computes_no_hole_first(open_ingested: OpenEngine) -> None:
-    """Where a full prefill is expected to be sooner than precomputed chunks and a blend, holes are filled afterwards."""
-    engine = open_ingested(holes="precompute", context_document_tokens=0, recompute_ratio=None)
+def test_full_recompute_computes_no_miss_first(open_ingested: OpenEngine) -> None:
+    """Where a full prefill is expected to be sooner than precomputed chunks and a blend, misses are computed afterwards."""
+    engine = open_ingested(on_miss="precompute", context_document_tokens=0, recompute_ratio=None)
     engine._prefiller.controller = LoadingController(
         LoaderConfig(quality_ratio=0.5), linear_profile(layers=4, row_s=1.0), Schedule(0.0), ()
     )

@@ -13,29 +13,29 @@ from cacheblend.retriever import Chunk
 from cacheblend.service import Engine
 
 
-def test_a_hole_is_recomputed_and_filled(engine: Engine) -> None:
+def test_a_miss_is_recomputed_and_stored(engine: Engine) -> None:
     """A missing chunk is recomputed in context, chunks behind it are still reused, and it is stored for the next request."""
     whole = ask(engine)
     key = key_of(engine, whole.chunks[1].chunk)
     engine.store.delete(key)
-    holed = ask(engine)
-    assert kinds(holed) == ["exact", "reused", "fresh", "reused", "reused", "fresh"]
-    assert (holed.plan.hits, holed.plan.misses) == (TOP_K - 1, 1)
-    assert holed.plan.segments[2].key == str(key)
-    start = sum(len(segment.token_ids) for segment in holed.plan.segments[:2])
-    hole = set(range(start, start + len(holed.plan.segments[2].token_ids)))
-    assert all(hole <= set(positions.tolist()) for positions in holed.plan.recomputed)
+    cold = ask(engine)
+    assert kinds(cold) == ["exact", "reused", "fresh", "reused", "reused", "fresh"]
+    assert (cold.plan.hits, cold.plan.misses) == (TOP_K - 1, 1)
+    assert cold.plan.segments[2].key == str(key)
+    start = sum(len(segment.token_ids) for segment in cold.plan.segments[:2])
+    miss = set(range(start, start + len(cold.plan.segments[2].token_ids)))
+    assert all(miss <= set(positions.tolist()) for positions in cold.plan.recomputed)
     engine.drain()
     assert key in engine.store
     filled = ask(engine)
     assert (filled.plan.hits, filled.plan.misses) == (TOP_K, 0)
-    # The hole's KV was computed after its context again: one taken from the fused prompt would answer differently.
+    # The miss's KV was computed after its context again: one taken from the fused prompt would answer differently.
     assert furthest(filled, whole) <= 1e-6
     assert filled.token_ids == whole.token_ids
 
 
 @pytest.mark.parametrize("method", ["blend", "full_reuse"])
-def test_all_holes_is_full_recompute(engine: Engine, method: str) -> None:
+def test_all_misses_is_full_recompute(engine: Engine, method: str) -> None:
     """With nothing stored an answer is full recompute's, and afterwards everything is."""
     engine.store.clear()
     cold = ask(engine, method)
@@ -45,8 +45,8 @@ def test_all_holes_is_full_recompute(engine: Engine, method: str) -> None:
     assert ask(engine, method).plan.hits == TOP_K
 
 
-def test_holes_of_a_request_are_exact(engine: Engine) -> None:
-    """With holes and ratio 1.0 the logits are full recompute's."""
+def test_misses_of_a_request_are_exact(engine: Engine) -> None:
+    """With misses and ratio 1.0 the logits are full recompute's."""
     chunks = ask(engine).chunks
     for scored in chunks[::2]:
         engine.store.delete(key_of(engine, scored.chunk))
@@ -56,22 +56,22 @@ def test_holes_of_a_request_are_exact(engine: Engine) -> None:
 @pytest.mark.parametrize("count", [1, TOP_K])
 @pytest.mark.parametrize("method", ["blend", "full_reuse"])
 def test_damaged_entries(open_ingested: OpenEngine, caplog: pytest.LogCaptureFixture, method: str, count: int) -> None:
-    """However many entries of a request are damaged on NVMe, each is logged, counted, a hole, and written anew."""
+    """However many entries of a request are damaged on NVMe, each is logged, counted, a miss, and written anew."""
     engine = open_ingested(ram_budget_bytes=1)
     keys = [key_of(engine, scored.chunk) for scored in ask(engine, "full_recompute").chunks[:count]]
     whole = ask(engine, method)
     assert {segment.tier for segment in whole.plan.segments[1:-1]} == {"nvme"}
     for key in keys:
         engine.store.delete(key)
-    holed = ask(engine, method)
+    cold = ask(engine, method)
     engine.drain()
     good = {key: entry_file(engine, key).read_bytes() for key in keys}
     damage(engine, keys)
     with caplog.at_level(logging.WARNING):
         answer = ask(engine, method)
     assert (answer.plan.hits, answer.plan.misses) == (TOP_K - count, count)
-    assert furthest(answer, holed) <= 1e-6
-    assert answer.token_ids == holed.token_ids
+    assert furthest(answer, cold) <= 1e-6
+    assert answer.token_ids == cold.token_ids
     assert engine.store.stats().damaged == count
     assert all(f"entry {key} is a miss and set aside" in caplog.text for key in keys)
     engine.drain()
@@ -95,7 +95,7 @@ def test_damage_that_stays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A precompute that fails, for whatever reason, is logged, and later holes are filled all the same."""
+    """A precompute that fails, for whatever reason, is logged, and later misses are computed all the same."""
     first, second, *_ = ask(engine).chunks
     precompute_document = engine.fusor.precompute_document
 
@@ -118,14 +118,14 @@ def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, c
     assert ask(engine).plan.misses == 0
 
 
-def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a request runs no hole is filled, not its own either; when it is done, or has failed, they are."""
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
+def test_precomputes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a request runs no missed chunk is computed, not its own either; when it is done, or has failed, they are."""
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
     missing = key_of(engine, ask(engine).chunks[0].chunk)
     generate, pause, seen = engine.fusor.generate, threading.Event(), []
 
     def slow(*arguments: object, **options: object) -> list[int]:
-        pause.wait(0.1)  # room for a filler that does not wait
+        pause.wait(0.1)  # room for a precompute that does not wait
         seen.append(missing in engine.store)
         return generate(*arguments, **options)
 
@@ -144,24 +144,41 @@ def test_holes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPa
     wait_until(lambda: missing in engine.store)
 
 
-def test_holes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that never pause postpone the filling of a hole for a while only."""
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 0.01)
+def test_precomputes_give_way_to_requests_of_all_engines(
+    open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of engines that share a model one's missed chunks wait while another one's request runs."""
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
+    one = open_ingested()
+    other = open_ingested(store_dir=tmp_path / "other", foreground=one.foreground)
+    missing = key_of(one, ask(one).chunks[0].chunk)
+    one.store.delete(missing)
+    with other.foreground:
+        ask(one)
+        assert one.background.waiting == 1
+        assert missing not in one.store
+    one.drain()
+    assert missing in one.store
+
+
+def test_precomputes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that never pause postpone the precompute of a missed chunk for a while only."""
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 0.01)
     missing = key_of(engine, ask(engine).chunks[0].chunk)
     engine.store.delete(missing)
-    with engine._holes:
+    with engine.foreground:
         ask(engine)
         engine.drain()
         assert missing in engine.store
 
 
-def test_too_many_holes(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holes beyond the most that may wait are left to a later request."""
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.MOST_WAITING", 2)
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
+def test_too_many_misses(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Misses beyond the most that may wait are left to a later request."""
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.MAX_WAITING", 2)
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
     engine = open_engine()
     documents = [{"text": f"number {number}"} for number in range(4)]
-    with engine._holes:  # so that the filler does not begin
+    with engine.foreground:  # so that the precompute does not begin
         ask(engine, documents=documents)
     engine.drain()
     assert ask(engine, documents=documents).plan.hits == 2
@@ -171,7 +188,7 @@ def test_too_many_holes(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 
 def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another entry would be evicted, a chunk is computed when it is missed again, if not too many were missed since."""
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.REMEMBERED_MISSES", 2)
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.REMEMBERED_MISSES", 2)
     with open_engine() as engine:
         engine.ingest(DOCUMENTS)
         nvme_bytes = engine.store.stats().nvme.bytes
@@ -191,11 +208,11 @@ def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch
 @pytest.mark.parametrize("salt", ["", "a salt"])
 @pytest.mark.parametrize("when", ["queued", "computed"])
 @pytest.mark.parametrize("change", ["delete", "replace"])
-def test_a_hole_of_a_document_that_is_gone(
+def test_a_miss_of_a_document_that_is_gone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, change: str, when: str, salt: str
 ) -> None:
     """What a request missed of a document that is deleted or replaced before it is computed, or meanwhile, is not stored."""
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
     document, precompute_document = str(DOCUMENTS[0]["id"]), engine.fusor.precompute_document
     chunks = engine.retriever.chunks(document)
     engine.store.clear()
@@ -213,7 +230,7 @@ def test_a_hole_of_a_document_that_is_gone(
         return computed
 
     monkeypatch.setattr(engine.fusor, "precompute_document", late)
-    with engine.holes:  # so that the filler does not begin
+    with engine.foreground:  # so that the precompute does not begin
         prepared = engine.prepare("x", documents=chunks[:1])
         list(engine.prefill_steps(prepared, salt))
         if when == "queued":
@@ -257,9 +274,9 @@ def test_a_store_that_has_forgotten_its_documents(open_ingested: OpenEngine) -> 
 
 
 def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Namespaces' holes are filled in turn, and beyond the most that may wait the longest line loses its last."""
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.MOST_WAITING", 5)
-    monkeypatch.setattr("cacheblend.service.engine.hole_filler.POSTPONE_S", 60.0)
+    """Namespaces' missed chunks are computed in turn, and beyond the most that may wait the longest line loses its last."""
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.MAX_WAITING", 5)
+    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
     precompute_document, filled = engine.fusor.precompute_document, list[int]()
 
     def noting(chunks: Sequence[Sequence[int]], *arguments: Any) -> object:
@@ -267,11 +284,11 @@ def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         return precompute_document(chunks, *arguments)
 
     monkeypatch.setattr(engine.fusor, "precompute_document", noting)
-    with engine.holes:  # so that the filler does not begin
+    with engine.foreground:  # so that the precompute does not begin
         for namespace, first_ids in (("many", range(10, 17)), ("few", range(20, 22)), ("one", range(30, 31))):
             for first_id in first_ids:
                 token_ids = (first_id, 5, 6)
-                engine.holes.fill(engine._prefiller.key(token_ids, (), namespace), token_ids, ())
+                engine.background.submit(engine._prefiller.key(token_ids, (), namespace), token_ids, ())
     engine.drain()
     assert filled == [10, 20, 30, 11, 21]
 

@@ -1,4 +1,4 @@
-"""Computes, behind the requests, the KV of chunks that a request did not find (paper §5.1, §6)."""
+"""KV of chunks that requests missed, computed behind the requests and stored (paper §5.1, §6)."""
 
 from __future__ import annotations
 
@@ -7,45 +7,86 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cacheblend.base.errors import CacheBlendError
+from cacheblend.base.process import in_own_thread
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.seen_before import SeenBefore
 
-from .own_thread import in_own_thread
-
 logger = logging.getLogger(__name__)
-MOST_WAITING = 256  # holes; beyond them the namespace with most loses its last, which a later request finds again
+MAX_WAITING = 256  # missed chunks; beyond them the longest queue loses its last, which a later request misses again
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at least,
 POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
-MOST_PENDING_BYTES = 128 * 2**20  # that wait to be written
+MAX_PENDING_BYTES = 128 * 2**20  # that wait to be written
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 
 
-class _Hole(NamedTuple):
+class DocumentVersions(Protocol):
+    """Knows the ingested documents' versions, as `Retriever` does."""
+
+    def version(self, document_id: str) -> str | None:
+        """The version of a document now; None where there is none of that id."""
+
+
+class Foreground:
+    """Requests that run on a model now, of all engines that share it; a context manager around each. Thread-safe.
+
+    Background work on the model gives way to them.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that run now."""
+        with self._changed:
+            return self._running
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def wait_for_pause(self, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Wait until no request runs, at most `timeout_s` seconds; `cancelled` is asked again after each `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: cancelled() or not self._running, timeout=timeout_s)
+
+    def wake(self) -> None:
+        """Have all who wait ask again whether they are cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class _Miss(NamedTuple):
     token_ids: tuple[int, ...]
-    earlier: Sequence[Sequence[int]]  # the chunks of its document that it stands after
+    earlier: Sequence[Sequence[int]]  # the chunks of its document that it is computed after
     document: DocumentVersion | None  # the ingested document that it is of
 
 
-class HoleFiller:
-    """One thread that precomputes chunks after their context and stores them.
+class BackgroundPrecompute:
+    """One thread that computes missed chunks' KV after their context and stores it.
 
-    A fused KV is contaminated by its neighbours, and never stored.
-
-    It takes one hole of each namespace in turn, so that one with many misses does not keep the others' waiting.
+    It takes one chunk of each namespace in turn, so that one with many misses does not delay the others'.
 
     In a store that is full, a chunk is computed when it is missed for the second time: many are asked for only once, and each
-    would take as long as its part of the request did, and evict an entry that others may ask for.
+    would cost as much as its part of the request did, and evict an entry that others may ask for.
 
     Args:
         fusor: the model.
         store: where the KV goes.
         prefix_ids: what every chunk is computed after.
         context: what stands between that and a chunk.
-        version_of: the version of an ingested document now; None where there is none of that id.
+        documents: the ingested documents.
+        foreground: the requests of this model, which come first.
     """
 
     def __init__(
@@ -54,27 +95,27 @@ class HoleFiller:
         store: KVStore,
         prefix_ids: Sequence[int],
         context: ChunkContext,
-        version_of: Callable[[str], str | None],
+        documents: DocumentVersions,
+        foreground: Foreground,
     ) -> None:
         self._fusor, self._store, self._prefix_ids, self._context = fusor, store, tuple(prefix_ids), context
-        self._version_of = version_of
+        self._documents, self._foreground = documents, foreground
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, OrderedDict[ChunkKey, _Hole]] = OrderedDict()  # by namespace; the first one is next
+        self._queues: OrderedDict[str, OrderedDict[ChunkKey, _Miss]] = OrderedDict()  # by namespace; the first one is next
         self._missed = SeenBefore(REMEMBERED_MISSES)
         self._busy, self._took_s = False, 0.0
-        self._requests = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="hole-filler", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="background-precompute", daemon=True)
         self._thread.start()
 
-    def fill(
+    def submit(
         self,
         key: ChunkKey,
         token_ids: Sequence[int],
         earlier: Sequence[Sequence[int]],
         document: DocumentVersion | None = None,
     ) -> None:
-        """Have a chunk's KV computed and stored, some time after the running requests, if it is worth it.
+        """Have a missed chunk's KV computed and stored, some time after the running requests, if it is worth it.
 
         Args:
             key: the chunk's.
@@ -86,24 +127,23 @@ class HoleFiller:
         with self._changed:
             if self._closed or not self._is_worth(key, len(token_ids)):
                 return
-            line = self._waiting.setdefault(key.namespace, OrderedDict())
-            line.setdefault(key, _Hole(tuple(token_ids), earlier, document))
-            if sum(map(len, self._waiting.values())) > MOST_WAITING:
-                longest, line = max(reversed(self._waiting.items()), key=lambda waiting: len(waiting[1]))
-                line.popitem()
-                if not line:
-                    del self._waiting[longest]
+            self._queues.setdefault(key.namespace, OrderedDict()).setdefault(key, _Miss(tuple(token_ids), earlier, document))
+            if sum(map(len, self._queues.values())) > MAX_WAITING:
+                namespace, longest = max(reversed(self._queues.items()), key=lambda queue: len(queue[1]))
+                longest.popitem()
+                if not longest:
+                    del self._queues[namespace]
             self._changed.notify_all()
 
-    def keep(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None = None) -> None:
-        """Store a chunk's KV that a request computed alone itself, if that is worth it; it is written in the background.
+    def store(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None = None) -> None:
+        """Store a missed chunk's KV that a request has computed itself, if it is worth it; it is written in the background.
 
         Where the disk is behind it is dropped, to be missed again: the request does not wait for the disk. For `document` see
-        `fill`.
+        `submit`.
         """
         with self._changed:
             worth = not self._closed and self._is_worth(key, len(kv.token_ids))
-        if not worth or self._store.stats().pending_bytes > MOST_PENDING_BYTES:
+        if not worth or self._store.stats().pending_bytes > MAX_PENDING_BYTES:
             return
         try:
             self._put(key, kv, document)
@@ -112,32 +152,23 @@ class HoleFiller:
 
     @property
     def waiting(self) -> int:
-        """Holes that are not filled yet."""
+        """Missed chunks that are not computed yet."""
         with self._changed:
-            return sum(map(len, self._waiting.values())) + self._busy
-
-    def __enter__(self) -> None:
-        """A request is running: a precompute gives way to it, for a while."""
-        with self._changed:
-            self._requests += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._requests -= 1
-            self._changed.notify_all()
+            return sum(map(len, self._queues.values())) + self._busy
 
     def drain(self) -> None:
-        """Wait until every hole known now is filled and stored."""
+        """Wait until every chunk known now is computed and stored."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not (self._waiting or self._busy))
+            self._changed.wait_for(lambda: self._closed or not (self._queues or self._busy))
         self._store.flush()
 
     def stop(self) -> None:
-        """Have the thread end after the chunk in work; what waits is left for a later request to find again."""
+        """Have the thread end after the chunk in work; what waits is left for a later request to miss again."""
         with self._changed:
             self._closed = True
-            self._waiting.clear()
+            self._queues.clear()
             self._changed.notify_all()
+        self._foreground.wake()
 
     def close(self) -> None:
         """Stop, and wait for the thread."""
@@ -152,44 +183,42 @@ class HoleFiller:
         entry_bytes = geometry.layers * geometry.layer_bytes(tokens) * 5 // 4  # a header comes on top; a codec's are fewer
         return stats.nvme.bytes + stats.pending_bytes + entry_bytes <= stats.nvme.budget_bytes
 
-    def _take(self) -> tuple[ChunkKey, _Hole]:
-        """The next hole; its namespace goes to the end of the turns."""
-        namespace, line = self._waiting.popitem(last=False)
-        hole = line.popitem(last=False)
-        if line:
-            self._waiting[namespace] = line
-        return hole
-
     def _work(self) -> None:
         while True:
+            # 1. Wait for a miss, and for a pause between requests.
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting)
-                postpone_s = max(POSTPONE_S, POSTPONE_TIMES * self._took_s)
-                self._changed.wait_for(lambda: self._closed or not self._requests, timeout=postpone_s)
+                self._changed.wait_for(lambda: self._closed or self._queues)
+            self._foreground.wait_for_pause(max(POSTPONE_S, POSTPONE_TIMES * self._took_s), lambda: self._closed)
+            # 2. Take the next namespace's next chunk; the namespace goes to the end of the queue.
+            with self._changed:
                 if self._closed:
                     return
-                key, hole = self._take()
+                namespace, queue = self._queues.popitem(last=False)
+                key, miss = queue.popitem(last=False)
+                if queue:
+                    self._queues[namespace] = queue
                 self._busy = True
+            # 3. Compute and store it, unless somebody else did, or its document is gone.
             began = time.perf_counter()
             try:
-                if key not in self._store and self._is_there(hole.document):
-                    in_own_thread(self._compute, key, hole)
+                if key not in self._store and self._is_there(miss.document):
+                    in_own_thread(self._compute, key, miss)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)
-            except Exception:  # out of memory, say: without this thread no hole would ever be filled, and drain never return
+            except Exception:  # out of memory, say: without this thread no miss would be computed, and drain never return
                 logger.exception("the KV of chunk %s was not computed", key)
             finally:
                 with self._changed:
                     self._busy, self._took_s = False, time.perf_counter() - began
                     self._changed.notify_all()
 
-    def _compute(self, key: ChunkKey, hole: _Hole) -> None:
-        chunks = [*hole.earlier, hole.token_ids]
+    def _compute(self, key: ChunkKey, miss: _Miss) -> None:
+        chunks = [*miss.earlier, miss.token_ids]
         (kv,) = self._fusor.precompute_document(chunks, self._prefix_ids, [len(chunks) - 1], self._context)
-        self._put(key, kv, hole.document)
+        self._put(key, kv, miss.document)
 
     def _is_there(self, document: DocumentVersion | None) -> bool:
-        return document is None or self._version_of(document[0]) == document[1]
+        return document is None or self._documents.version(document[0]) == document[1]
 
     def _put(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None) -> None:
         """Store a chunk's KV, unless its document was deleted or replaced since it was missed."""

@@ -1,16 +1,73 @@
-"""What a question gives: the answer, how it was made, and how long each stage took."""
+"""A request from its arrival to its answer: how it is sampled, what it was prefilled from, how long each stage took."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import ScoredChunk
+
+UNSALTED = ""  # ingested documents, and requests without a salt
+
+
+def namespace_of(cache_salt: str) -> str:
+    """The namespace of a cache salt: its SHA-256 in hex, "" for none.
+
+    A salt comes from outside and may be a client's secret: its hash is what disk, logs and messages have, and is of one length.
+    """
+    return hashlib.sha256(cache_salt.encode()).hexdigest() if cache_salt else UNSALTED
+
+
+LEAST_TEMPERATURE = 1e-5  # logits over less leave float32's range, and the likeliest token is drawn anyway
+
+
+def sampling_options(temperature: float, top_p: float, top_k: int = 0) -> dict[str, Any]:
+    """Options for `Fusor.generate`.
+
+    Args:
+        temperature: below `LEAST_TEMPERATURE` greedy; above, tokens are sampled.
+        top_p: sample from the most likely tokens of this total probability.
+        top_k: sample from so many most likely tokens; 0 or -1 for all.
+
+    Raises:
+        ConfigError: a number outside its range.
+    """
+    if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
+        raise ConfigError("temperature", temperature, "0 (greedy) or above")
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise ConfigError("top_p", top_p, "above 0, at most 1")
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < -1:
+        raise ConfigError("top_k", top_k, "a whole number of at least 1, or 0 or -1 for all tokens")
+    if temperature < LEAST_TEMPERATURE:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": max(0, top_k)}
+
+
+class FirstTokenClock(BaseStreamer):
+    """A streamer that notes the time of the first generated token; `generate` puts the prompt before it."""
+
+    def __init__(self) -> None:
+        self._puts = 0
+        self.first_token = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate` with the prompt, then with each token."""
+        self._puts += 1
+        if self._puts == 2:
+            self.first_token = time.perf_counter()
+
+    def end(self) -> None:
+        """Called by `generate` at the end; nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +100,7 @@ class AnswerPlan:
         segments: the prompt's segments, in order.
         hits: chunks whose stored KV was used; with "prefix_cache" 1 where a prefix was found.
         misses: chunks whose KV was not stored. They are recomputed whole ("fresh") and precomputed afterwards, in the
-            background; with `holes="precompute"` some are precomputed first ("reused", without a tier).
+            background; with `on_miss="precompute"` some are precomputed first ("reused", without a tier).
         recompute_ratio: the ratio that was asked of the fusor; None where it had no say.
         recomputed: per layer, sorted LongTensor of the positions that went through attention and MLP.
         prompt_tokens: N.

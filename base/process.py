@@ -1,0 +1,39 @@
+"""What a process that serves does with its memory and its threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+FREED_BYTES = 2**30  # that the C library may hold
+OWN_MAPPING_BYTES = 32 * 2**20  # the largest value that glibc takes
+
+
+def hold_freed_memory() -> None:
+    """Have the C library hold up to `FREED_BYTES` of freed memory, but for large blocks, for the next request.
+
+    A prefill frees its activations layer by layer, and the first touch of new memory is dear (docs/lab-notes). Does nothing
+    where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, TypeError, AttributeError):
+        return
+    mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+    mallopt(M_TRIM_THRESHOLD, FREED_BYTES)
+
+
+def in_own_thread(function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+    """Call a function in a new thread that ends with it; returns or raises what it does, an interrupt once it has ended.
+
+    PyTorch makes an OpenMP team for every thread that computes. Once all teams together have more threads than there are
+    processors, each of them sleeps between two operations, and a blend takes a third longer (docs/lab-notes). So in a service
+    the scheduler's thread alone keeps its team.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args, **kwargs).result()
