@@ -24,7 +24,7 @@ from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
 from cacheblend.retriever import Document
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine import ingester
+from cacheblend.service.engine import ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, StreamSize
 from cacheblend.service.engine.ingest import IngestProgress
 
@@ -33,7 +33,7 @@ MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingester, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(ingest, "BATCH_DOCUMENTS", 3)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_without_document_context(open_engine: OpenEngine) -> None:
 
 def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
     """Ingest, and be killed when so many passes through the model are done."""
-    ingester.BATCH_DOCUMENTS, precompute.PASS_TOKENS = 3, 100
+    ingest.BATCH_DOCUMENTS, precompute.PASS_TOKENS = 3, 100
     left = iter(range(passes))
     run_isolated = Decoder.run_isolated
 
