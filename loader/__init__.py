@@ -1,14 +1,11 @@
 """The threads that bring layer i+1 while layer i is computed, and the controller that picks the ratio."""
 
 from .calibration import Calibration, Measures, Thresholds, read_calibration, write_calibration
-from .config import LoaderConfig
 from .controller import LoadingController, LoadingPlan
-from .layer_loader import LayerLoader, copied_tiers
-from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
-from .profile_file import load_profile, read_profile, write_profile
+from .layer_loader import LayerLoader, LoaderConfig, copied_tiers
+from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device, load_profile, read_profile, write_profile
 from .profiler import measure_profile
-from .storage_device import StorageDevice, read_price_table
-from .storage_plan import DeviceChoice, compare_devices
+from .storage_plan import DeviceChoice, StorageDevice, compare_devices, read_price_table
 
 __all__ = [
     "Calibration",

@@ -15,7 +15,7 @@ from typing import Any
 from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.blend import SELECTORS
 
-from .profile_file import read_object, write_object
+from .profile import read_object, write_object
 
 CALIBRATION_FORMAT = 1
 _MAY_BE_NONE = ("first_token_kl_low_nats", "first_token_kl_high_nats", "gold_nll_over_full_nats")

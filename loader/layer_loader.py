@@ -11,19 +11,203 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
-from cacheblend.base.errors import FusionCancelledError, IncompatibleKVError
+from cacheblend.base.errors import ConfigError, FusionCancelledError, IncompatibleKVError
+from cacheblend.base.host_bytes import Bytes, host_bytes
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
 
-from .config import LoaderConfig
-from .staging import Arrival, Room, Staging
-from .threads import DaemonThreads
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """Room for a prompt's layer; on the CPU also as the bytes of its keys and values, B to a head's vector."""
+
+    whole: LayerKV
+    bytes_2HNB: Bytes | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A layer that is on its way: `wait` makes the caller's stream wait for the copy, not the host."""
+
+    whole: LayerKV
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> LayerKV:
+        """The layer, safe to use on the current stream."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.whole.k_1HND.device)
+            stream.wait_event(self.copied)
+            for tensor in (self.whole.k_1HND, self.whole.v_1HND):
+                tensor.record_stream(stream)
+        return self.whole
+
+
+class Staging:
+    """Brings chunks to their place: on the CPU straight there, on CUDA through pinned memory on a stream of its own.
+
+    Used by several threads at once, each for chunks of its own. The caching host allocator keeps a pinned block from reuse
+    until the copies recorded on it are done, so staging memory is returned without a device-wide synchronise.
+    """
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        self._geometry = geometry
+        self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
+
+    def room(self, tokens: int) -> Room:
+        """Room for a layer, safe to copy to.
+
+        On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
+        still write to it, and the copies do not wait for them.
+        """
+        if self._stream is None:
+            whole = LayerKV.empty(self._geometry, tokens)
+            return Room(whole, host_bytes(whole.kv_21HND)[:, 0])
+        with torch.cuda.stream(self._stream):
+            return Room(LayerKV.empty(self._geometry, tokens), None)
+
+    def bring(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
+        """Read a chunk's layer to the positions from `start` to `stop`.
+
+        Encoded KV goes to a GPU as it is stored, and is decoded there.
+        """
+        if room.bytes_2HNB is not None:
+            _read(kv, layer, room.bytes_2HNB[:, :, start:stop])
+            return
+        kv_2HTD = room.whole.kv_21HND[:, 0, :, start:stop]
+        if isinstance(kv, Placement) and not kv.raw:
+            pinned = kv.read_encoded(layer).pin_memory()
+            with torch.cuda.stream(self._stream):
+                decoded = kv.decode(layer, pinned.to(kv_2HTD.device, non_blocking=True))
+                for to_HTD, x_HTD in zip(kv_2HTD, decoded, strict=True):
+                    to_HTD.copy_(x_HTD)
+            return
+        pinned_2HTD = torch.empty(kv_2HTD.shape, dtype=kv_2HTD.dtype, pin_memory=True)
+        _read(kv, layer, host_bytes(pinned_2HTD))
+        with torch.cuda.stream(self._stream):
+            kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
+
+    def copy(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
+        """`bring` for KV in memory and a room on the CPU, by all processors that PyTorch computes with in this thread."""
+        if isinstance(kv, PrefixRun):
+            self.bring(kv, layer, room, start, stop)
+        elif isinstance(kv, Placement) and kv.raw:
+            room.whole.kv_21HND[:, 0, :, start:stop].copy_(kv.read_encoded(layer))
+        else:
+            room.whole.place(start, *(kv.layers[layer] if isinstance(kv, ChunkKV) else kv.read_layer(layer)))
+
+    def arrive(self, room: Room) -> Arrival:
+        """Close a layer: all of its copies have been issued."""
+        return Arrival(room.whole, None if self._stream is None else self._stream.record_event())
+
+
+def _read(kv: Placement | PrefixRun | ChunkKV, layer: int, to_2HTB: Bytes) -> None:
+    """Read a chunk's layer to CPU memory."""
+    if not isinstance(kv, ChunkKV):
+        kv.read_layer_into(layer, to_2HTB)
+        return
+    for to_HTB, x_HTD in zip(to_2HTB, kv.layers[layer], strict=True):
+        x_HTD = x_HTD.detach().cpu()
+        # A copy by PyTorch would give this thread a team of its own for parallel regions, which slows everybody else's.
+        np.copyto(to_HTB, host_bytes(x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()))
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: the allocator keeps free memory apart by stream, and their copies share a bus in any case."""
+    return torch.cuda.Stream(device)
+
+
+class DaemonThreads:
+    """Runs each task at once, in an idle thread or a new one; a task never waits for another's end.
+
+    They are daemons: a task that waits for a consumer who is gone does not keep the process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
+        self._changing = threading.Lock()
+        self._idle = 0
+        self._busy = 0
+
+    @property
+    def busy(self) -> int:
+        """Tasks that have not ended."""
+        return self._busy
+
+    def run(self, task: Callable[[], None]) -> threading.Event:
+        """Begin a task that raises nothing; the event is set at its end."""
+        ended = threading.Event()
+        with self._changing:
+            self._busy += 1
+            is_new = not self._idle
+            if not is_new:
+                self._idle -= 1
+        self._tasks.put((task, ended))
+        if is_new:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return ended
+
+    def _work(self) -> None:
+        while True:
+            task, ended = self._tasks.get()
+            try:
+                task()
+            finally:
+                del task  # what it holds may be large
+                with self._changing:
+                    self._busy -= 1
+                    self._idle += 1
+                ended.set()
+
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderConfig:
+    """Bounds of the loader's threads and defaults of the loading controller.
+
+    Args:
+        lookahead_bytes: how many bytes of whole layers the loader may hold ready ahead of the fusor; one layer always.
+        reads_in_flight: how many reads the loader has under way at once, each in a thread; on a CPU of files alone.
+        quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1); `FusionConfig`'s default.
+            An engine takes the ratio of its store's calibration (`cacheblend calibrate`) where this one is at its default, and
+            no more than `max_ratio`; to have the default itself, set `EngineConfig.recompute_ratio`.
+        max_ratio: the controller never asks for more, however long the loading takes.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    lookahead_bytes: int = 256 * MIB
+    reads_in_flight: int = 4
+    quality_ratio: float = 0.14
+    max_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lookahead_bytes", "reads_in_flight"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(name, value, "a whole number of at least 1")
+        if not 0 <= self.quality_ratio <= 1:
+            raise ConfigError("quality_ratio", self.quality_ratio, "a number from 0 to 1")
+        if not self.quality_ratio <= self.max_ratio <= 1:
+            raise ConfigError("max_ratio", self.max_ratio, f"a number from quality_ratio ({self.quality_ratio}) to 1")
+
+    def lookahead_layers(self, layer_bytes: int) -> int:
+        """Layers of so many bytes that may be ready ahead of the fusor."""
+        return max(1, self.lookahead_bytes // max(1, layer_bytes))
+
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
 

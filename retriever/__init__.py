@@ -1,13 +1,11 @@
 """Text -> chunks -> vectors -> the chunks nearest a question."""
 
 from .catalogue import CataloguedDocument
-from .chunk import Chunk, ScoredChunk, in_reading_order
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
-from .document import Document
+from .document import Chunk, Document, ScoredChunk, in_reading_order
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
-from .plain_tokenizer import PlainTokenizer
 from .retriever import AddReport, EmbeddedDocument, Retriever
-from .splitter import Splitter
+from .splitter import PlainTokenizer, Splitter
 
 __all__ = [
     "DEFAULT_EMBEDDER",

@@ -26,8 +26,7 @@ from cacheblend.base.errors import DamagedDocumentError, InputError, RetrieverEr
 from cacheblend.base.files import is_disk_full, make_private_file
 from cacheblend.store.reserve import Reserve
 
-from .chunk import Chunk
-from .document import Document
+from .document import Chunk, Document
 
 logger = logging.getLogger(__name__)
 

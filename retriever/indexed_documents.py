@@ -9,7 +9,7 @@ from typing import Self
 from cacheblend.base.errors import RetrieverError
 
 from .catalogue import Catalogue, CataloguedDocument, IndexReport
-from .chunk import Chunk
+from .document import Chunk
 
 INDEX_FILE = "catalogue.sqlite"
 

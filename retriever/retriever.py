@@ -16,13 +16,11 @@ from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
 
 from .catalogue import Catalogue, CataloguedDocument
-from .chunk import Chunk, ScoredChunk
 from .config import RetrieverConfig
-from .document import Document
+from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
-from .index import VectorIndex
+from .index import SyncedIndex, VectorIndex
 from .splitter import Splitter
-from .synced_index import SyncedIndex
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

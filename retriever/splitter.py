@@ -2,18 +2,138 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from cacheblend.base.errors import InputError
+from langchain_text_splitters.base import Tokenizer as TokenSplit
+from langchain_text_splitters.base import split_text_on_tokens
+from tokenizers import Tokenizer
 
-from .chunk import Chunk
+from cacheblend.base.errors import InputError, RetrieverError
+
 from .config import RetrieverConfig
-from .document import Document
-from .plain_tokenizer import PlainTokenizer
+from .document import Chunk, Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+_WHITE_SPACE = " \t\n\r\u2581"  # the last stands for a space in SentencePiece vocabularies
+CUT_CHARACTERS = 2**17
+
+
+class PlainTokenizer:
+    """A private copy of a Hugging Face tokenizer that adds no control tokens, reads none in the text, and never truncates.
+
+    A copy, because the tokenizer's owner may change its truncation or special-token settings from another thread while it
+    is in use here. Control tokens are not read because a document that contains `</s>` must not end a prompt, nor one that
+    contains `<think>` or `<tool_call>` begin a thought or a call: all added tokens are control tokens, whether the tokenizer
+    calls them special or not, but for white space, which some tokenizers add as tokens of its own, and the unknown token. Texts
+    are given to it as batches of one: for a text alone it holds Python's lock, and so stops every other thread, for a second a
+    megabyte.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer, or the `tokenizers.Tokenizer` inside one.
+
+    Raises:
+        RetrieverError: the tokenizer is not a fast one.
+
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        if not isinstance(backend, Tokenizer):
+            raise RetrieverError(
+                f"{type(tokenizer).__name__} gives no character offsets, which splitting needs; "
+                "use a model with a fast tokenizer (one that has a tokenizer.json)"
+            )
+        definition = json.loads(backend.to_str())
+        model = definition["model"]
+        unknown = {model.get("unk_token"), model.get("unk_id")}  # by content, or by id in Unigram models
+        controls = [token for token in definition["added_tokens"] if token["special"] or token["content"].strip(_WHITE_SPACE)]
+        for token in controls:
+            token["special"] = True  # and special tokens are not read, below; taken out, they would move the others' ids
+        self._controls = frozenset(
+            token["id"]
+            for token in controls
+            if len(token["content"]) > 1 and unknown.isdisjoint((token["content"], token["id"]))
+        )
+        self._tokenizer = Tokenizer.from_str(json.dumps(definition))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.fingerprint = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+        self._tokenizer.encode_special_tokens = True
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of `text` alone."""
+        return [token for token, _ in self._encode(text)]
+
+    def cut(self, text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
+        """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
+
+        Pieces are slices of `text`, not decoded tokens: decoding would turn a character whose bytes lie on both sides of a
+        border into U+FFFD, and drop leading spaces with some tokenizers. Such a character goes whole to the later piece.
+        Without overlap the pieces joined are exactly `text`; a text without tokens gives no piece. A long text is tokenised in
+        slices of `CUT_CHARACTERS`, each from the start of the last one's last piece: at once it would take 300 bytes a byte.
+        """
+        spans: list[tuple[int, int]] = []
+        start, size = 0, CUT_CHARACTERS
+        while True:
+            found = self._spans(text[start : start + size], max_tokens, overlap_tokens)
+            if start + size >= len(text):
+                spans.extend((start + first, start + end) for first, end in found)
+                return [text[first:end] for first, end in spans]
+            if not found or found[-1][0] == 0:  # not one piece that the slice's end has not cut
+                size *= 2
+                continue
+            spans.extend((start + first, start + end) for first, end in found[:-1])
+            start, size = start + found[-1][0], CUT_CHARACTERS
+
+    def _spans(self, text: str, max_tokens: int, overlap_tokens: int) -> list[tuple[int, int]]:
+        """Where each piece begins and ends."""
+        starts = [start for _, start in self._encode(text)]
+        if not starts:
+            return []
+        # LangChain counts and slices tokens; each token is its number here, and "decoding" looks up where it starts.
+        # Borders never run backwards, whatever a normaliser does to offsets, so that no text is lost or doubled.
+        borders = list(accumulate([0, *starts[1:], len(text)], max))
+        spans: list[tuple[int, int]] = []
+
+        def decode(numbers: list[int]) -> str:
+            spans.append((borders[numbers[0]], borders[numbers[-1] + 1]))
+            return ""
+
+        split = TokenSplit(
+            chunk_overlap=overlap_tokens,
+            tokens_per_chunk=max_tokens,
+            encode=lambda _: list(range(len(starts))),
+            decode=decode,
+        )
+        split_text_on_tokens(text=text, tokenizer=split)
+        return [(first, end) for first, end in spans if first < end]
+
+    def _encode(self, text: str, start: int = 0) -> list[tuple[int, int]]:
+        """Token ids and where in the text each starts.
+
+        Some vocabularies hold a control token as a word of theirs, and find it in plain text: there the text is cut behind the
+        word's first character, and both parts are encoded alone; one that came of a single character is left out.
+        """
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        pairs = list(zip(encoding.ids, (start + first for first, _ in encoding.offsets), strict=True))
+        if self._controls.isdisjoint(encoding.ids):
+            return pairs
+        tokens: list[tuple[int, int]] = []
+        done = 0
+        for token, (first, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self._controls and end - first > 1 and first >= done:
+                cut = first + 1
+                tokens += [*self._encode(text[done:cut], start + done), *self._encode(text[cut:end], start + cut)]
+                done = end
+        if not done:
+            return [pair for pair in pairs if pair[0] not in self._controls]
+        return [*tokens, *self._encode(text[done:], start + done)]
 
 
 class Splitter:

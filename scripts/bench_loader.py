@@ -50,8 +50,8 @@ from throttled_loader import Throttle, ThrottledLoader
 
 from cacheblend.blend import FusionConfig, LayerKV
 from cacheblend.loader import LayerLoader, LoaderConfig, LoadingController, Profile, TierSpeed, measure_profile
-from cacheblend.loader.correction import WINDOW
-from cacheblend.loader.tier_speed import drop_page_cache
+from cacheblend.loader.controller import WINDOW
+from cacheblend.loader.profiler import drop_page_cache
 from cacheblend.store import KVStore, StoreConfig
 
 SEARCHED = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

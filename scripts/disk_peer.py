@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cacheblend.loader.tier_speed import drop_page_cache
+from cacheblend.loader.profiler import drop_page_cache
 
 
 def fio_rate(fio: str, files: list[Path], block: int, jobs: int, direct: bool) -> float:

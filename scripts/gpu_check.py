@@ -32,7 +32,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, describe_device
-from cacheblend.loader.tier_speed import drop_page_cache
+from cacheblend.loader.profiler import drop_page_cache
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import time
 
 from cacheblend.blend import SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.staging import Room
+from cacheblend.loader.layer_loader import Room
 from cacheblend.store import Placement
 
 

@@ -10,8 +10,7 @@ from prompts import BOS, chunk, draw_ids
 
 from cacheblend.blend import Fusor, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS
-from cacheblend.loader.staging import Room
+from cacheblend.loader.layer_loader import THREADS, Room
 from cacheblend.store import ChunkKey, KVStore
 
 SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}

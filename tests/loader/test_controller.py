@@ -8,10 +8,8 @@ from profiles import LAYER_TOKEN_BYTES, linear_profile
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Schedule
 from cacheblend.loader import LoaderConfig, LoadingController, LoadingPlan
-from cacheblend.loader.controller import DELAY_ALLOWED
-from cacheblend.loader.correction import STEP, WINDOW
-from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator
-from cacheblend.loader.pipeline import Pipeline
+from cacheblend.loader.controller import DELAY_ALLOWED, STEP, WINDOW
+from cacheblend.loader.estimators import LoadEstimator, Pipeline, RecomputeEstimator
 
 tokens = st.integers(50, 20_000)
 rates = st.floats(5, 11).map(lambda power: 10**power)

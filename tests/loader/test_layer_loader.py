@@ -14,8 +14,7 @@ from cacheblend.base.errors import DamagedEntryError
 from cacheblend.base.host_bytes import Bytes
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS
-from cacheblend.loader.staging import Room
+from cacheblend.loader.layer_loader import THREADS, Room
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
 
 

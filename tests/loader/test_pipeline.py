@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.loader.pipeline import Pipeline
+from cacheblend.loader.estimators import Pipeline
 
 seconds = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=20)
 

@@ -3,7 +3,7 @@
 import threading
 import weakref
 
-from cacheblend.loader.threads import DaemonThreads
+from cacheblend.loader.layer_loader import DaemonThreads
 
 
 def test_tasks_never_wait_for_each_other() -> None:

