@@ -73,3 +73,8 @@ def write_error(path: Path, error: OSError) -> StoreError:
     return StoreDirectoryError(
         f"{path} cannot be written: {error.strerror or error}; make the store's folder writable for this user, or name another"
     )
+
+
+def user_cache_folder() -> Path:
+    """`cacheblend` in `XDG_CACHE_HOME`, or in `~/.cache`; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cacheblend"

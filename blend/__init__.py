@@ -2,17 +2,14 @@
 
 from cacheblend.base.errors import IncompatibleKVError, UnsupportedModelError
 
-from .batch_decoding import SequenceKV
-from .config import FusionConfig
-from .fused import FusedPrompt, LayerReport
 from .fusor import Fusor
+from .generation import NextToken, SequenceKV
 from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers
 from .model_runner import LayerSink, ModelRunner
-from .next_token import NextToken
 from .precompute import ChunkContext
-from .schedule import Schedule
-from .segment import Prompt, Segment, SegmentKV
-from .selection import SELECTORS, ExplicitPositions, SelectionStep, Selector, TopDeviation
+from .prompt import Prompt, Segment, SegmentKV
+from .result import FusedPrompt, LayerReport
+from .selection import SELECTORS, ExplicitPositions, FusionConfig, Schedule, SelectionStep, Selector, TopDeviation
 
 __all__ = [
     "SELECTORS",

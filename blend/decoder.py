@@ -23,11 +23,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from .attention import Rows, attend
-from .batch_decoding import DecodePass, SequenceKV
-from .isolated_pass import IsolatedPass, Run, SharedPrefix, prefix_mask, runs
+from .generation import DecodePass, SequenceKV
+from .layer_passes import IsolatedPass, QuestionPass, Run, SharedPrefix, prefix_mask, runs
 from .layer_source import KVGeometry, LayerKV
 from .model_runner import CosSin, ModelRunner
-from .question_pass import QuestionPass
 
 IMPLEMENTATION = "cacheblend"
 # Bounds what layer 0 needs, which every token runs through. Its attention is fastest in one call from position 0 on (77 ms for

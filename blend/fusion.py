@@ -14,11 +14,11 @@ import torch
 from .attention import Rows
 from .decoder import CacheSink
 from .deviation import kv_deviation
-from .fused import FusedPrompt, LayerReport
+from .layer_passes import QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
-from .question_pass import QuestionPass, question_rows
-from .segment import Prompt
+from .prompt import Prompt
+from .result import FusedPrompt, LayerReport
 from .selection import SelectionStep, Selector
 
 # Rows of a check that are projected together: what they need stays near the caches.

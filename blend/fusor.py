@@ -17,20 +17,18 @@ from transformers import PreTrainedModel
 from cacheblend.base.errors import InputError, PromptTooLongError, UnsupportedModelError
 from cacheblend.store import ChunkKV, context_digest
 
-from .compute_dtype import DTypeOption
-from .config import FusionConfig
-from .continuation import OnToken, continue_from
 from .decoder import Decoder
-from .families import VERIFIED, check_model
-from .fingerprint import fingerprint_module
-from .fused import FusedPrompt, LayerReport
+from .families import VERIFIED, check_model, fingerprint_module
 from .fusion import Fusion
-from .isolated_pass import SharedPrefix
+from .generation import OnToken, continue_from
+from .layer_passes import SharedPrefix
 from .layer_source import LayerSource, ResidentLayers
-from .model_files import load_model, load_tokenizer
 from .model_runner import LayerSink, ModelRunner
+from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
-from .segment import Prompt, Segment
+from .prompt import Prompt, Segment
+from .result import FusedPrompt, LayerReport
+from .selection import FusionConfig
 
 # A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.
 SHARED_PREFIX_TOKENS = 64

@@ -26,11 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError
-from cacheblend.base.files import sync_folder
-from cacheblend.base.user_cache import user_cache_folder
-from cacheblend.store.write_lock import WriteLock
+from cacheblend.base.files import sync_folder, user_cache_folder
+from cacheblend.store.layout import WriteLock
 
-from .fingerprint import file_digest
+from .families import file_digest
 
 logger = logging.getLogger(__name__)
 

@@ -5,16 +5,29 @@ Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from cacheblend.base.errors import IncompatibleKVError
+from cacheblend.base.memory import HUGE_PAGE_BYTES, KeptMemory
 from cacheblend.store import ChunkKV, PrefixRun
 
-from . import layer_memory
-from .segment import Prompt
+from .prompt import Prompt
+
+# Room behind a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
+GROWTH_TOKENS = 128
+LAYERS = KeptMemory(256 * 2**20, slack=2)  # a prompt of half the length takes another's memory as well
+
+
+def empty_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of this shape, not initialised."""
+    count = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or count < HUGE_PAGE_BYTES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(LAYERS.empty(count)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +59,8 @@ class LayerKV:
     @classmethod
     def empty(cls, geometry: KVGeometry, tokens: int) -> LayerKV:
         """Room for `tokens` tokens, not initialised."""
-        shape = (2, 1, geometry.kv_heads, tokens + layer_memory.GROWTH_TOKENS, geometry.head_dim)
-        memory_21HCD = layer_memory.empty_layer(shape, geometry.dtype, geometry.device)
+        shape = (2, 1, geometry.kv_heads, tokens + GROWTH_TOKENS, geometry.head_dim)
+        memory_21HCD = empty_layer(shape, geometry.dtype, geometry.device)
         return cls(memory_21HCD[:, :, :, :tokens], memory_21HCD)
 
     @property

@@ -15,9 +15,8 @@ import torch
 from transformers import DynamicCache
 
 from .attention import Rows
-from .isolated_pass import SharedPrefix
+from .layer_passes import QuestionPass, SharedPrefix
 from .layer_source import KVGeometry, LayerKV
-from .question_pass import QuestionPass
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 

@@ -17,7 +17,7 @@ from itertools import accumulate, chain
 from cacheblend.base.errors import ConfigError
 from cacheblend.store import LayerPair
 
-from .isolated_pass import SharedPrefix
+from .layer_passes import SharedPrefix
 from .model_runner import ModelRunner
 
 # More in one pass is no faster: its activations leave the caches (see docs/lab-notes).

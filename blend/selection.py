@@ -5,6 +5,7 @@ Shapes: R reusable tokens of the prompt, C candidates of a layer, N tokens of th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,52 @@ import torch
 
 from cacheblend.base.errors import ConfigError
 
-from .schedule import Schedule
+# Layers between two filterings. Scoring a layer's candidates costs about 7 % of that layer; on every layer it took back what
+# the filtering of twelve layers saved.
+FILTER_EVERY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Counts that fall from layer to layer.
+
+    Args:
+        spread: how far the ratios of layer 1 and of the last layer lie from the mean, relative to it. 0 is the single-shot
+            choice: the tokens of layer 1 serve every layer.
+        first_layer: how many times the tokens of layer 1 run through layer 0, to be chosen from there; None for all tokens,
+            the paper's choice.
+        asks: the question runs over the stored KV before the first layer, through all layers but the last.
+
+    """
+
+    spread: float
+    first_layer: int | None = None
+    asks: bool = False
+
+    def counts(self, reusable: int, layers: int, ratio: float) -> list[int]:
+        """Tokens of R reusable ones that the layers 0..L-1 run, `ratio` of R in the mean over layers 1 and up; none at 0."""
+        later = layer_counts(reusable, layers, ratio, self.spread)
+        if ratio == 0:
+            return [0, *later]
+        if self.first_layer is None:
+            return [reusable, *later]
+        first = later[0] if later else round(ratio * reusable)
+        return [min(self.first_layer * first, reusable), *later]
+
+
+def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> list[int]:
+    """How many of R reusable tokens the layers 1..L-1 recompute: falling every second layer, and `ratio` of R in the mean.
+
+    The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
+    are rounded, to half a token a layer, so that layers meant to take the same do and none of them is scored.
+    """
+    later = layers - 1
+    if later < 1:
+        return []
+    slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and later > 1 else 0.0
+    falling = [1 + slope * (1 - 2 * step / max(later - 1, 1)) for step in range(later)]
+    shared = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
+    return [min(round(ratio * reusable * sum(part) / len(part)), reusable) for part in shared for _ in part]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,3 +296,47 @@ SELECTORS: Mapping[str, NamedSelector] = {
     "first_tokens": _chosen_once(FirstTokens),
     "random": _chosen_once(RandomTokens),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionConfig:
+    """How much of the reusable KV is recomputed, and which tokens of it.
+
+    Args:
+        recompute_ratio: share, 0..1, of the reusable tokens that go through attention and MLP, as the mean over layers 1
+            and up (paper §4.3). 0 is full KV reuse, 1 is full prefill. The paper's r* is 0.15 (§7, figure 16);
+            at 0.14 all that a short prompt's blend computes, the question's pass included, is a fifth of full prefill.
+        selector: one of `SELECTORS`, or any `Selector`. "question_attention": what the question attends to over the stored KV;
+            it won on pretrained models (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9);
+            "single_shot": the same chosen at layer 1 for all layers; "attention_deviation": a product of both;
+            "first_tokens": EPIC's; "random": the control.
+        gradual_spread: how far the first and last ratio of gradual filtering lie from the mean, relative to it, 0..1.
+
+    Raises:
+        ConfigError: a value outside its range, or an unknown selector.
+
+    """
+
+    recompute_ratio: float = 0.14
+    selector: str | Selector = "question_attention"
+    gradual_spread: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("recompute_ratio", "gradual_spread"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1:
+                raise ConfigError(name, value, "a number from 0 to 1")
+        if self.selector not in SELECTORS if isinstance(self.selector, str) else not hasattr(self.selector, "select"):
+            raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTORS)}, or a Selector")
+
+    @property
+    def schedule(self) -> Schedule:
+        """How many tokens the layers run, with a selector that is known by name."""
+        name = self.selector if isinstance(self.selector, str) else "gradual"
+        return SELECTORS[name].schedule(self.gradual_spread)
+
+    def resolve_selector(self) -> Selector:
+        """The selector itself."""
+        if isinstance(self.selector, str):
+            return SELECTORS[self.selector].make(self.recompute_ratio, self.gradual_spread)
+        return self.selector

@@ -145,7 +145,7 @@ def _source(context: typer.Context, name: str) -> str:
 
 def _fetched_model() -> str | None:
     """The known model, fetched unless it is there; None, and a line that says why, where it cannot be had."""
-    from cacheblend.blend.known_models import find_model
+    from cacheblend.blend.models import find_model
 
     try:
         fetch(find_model(MODEL))

@@ -155,7 +155,7 @@ def _tokenizer(model: str) -> tuple[Any, int | None]:
     """The tokenizer, and how many positions the model has; without its weights."""
     from transformers import AutoConfig
 
-    from cacheblend.blend.model_files import load_tokenizer, locate_model
+    from cacheblend.blend.models import load_tokenizer, locate_model
 
     tokenizer = load_tokenizer(model)
     try:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend.blend import Schedule
-from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
+from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 
 from .profile import LayerSample, Profile, TierSpeed
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cacheblend.base.errors import ConfigError, FusionCancelledError, IncompatibleKVError
-from cacheblend.base.host_bytes import Bytes, host_bytes
+from cacheblend.base.memory import Bytes, host_bytes
 from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
 from cacheblend.store import ChunkKV, Placement, PrefixRun
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import DamagedDocumentError, InputError, RetrieverError, StoreFullError
 from cacheblend.base.files import is_disk_full, make_private_file
-from cacheblend.store.reserve import Reserve
+from cacheblend.store.layout import Reserve
 
 from .document import Chunk, Document
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from cacheblend.store import CatalogueEntry, ChunkKey, ChunkKV, KVStore, StoreConfig
-from cacheblend.store.catalogue import Catalogue
-from cacheblend.store.store_folder import StoreFolder
+from cacheblend.store.catalog import Catalogue
+from cacheblend.store.layout import StoreFolder
 
 MODEL = "0" * 64
 FILES = 500

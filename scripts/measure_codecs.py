@@ -31,8 +31,7 @@ from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredCon
 from cacheblend.eval.metrics import f1
 from cacheblend.service.cli.default_model import default_model
 from cacheblend.store import ChunkKV
-from cacheblend.store.codec import LayerShape
-from cacheblend.store.codecs import CODECS
+from cacheblend.store.codecs import CODECS, LayerShape
 
 RATIOS = (0.0, 0.15, 0.5)
 VOCABULARY = 2048

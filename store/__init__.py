@@ -17,21 +17,17 @@ from cacheblend.base.errors import (
     StoreFullError,
 )
 
-from .block_hash import BLOCK_TOKENS, BlockChain, chain_root
-from .catalogue import CatalogueEntry
+from .catalog import CatalogueEntry, StoredDocument
 from .chunk import ChunkKV, LayerPair
 from .config import StoreConfig
-from .document_table import StoredDocument
 from .documents import StoreDocuments
 from .eviction import NamespaceShare
 from .key import ChunkKey, context_digest
-from .kv_store import KVStore
-from .pending import DocumentVersion
+from .kv_store import KVStore, StoreStats, TierStats
 from .placement import Placement
-from .prefix_blocks import PrefixBlocks, PrefixStats
-from .prefix_run import PrefixRun
-from .stats import StoreStats, TierStats
+from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root
 from .verify import VerifyReport
+from .write_queue import DocumentVersion
 
 __all__ = [
     "BLOCK_TOKENS",

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from cacheblend.base.errors import ConfigError
 
-from .eviction import NamespaceShare, TierBudget
-from .recent_namespaces import RecentNamespaces
+from .eviction import NamespaceShare, RecentNamespaces, TierBudget
 
 MIB, GIB = 2**20, 2**30
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cacheblend.base.errors import InputError
 
-from .document_table import StoredDocument
+from .catalog import StoredDocument
 from .key import ChunkKey
 from .nvme_tier import NvmeTier
 

@@ -5,22 +5,107 @@ Shapes: H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import fcntl
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
 import torch
 import xxhash
 
-from cacheblend.base.buffer_pool import HUGE_PAGE_BYTES, KeptMemory
-from cacheblend.base.errors import InputError
-from cacheblend.base.host_bytes import Bytes
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.memory import HUGE_PAGE_BYTES, Bytes, KeptMemory, host_bytes
 
 from .chunk import ChunkKV, LayerPair
-from .codec import EncodedShape, LayerShape
-from .codecs import CODECS
-from .direct_read import BLOCK_BYTES, aligned_blocks
+from .codecs import CODECS, EncodedShape, LayerShape
 from .key import ChunkKey
+
+BLOCK_BYTES = 4096
+_mine = threading.local()
+
+
+def make_direct(fd: int) -> None:
+    """Have reads and writes of a descriptor pass the page cache by.
+
+    Raises:
+        OSError: the file system or the system has none such.
+
+    """
+    if hasattr(os, "O_DIRECT"):
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    elif (no_cache := getattr(fcntl, "F_NOCACHE", None)) is not None:
+        fcntl.fcntl(fd, no_cache, 1)
+    else:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def leave_direct(fd: int) -> bool:
+    """Go through the page cache from now on: after a write that was cut short, or with larger blocks; False if so before.
+
+    With F_NOCACHE there are no blocks to keep to, and nothing to leave.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
+
+
+def check_direct_reads(folder: Path) -> None:
+    """Refuse a folder whose file system has no direct reads.
+
+    Raises:
+        ConfigError: so.
+
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            make_direct(file.fileno())
+        except OSError as error:
+            allowed = f"the file system of {folder} has no direct reads ({error.strerror}); leave it out"
+            raise ConfigError("direct_reads", True, allowed) from error
+
+
+def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count: int, *, reuse: bool) -> Bytes:
+    """`count` bytes from `offset` on, inside aligned memory.
+
+    Args:
+        fill: reads at least so many bytes (its third argument) from an offset (its second) into a buffer (its first), which
+            may have room for more, up to the end of a block.
+        offset: the first byte.
+        count: bytes.
+        reuse: the memory is this thread's and is overwritten by its next read; otherwise it is the caller's own.
+    """
+    start = offset // BLOCK_BYTES * BLOCK_BYTES
+    needed = offset + count - start
+    blocks = aligned_blocks(needed, reuse=reuse)
+    fill(blocks.data, start, needed)
+    return blocks[offset - start : needed]
+
+
+def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
+    """Memory that begins on a block, of the whole blocks that `count` bytes take; zeros stand behind those.
+
+    With `reuse` it is this thread's, and is overwritten by its next use.
+    """
+    size = -(-count // BLOCK_BYTES) * BLOCK_BYTES
+    held: Bytes | None = getattr(_mine, "blocks", None)
+    if reuse and held is not None and len(held) >= size:
+        blocks = held[:size]
+    else:
+        raw = host_bytes(torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
+        blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:size]
+        if reuse:
+            _mine.blocks = blocks
+    blocks[count:] = 0
+    return blocks
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PIECE_BYTES = 8 * 2**20  # of memory; a larger entry lies in several pieces, which others can use again
@@ -212,3 +297,115 @@ class EncodedEntry:
         if copy:
             pairs = [(k_HTD.clone(), v_HTD.clone()) for k_HTD, v_HTD in pairs]
         return ChunkKV(pairs, self.info.token_ids, self.info.prefix_ids, self.info.model, self.info.context)
+
+
+ENTRY_FORMAT = 1
+MAX_HEADER_BYTES = 16 * 2**20
+LENGTH_BYTES = 8
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_STORED_NAMES = {**_NAMES, torch.uint8: "U8"}
+
+
+@dataclass(frozen=True, slots=True)
+class EntryHeader:
+    """What a file says of its entry: `checksums` has the xxh3-64 of each layer's tensor, in hex."""
+
+    info: EntryInfo
+    checksums: Sequence[str]
+
+    @classmethod
+    def of(cls, entry: EncodedEntry) -> EntryHeader:
+        """The header for an entry in memory."""
+        return cls(entry.info, entry.checksums)
+
+    def pack(self) -> bytes:
+        """The bytes that stand before the first layer, padded to a whole number of blocks for direct reads.
+
+        Raises:
+            InputError: more token ids than a header has room for.
+
+        """
+        info = self.info
+        text = json.dumps(
+            {
+                "format": ENTRY_FORMAT,
+                "key": info.key.digest,
+                "model": info.key.model,
+                "codec": info.key.codec,
+                "namespace": info.key.namespace,
+                "kv_model": info.model,
+                "dtype": _NAMES[info.dtype],
+                "heads": info.heads,
+                "prefix_ids": info.prefix_ids,
+                "token_ids": info.token_ids,
+                "checksums": self.checksums,
+                "context": info.context,
+            },
+            separators=(",", ":"),
+        )
+        metadata = {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+        header = json.dumps({"__metadata__": metadata, **_table(info)}, separators=(",", ":")).encode()
+        header = header.ljust(-(-(LENGTH_BYTES + len(header)) // BLOCK_BYTES) * BLOCK_BYTES - LENGTH_BYTES)
+        if len(header) > MAX_HEADER_BYTES:
+            raise InputError(f"a chunk of {len(info.token_ids)} tokens is too long to be stored; split it")
+        return len(header).to_bytes(LENGTH_BYTES, "little") + header
+
+    @classmethod
+    def parse(cls, raw: bytes | bytearray, digest: str) -> EntryHeader:
+        """Read the header of the entry `digest` from its bytes, without their length field.
+
+        Raises:
+            ValueError: they are not a header that `pack` made, or that of another entry.
+
+        """
+        try:
+            table = json.loads(raw)
+            metadata = table.pop("__metadata__")
+            if xxhash.xxh3_64_hexdigest(metadata["entry"].encode()) != metadata["entry_xxh3"]:
+                raise ValueError("the description of the entry does not match its checksum")
+            entry = json.loads(metadata["entry"])
+            if entry["format"] != ENTRY_FORMAT:
+                raise ValueError(f"format {entry['format']} is not {ENTRY_FORMAT}, the one that this version reads")
+            if entry["key"] != digest:
+                raise ValueError(f"it is the header of entry {entry['key']}")
+            info = EntryInfo(
+                key=ChunkKey(entry["key"], entry["model"], entry["codec"], entry["namespace"]),
+                token_ids=tuple(entry["token_ids"]),
+                prefix_ids=tuple(entry["prefix_ids"]),
+                model=entry["kv_model"],
+                dtype=_DTYPES[entry["dtype"]],
+                heads=tuple((kv_heads, head_dim) for kv_heads, head_dim in entry["heads"]),
+                context=_context(entry.get("context")),
+            )
+            if table != _table(info):
+                raise ValueError("the table of tensors is not the one of the entry")
+            checksums = entry["checksums"]
+            if not isinstance(checksums, list) or [type(each) for each in checksums] != [str] * info.layers:
+                raise ValueError("there is not a checksum for each layer")
+            for name, kind in (("token_ids", int), ("prefix_ids", int), ("model", str), ("namespace", str)):
+                values = entry[name] if kind is int else [entry[name]]
+                if not isinstance(values, list) or any(type(value) is not kind for value in values):
+                    raise ValueError(f"{name} is {str(entry[name])[:60]!r}")
+            if not isinstance(info.model, str | None):
+                raise ValueError(f"kv_model is {str(info.model)[:60]!r}")
+            return cls(info, checksums)
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"{type(error).__name__} {error}") from error
+
+
+def _context(found: object) -> str:
+    """Files that older versions wrote have none, or what the document did to the chunk: their KV was computed without one."""
+    return found if isinstance(found, str) else ""
+
+
+def _table(info: EntryInfo) -> dict[str, dict[str, object]]:
+    """The table of tensors; names are zero-padded, so that readers that sort them keep the layers' order."""
+    table: dict[str, dict[str, object]] = {}
+    offset = 0
+    for layer in range(info.layers):
+        shape = info.encoded_shape(layer)
+        offsets = [offset, offset + shape.nbytes]
+        table[f"layer_{layer:05d}"] = {"dtype": _STORED_NAMES[shape.dtype], "shape": list(shape.shape), "data_offsets": offsets}
+        offset += shape.nbytes
+    return table

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -15,11 +18,21 @@ import torch
 import xxhash
 
 from cacheblend.base.errors import DamagedEntryError, StoreError
-from cacheblend.base.host_bytes import Bytes, host_bytes
+from cacheblend.base.files import FILE_MODE, sync_folder, write_error
+from cacheblend.base.memory import Bytes, host_bytes
 
-from .direct_read import make_direct, read_blocks
-from .entry import EncodedEntry, checksum
-from .entry_header import LENGTH_BYTES, MAX_HEADER_BYTES, EntryHeader
+from .entry import (
+    BLOCK_BYTES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    EncodedEntry,
+    EntryHeader,
+    aligned_blocks,
+    checksum,
+    leave_direct,
+    make_direct,
+    read_blocks,
+)
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 
@@ -196,3 +209,72 @@ def _fill(fd: int, parts: Sequence[memoryview], offset: int, path: Path, needed:
             count -= len(rest.pop(0))
         if count:
             rest[0] = rest[0][count:]
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file to be: its header, the entry, the name it is written under and its own."""
+
+    header: bytes
+    entry: EncodedEntry
+    temporary: Path
+    final: Path
+
+
+def write_files(files: Sequence[NewFile]) -> None:
+    """Write files, all of them synced before one has its name; names are synced at the end, a folder once.
+
+    The first sync does most of the others' work: together they take a fifth of the processor time (docs/lab-notes).
+
+    Raises:
+        StoreFullError: the disk is full. What was written stays, under either name.
+        StoreDirectoryError: the files cannot be written.
+
+    """
+    with ExitStack() as opened:
+        written: list[tuple[NewFile, int]] = []
+        for file in files:
+            with _errors(file.final):
+                fd = os.open(file.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+                opened.callback(os.close, fd)
+                _write_file(fd, file)
+                written.append((file, fd))
+        for file, fd in written:
+            with _errors(file.final):
+                os.fsync(fd)
+    for file in files:
+        with _errors(file.final):
+            os.replace(file.temporary, file.final)
+    for folder in dict.fromkeys(file.final.parent for file in files):
+        with _errors(folder):
+            sync_folder(folder)
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _write_file(fd: int, file: NewFile) -> None:
+    """Write header and layers, in whole blocks, and cut off what the last block has too much."""
+    with suppress(OSError):  # a file system without direct writes has others
+        make_direct(fd)
+    header = aligned_blocks(len(file.header), reuse=True)
+    header[: len(file.header)] = np.frombuffer(file.header, np.uint8)
+    _write(fd, header.data)
+    for piece in file.entry.pieces:
+        _write(fd, piece.data)
+    if (length := len(file.header) + file.entry.nbytes) % BLOCK_BYTES:
+        os.ftruncate(fd, length)
+
+
+def _write(fd: int, rest: memoryview) -> None:
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not leave_direct(fd):
+                raise

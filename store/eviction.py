@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from cacheblend.base.errors import ConfigError
 
-from .recent_namespaces import RecentNamespaces
+
+class RecentNamespaces:
+    """The last few namespaces by use, however many there are in all. Thread-safe.
+
+    Args:
+        most: how many; 0 keeps none.
+
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def most(self) -> int:
+        """How many are kept."""
+        return self._most
+
+    def used(self, namespace: str) -> None:
+        """A namespace is used now; the one used longest ago may go for it."""
+        with self._lock:
+            self._names[namespace] = None
+            self._names.move_to_end(namespace)
+            while len(self._names) > self._most:
+                self._names.popitem(last=False)
+
+    def names(self) -> list[str]:
+        """Those that are kept, the least recently used first."""
+        with self._lock:
+            return list(self._names)
+
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -156,3 +190,71 @@ class TierBudget:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Pins:
+    """Counts of pins by digest, and the digests that an eviction has chosen; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pinned: Counter[str] = Counter()
+        self._leaving: set[str] = set()
+
+    @contextmanager
+    def hold(self, digests: Sequence[str]) -> Iterator[None]:
+        """Keep entries from being evicted; look them up after this, since one that is leaving already still goes."""
+        with self._lock:
+            self._pinned.update(digests)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pinned.subtract(digests)
+                for digest in set(digests):
+                    if not self._pinned[digest]:
+                        del self._pinned[digest]
+
+    def is_pinned(self, digest: str) -> bool:
+        """Whether an eviction must spare the entry."""
+        return digest in self._pinned
+
+    def start_leaving(self, digest: str) -> bool:
+        """Choose an entry for eviction; False where it is pinned."""
+        with self._lock:
+            if digest in self._pinned:
+                return False
+            self._leaving.add(digest)
+            return True
+
+    def is_leaving(self, digest: str) -> bool:
+        """Whether the entry counts as gone although its row and file are still there."""
+        return digest in self._leaving
+
+    def stop_leaving(self, digests: Sequence[str]) -> None:
+        """The eviction is over: it is done, or it failed."""
+        with self._lock:
+            self._leaving.difference_update(digests)
+
+
+class SeenBefore:
+    """Remembers the last names that it was asked about. Thread-safe.
+
+    Args:
+        most: weight of all that is remembered together; what was asked about longest ago is forgotten first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._weights: OrderedDict[str, int] = OrderedDict()
+        self._total = 0
+
+    def again(self, name: str, weight: int = 1) -> bool:
+        """Whether the name was asked about before, and not forgotten since; it is remembered from now on."""
+        with self._lock:
+            before = self._weights.pop(name, None)
+            self._weights[name] = weight
+            self._total += weight - (before or 0)
+            while self._total > self._most:
+                self._total -= self._weights.popitem(last=False)[1]
+            return before is not None

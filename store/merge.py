@@ -10,11 +10,10 @@ from pathlib import Path
 
 from cacheblend.base.errors import InputError, StoreDirectoryError
 
-from .eviction import TierBudget
+from .eviction import Pins, TierBudget
+from .layout import StoreFolder, holds_store
 from .nvme_tier import NvmeTier
-from .pending import PendingWrite
-from .pins import Pins
-from .store_folder import StoreFolder, holds_store
+from .write_queue import PendingWrite
 
 _UNBOUNDED = 2**62  # neither side evicts while it is merged
 

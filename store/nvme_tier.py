@@ -11,20 +11,12 @@ from typing import TypeVar
 
 from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 
-from .catalogue import Catalogue, CatalogueEntry
-from .direct_read import check_direct_reads
-from .document_table import DocumentTable
-from .entry import EncodedEntry
-from .entry_file import EntryFile
-from .entry_header import EntryHeader
-from .entry_writer import NewFile, write_files
-from .eviction import TierBudget
-from .journal import Journal
-from .pending import PendingWrite
-from .pins import Pins
-from .reserve import Reserve
-from .store_folder import StoreFolder
-from .write_lock import WriteLock
+from .catalog import Catalogue, CatalogueEntry, DocumentTable
+from .entry import EncodedEntry, EntryHeader, check_direct_reads
+from .entry_file import EntryFile, NewFile, write_files
+from .eviction import Pins, TierBudget
+from .layout import Journal, Reserve, StoreFolder, WriteLock
+from .write_queue import PendingWrite
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cacheblend.base.errors import DamagedEntryError, InputError, StoreError
-from cacheblend.base.host_bytes import Bytes, host_bytes
+from cacheblend.base.memory import Bytes, host_bytes
 
 from .chunk import LayerPair
 from .entry import EncodedEntry

@@ -6,20 +6,195 @@ Shapes: L layers of one window, H KV heads, T tokens that a layer keeps of a blo
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import struct
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from cacheblend.base.errors import ConfigError
+from cacheblend.base.errors import ConfigError, InputError, StoreError
+from cacheblend.base.memory import Bytes, host_bytes
 
-from .block_hash import BLOCK_TOKENS, BlockChain
-from .block_reader import BlockReader, ReadLayer
+from .chunk import LayerPair
 from .eviction import Evictable, TierBudget
-from .prefix_run import PrefixRun, blocks_needed, tokens_kept
+
+BLOCK_TOKENS = 16
+BLOCK_FORMAT = 1
+
+
+def chain_root(*fields: bytes) -> bytes:
+    """The hash that a chain's first block has for its parent: SHA-256 over fields such as the model's fingerprint.
+
+    Chains of different roots have no block in common.
+    """
+    return hashlib.sha256(_packed((struct.pack("<q", BLOCK_FORMAT), *fields))).digest()
+
+
+class BlockChain:
+    """SHA-256 of each full block of a token sequence, over its parent's hash, its tokens and the extra keys; it can grow.
+
+    Args:
+        root: see `chain_root`.
+        extra_keys: bytes of the caller's that the KV depends on beside the tokens, or that keep it apart from others': an
+            adapter's id, the hash of an image, a cache salt.
+    """
+
+    def __init__(self, root: bytes, extra_keys: Sequence[bytes] = ()) -> None:
+        self._root, self._extra_keys = root, _packed(extra_keys)
+        self._rest: list[int] = []
+        self.digests: list[bytes] = []
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens; those that fill no block yet wait for more."""
+        self._rest += token_ids
+        full = len(self._rest) // BLOCK_TOKENS * BLOCK_TOKENS
+        packed = np.array(self._rest[:full], dtype="<i8").tobytes()
+        size = 8 * BLOCK_TOKENS
+        for start in range(0, len(packed), size):
+            parent = self.digests[-1] if self.digests else self._root
+            self.digests.append(hashlib.sha256(parent + packed[start : start + size] + self._extra_keys).digest())
+        del self._rest[:full]
+
+
+def _packed(fields: Sequence[bytes]) -> bytes:
+    """The fields behind their number, each behind its length, so that no two lists of fields give the same bytes."""
+    return struct.pack("<q", len(fields)) + b"".join(struct.pack("<q", len(field)) + field for field in fields)
+
+
+def blocks_needed(window: int | None, blocks: int) -> int:
+    """How many of a prompt's first `blocks` blocks, its last ones, the token after them needs in a layer of this window."""
+    return blocks if window is None else min(blocks, -(-max(window - 1, 1) // BLOCK_TOKENS))
+
+
+def tokens_kept(window: int | None) -> int:
+    """How many of a block's last tokens a layer of this window holds: more are never seen from behind the block."""
+    return BLOCK_TOKENS if window is None else min(BLOCK_TOKENS, max(window - 1, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixRun:
+    """KV of the T tokens that a prompt begins with; it is valid inside `PrefixBlocks.match`.
+
+    Its keys are rotated already: a prefix stands at the same positions in every prompt that begins with it. Layers with a
+    sliding window hold what the tokens after the run can see, and zeros before that.
+
+    Attributes:
+        token_ids: the T token ids.
+        digests: the hash of each block, in the chain that it was found in.
+        first_chain_blocks: how many of the blocks, from the first on, were found in the first of the chains asked for.
+        model: fingerprint of the model that computed it.
+        windows: each layer's sliding window; None for full attention.
+        held: per window, `kv_L2HTD` (L layers of that window, T tokens kept) of the blocks that are needed, in order.
+    """
+
+    token_ids: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    first_chain_blocks: int
+    model: str
+    windows: tuple[int | None, ...]
+    held: Mapping[int | None, Sequence[torch.Tensor]] = field(repr=False)
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Nothing stands before a prefix."""
+        return ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the keys and values."""
+        return self._blocks(0)[-1].dtype
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.windows)
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads and head size of one layer."""
+        _, heads, _, size = self._blocks(layer)[-1].shape
+        return heads, size
+
+    def read_layer(self, layer: int) -> LayerPair:
+        """`k_HTD` and `v_HTD` of one layer on the CPU."""
+        kv_heads, head_dim = self.heads(layer)
+        pair_2HTD = torch.empty((2, kv_heads, len(self.token_ids), head_dim), dtype=self.dtype)
+        self.read_layer_into(layer, host_bytes(pair_2HTD))
+        return pair_2HTD[0], pair_2HTD[1]
+
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """Copy one layer's keys and values to where they are needed.
+
+        Args:
+            layer: its index.
+            to_2HTB: the bytes of CPU memory for keys and values of the run's dtype, B to a head's vector.
+
+        Raises:
+            InputError: the memory has another shape than the layer.
+            StoreError: the run was released.
+        """
+        blocks = self._blocks(layer)
+        kv_heads, head_dim = self.heads(layer)
+        start = len(self.token_ids) - len(blocks) * blocks[0].shape[2]
+        wanted = (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize)
+        if to_2HTB.shape != wanted:
+            raise InputError(f"layer {layer} of a prefix has bytes {wanted}, and the memory for it {to_2HTB.shape}")
+        to_2HTB[:, :, :start] = 0
+        torch.cat(blocks, dim=2, out=torch.from_numpy(to_2HTB).view(self.dtype)[:, :, start:])
+
+    def _blocks(self, layer: int) -> list[torch.Tensor]:
+        """The layer's keys and values (2, H, T, D) of the blocks that are needed, in order."""
+        window = self.windows[layer]
+        if window not in self.held:
+            raise StoreError("a prefix's KV was read after it was released; read inside `with blocks.match`")
+        rank = self.windows[:layer].count(window)
+        return [block[rank] for block in self.held[window]]
+
+
+ReadLayer = Callable[[int, int, int], LayerPair]
+BLOCKS_AT_ONCE = 16
+
+
+class BlockReader:
+    """Copies blocks' KV to the CPU, a layer of several blocks at once: calls for each of them cost more than the bytes.
+
+    Args:
+        read: gives `k_HND`, rotated, and `v_HND` of a layer's positions from a start to a stop.
+        blocks: of the prompt.
+    """
+
+    def __init__(self, read: ReadLayer, blocks: int) -> None:
+        self._read, self._blocks = read, blocks
+        self._ahead: dict[int, tuple[int, torch.Tensor]] = {}  # by a window's first layer: the first block, and the copies
+
+    def block(self, index: int, layers: Sequence[int], kept: int) -> torch.Tensor:
+        """`kv_L2HTD` of one block in memory of its own: a view would keep all blocks that were copied with it.
+
+        Args:
+            index: of the block; asked for in rising order.
+            layers: those of one window.
+            kept: how many of the block's last tokens.
+        """
+        first, kv_BL2HTD = self._ahead.get(layers[0], (index, None))
+        if kv_BL2HTD is None or index >= first + len(kv_BL2HTD):
+            first, kv_BL2HTD = index, self._copy(index, min(index + BLOCKS_AT_ONCE, self._blocks), layers, kept)
+            self._ahead[layers[0]] = first, kv_BL2HTD
+        return kv_BL2HTD[index - first].clone()
+
+    def _copy(self, first: int, stop: int, layers: Sequence[int], kept: int) -> torch.Tensor:
+        start = first * BLOCK_TOKENS + BLOCK_TOKENS - kept  # nothing before it need be there
+        pairs = [self._read(layer, start, stop * BLOCK_TOKENS) for layer in layers]
+        heads, _, size = pairs[0][0].shape
+        kv_BL2HTD = pairs[0][0].new_empty((stop - first, len(layers), 2, heads, kept, size))
+        for rank, pair in enumerate(pairs):
+            for which, x_HND in enumerate(pair):
+                kv_BL2HTD[:, rank, which] = x_HND.unfold(1, kept, BLOCK_TOKENS).permute(1, 0, 3, 2)
+        return kv_BL2HTD.cpu()
+
 
 _Name = tuple[bytes, int | None]  # a block's hash, and the window of the layers that a part of it is of
 

@@ -7,9 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
 from .entry import EncodedEntry
-from .eviction import Evictable, TierBudget
-from .pins import Pins
-from .seen_before import SeenBefore
+from .eviction import Evictable, Pins, SeenBefore, TierBudget
 
 
 class RamTier:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cacheblend.base.errors import DamagedEntryError
 
-from .catalogue import CatalogueEntry
+from .catalog import CatalogueEntry
 from .entry_file import EntryFile
 from .nvme_tier import NvmeTier
 

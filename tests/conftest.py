@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.base.user_cache import user_cache_folder
+from cacheblend.base.files import user_cache_folder
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -23,7 +23,7 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture
 def real_model() -> Callable[[str], Path]:
     """Gives the folder of a known model that the user has fetched, or skips."""
-    from cacheblend.blend.known_models import find_model
+    from cacheblend.blend.models import find_model
 
     def folder(name: str) -> Path:
         found = USERS_CACHE / find_model(name).folder.relative_to(user_cache_folder())

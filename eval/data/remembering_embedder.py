@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend.base.files import make_private_file
-from cacheblend.base.user_cache import user_cache_folder
+from cacheblend.base.files import make_private_file, user_cache_folder
 from cacheblend.retriever import Embedder
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,6 @@
 """Answer quality, nearness to full recompute, what was computed, and differences between methods."""
 
-from cacheblend.blend.deviation_left import deviation_left
-from cacheblend.blend.fidelity import first_token_kl_nats
+from cacheblend.blend.deviation import deviation_left, first_token_kl_nats
 
 from .answer_text import exact_match, f1, normalize
 from .compute import ModelCompute, compute_share

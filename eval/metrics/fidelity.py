@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cacheblend.blend import FusedPrompt, Fusor
-from cacheblend.blend.continuation import branch_cache
-from cacheblend.blend.fidelity import equal_tokens_share
+from cacheblend.blend.deviation import equal_tokens_share
+from cacheblend.blend.generation import branch_cache
 
 GOLD_TOKENS = 64  # of a longer answer (a summary) its beginning is enough, and its forward stays short
 COMPARED_TOKENS = 16

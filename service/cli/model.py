@@ -11,7 +11,7 @@ from rich.table import Table
 from . import options
 
 if TYPE_CHECKING:
-    from cacheblend.blend.known_models import KnownModel
+    from cacheblend.blend.models import KnownModel
 
 app = typer.Typer(help="Fetch small pretrained models, and list them.", no_args_is_help=True)
 
@@ -35,7 +35,7 @@ def get(
         cacheblend model get gemma3-270m --accept-licence --json
     """
     options.hush_libraries()
-    from cacheblend.blend.known_models import find_model
+    from cacheblend.blend.models import find_model
 
     model = find_model(name)
     fetched = fetch(model, accept_licence=accept_licence or accept_license)
@@ -53,7 +53,7 @@ def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
     Raises:
         InputError, ModelFetchError: see `fetch_model`.
     """
-    from cacheblend.blend.known_models import fetch_model
+    from cacheblend.blend.models import fetch_model
 
     if not model.is_fetched:
         size = f"{model.download_bytes / 1e6:,.0f} MB"
@@ -69,7 +69,7 @@ def ls(as_json: options.Json = False) -> None:
 
     Example: cacheblend model ls --json
     """
-    from cacheblend.blend.known_models import KNOWN_MODELS
+    from cacheblend.blend.models import KNOWN_MODELS
 
     rows = [_row(model) for model in KNOWN_MODELS.values()]
     if as_json:

@@ -13,7 +13,7 @@ from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.process import in_own_thread
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
-from cacheblend.store.seen_before import SeenBefore
+from cacheblend.store.eviction import SeenBefore
 
 logger = logging.getLogger(__name__)
 MAX_WAITING = 256  # missed chunks; beyond them the longest queue loses its last, which a later request misses again

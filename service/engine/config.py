@@ -10,15 +10,14 @@ import torch
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import ChunkContext, FusionConfig
-from cacheblend.blend.compute_dtype import DTypeOption
+from cacheblend.blend.models import DTypeOption
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import NamespaceShare, StoreConfig
 from cacheblend.store.codecs import CODECS
 from cacheblend.store.config import MIB, check_bytes, check_share
-from cacheblend.store.eviction import TierBudget
-from cacheblend.store.recent_namespaces import RecentNamespaces
+from cacheblend.store.eviction import RecentNamespaces, TierBudget
 
 from .request import UNSALTED
 

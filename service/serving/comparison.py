@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend.blend import FusedPrompt, Fusor, NextToken, SequenceKV
-from cacheblend.blend.deviation_left import deviation_left
-from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
+from cacheblend.blend.deviation import deviation_left, equal_tokens_share, first_token_kl_nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

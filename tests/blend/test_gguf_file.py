@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor, UnsupportedModelError, gguf_file
 from cacheblend.blend.gguf_file import ARCHITECTURES, convert_gguf, is_converted, new_folder
-from cacheblend.blend.model_files import load_tokenizer
+from cacheblend.blend.models import load_tokenizer
 
 
 @pytest.fixture(autouse=True)

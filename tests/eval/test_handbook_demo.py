@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ModelFetchError
-from cacheblend.blend import Fusor, known_models
+from cacheblend.blend import Fusor, models
 from cacheblend.eval import cli, cli_demo
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import METHODS, ask_handbook, closing_note, has_answer, shown_questions, summarize
@@ -51,8 +51,8 @@ def unfetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         raise ModelFetchError("no network; try again with one")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = known_models.fetch_model.__kwdefaults__
-    monkeypatch.setattr(known_models.fetch_model, "__kwdefaults__", {**kept, "download": nothing})
+    kept = models.fetch_model.__kwdefaults__
+    monkeypatch.setattr(models.fetch_model, "__kwdefaults__", {**kept, "download": nothing})
     monkeypatch.setattr(cli_demo, "_reader_demo", lambda *_: told.append("reader"))
     return told
 

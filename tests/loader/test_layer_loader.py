@@ -11,7 +11,7 @@ from prompts import BOS, chunk, draw_ids, largest_difference
 from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts, wait_until
 
 from cacheblend.base.errors import DamagedEntryError
-from cacheblend.base.host_bytes import Bytes
+from cacheblend.base.memory import Bytes
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.loader.layer_loader import THREADS, Room

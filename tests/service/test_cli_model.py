@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cacheblend.base.errors import ModelFetchError
-from cacheblend.blend import known_models
+from cacheblend.blend import models
 from cacheblend.blend.gguf_file import FORMAT
-from cacheblend.blend.known_models import find_model
+from cacheblend.blend.models import find_model
 from cacheblend.service.cli.main import main
 
 
@@ -73,8 +73,6 @@ def test_either_spelling(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def nothing(*_: object) -> Path:
         raise ModelFetchError("no network")
 
-    monkeypatch.setattr(
-        known_models.fetch_model, "__kwdefaults__", {**known_models.fetch_model.__kwdefaults__, "download": nothing}
-    )
+    monkeypatch.setattr(models.fetch_model, "__kwdefaults__", {**models.fetch_model.__kwdefaults__, "download": nothing})
     assert _fails(["model", "get", "gemma3-270m", flag]) == 1
     assert "no network" in capsys.readouterr().err

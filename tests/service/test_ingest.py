@@ -139,7 +139,7 @@ def test_full_disk(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(28, "No space left on device")
 
     engine = open_engine()
-    monkeypatch.setattr("cacheblend.store.entry_writer._write", no_room)
+    monkeypatch.setattr("cacheblend.store.entry_file._write", no_room)
     with pytest.raises(StoreFullError):
         engine.ingest(DOCUMENTS)
     monkeypatch.undo()

@@ -83,7 +83,7 @@ def test_the_blocks_own_error_is_seen(
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cacheblend.store.entry_writer._write", no_room)
+    monkeypatch.setattr("cacheblend.store.entry_file._write", no_room)
     documents = [{"text": "some words"}]
 
     def fail(error: Exception | None) -> None:

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend.store.block_hash import BLOCK_TOKENS, BlockChain, chain_root
 from cacheblend.store.eviction import TierBudget
-from cacheblend.store.prefix_blocks import PrefixBlocks
-from cacheblend.store.prefix_run import PrefixRun
+from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, chain_root
 
 HEADS, HEAD_DIM = 2, 3
 FULL: tuple[int | None, ...] = (None, None)

@@ -9,9 +9,9 @@ import threading
 import pytest
 from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same
 
-from cacheblend.store import ChunkKey, StoreFullError, pending
-from cacheblend.store.catalogue import Catalogue
-from cacheblend.store.entry_writer import write_files
+from cacheblend.store import ChunkKey, StoreFullError, write_queue
+from cacheblend.store.catalog import Catalogue
+from cacheblend.store.entry_file import write_files
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 
@@ -78,7 +78,7 @@ def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
         change(catalogue, add=add, **options)
 
     monkeypatch.setattr(Catalogue, "change", counting)
-    monkeypatch.setattr(pending, "GROUP_ENTRIES", 4)
+    monkeypatch.setattr(write_queue, "GROUP_ENTRIES", 4)
     store = open_store()
     other = ChunkKey.of(PAIRS[7][1].token_ids, prefix_ids=(1,), model=MODEL, namespace="other")
     with store._nvme.exclusive():
@@ -90,7 +90,7 @@ def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
     store.flush()
     assert commits == [4, 1, 3]
     assert store.stats().nvme.entries == 8
-    monkeypatch.setattr(pending, "GROUP_BYTES", 2 * RAM_BYTES)
+    monkeypatch.setattr(write_queue, "GROUP_BYTES", 2 * RAM_BYTES)
     with store._nvme.exclusive():
         store.clear()
         for pair in PAIRS[:5]:

@@ -1,6 +1,6 @@
 import itertools
 
-from cacheblend.store.block_hash import BLOCK_TOKENS, BlockChain, chain_root
+from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, chain_root
 
 ROOT = chain_root(b"model", b"exact")
 

@@ -12,8 +12,7 @@ from chunks import MODEL, file_of
 from safetensors import safe_open
 
 from cacheblend.store import ChunkKey, ChunkKV, InputError
-from cacheblend.store.codec import LayerShape
-from cacheblend.store.codecs import CODECS
+from cacheblend.store.codecs import CODECS, LayerShape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LOSSY = [name for name in CODECS if name != "raw"]

@@ -16,7 +16,7 @@ from chunks import FILE_BYTES, file_of, files_under, flip_last_byte, make_chunk,
 
 from cacheblend.base.sqlite import Database
 from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
-from cacheblend.store.reserve import RESERVE_BYTES
+from cacheblend.store.layout import RESERVE_BYTES
 
 PAIRS = [make_chunk(seed) for seed in range(3)]
 KEY, KV = PAIRS[0]
@@ -353,7 +353,7 @@ def test_a_disk_without_room_for_a_reserve(open_store, monkeypatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("cacheblend.store.reserve.os.write", full)
+        patch.setattr("cacheblend.store.layout.os.write", full)
         store = open_store()
         assert not (Path(store.config.directory) / "reserve").exists()
     store.put(KEY, KV)

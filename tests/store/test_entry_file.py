@@ -15,10 +15,8 @@ from chunks import HEADS, file_of, make_chunk, same
 from safetensors import safe_open
 
 from cacheblend.store import ChunkKey, ChunkKV, DamagedEntryError
-from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.entry_file import EntryFile
-from cacheblend.store.entry_header import EntryHeader
-from cacheblend.store.entry_writer import NewFile, write_files
+from cacheblend.store.entry import EncodedEntry, EntryHeader
+from cacheblend.store.entry_file import EntryFile, NewFile, write_files
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

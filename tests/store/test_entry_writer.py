@@ -12,13 +12,10 @@ import pytest
 import torch
 from chunks import MODEL
 
-from cacheblend.base.buffer_pool import KeptMemory
-from cacheblend.store import ChunkKey, ChunkKV, entry_writer
-from cacheblend.store.direct_read import BLOCK_BYTES
-from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.entry_file import EntryFile
-from cacheblend.store.entry_header import EntryHeader
-from cacheblend.store.entry_writer import NewFile, write_files
+from cacheblend.base.memory import KeptMemory
+from cacheblend.store import ChunkKey, ChunkKV, entry_file
+from cacheblend.store.entry import BLOCK_BYTES, EncodedEntry, EntryHeader
+from cacheblend.store.entry_file import EntryFile, NewFile, write_files
 
 
 def make_entry(tokens: int, layers: int = 2) -> EncodedEntry:
@@ -135,7 +132,7 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
     def no_flag(_: int) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(entry_writer, "make_direct", no_flag)
+    monkeypatch.setattr(entry_file, "make_direct", no_flag)
     del direct[:]
     file = new_file(tmp_path, make_entry(98))
     write_files([file])

@@ -16,7 +16,7 @@ from crashes import processes
 
 from cacheblend.base.errors import InputError
 from cacheblend.store import KVStore, StoreConfig, StoreDirectoryError, StoreFullError
-from cacheblend.store.document_table import StoredDocument
+from cacheblend.store.catalog import StoredDocument
 from cacheblend.store.merge import merge
 from cacheblend.store.nvme_tier import NvmeTier
 
@@ -209,7 +209,7 @@ def test_full_disk(shards: list[Path], tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("cacheblend.store.entry_writer._write", no_room)
+        patched.setattr("cacheblend.store.entry_file._write", no_room)
         with pytest.raises(StoreFullError):
             merge(shards, tmp_path / "all")
     assert merge(shards, tmp_path / "all").entries == 5

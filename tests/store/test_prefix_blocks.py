@@ -24,12 +24,10 @@ from letters import (
 )
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.host_bytes import host_bytes
+from cacheblend.base.memory import host_bytes
 from cacheblend.store import InputError, StoreError
-from cacheblend.store.block_hash import BLOCK_TOKENS
-from cacheblend.store.eviction import NamespaceShare, TierBudget
-from cacheblend.store.prefix_blocks import PrefixBlocks
-from cacheblend.store.recent_namespaces import RecentNamespaces
+from cacheblend.store.eviction import NamespaceShare, RecentNamespaces, TierBudget
+from cacheblend.store.prefix_blocks import BLOCK_TOKENS, PrefixBlocks
 
 
 @pytest.mark.parametrize(("windows", "seen"), [(FULL, (None, None)), (HYBRID, (32, None, 32, None)), (SHORT, (11, None))])

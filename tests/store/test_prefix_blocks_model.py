@@ -22,7 +22,7 @@ from letters import (
     tokens_of,
 )
 
-from cacheblend.store.block_hash import BLOCK_TOKENS
+from cacheblend.store.prefix_blocks import BLOCK_TOKENS
 
 
 @dataclass

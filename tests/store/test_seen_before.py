@@ -1,6 +1,6 @@
 """What comes a second time, before too much else came, is told from what comes once."""
 
-from cacheblend.store.seen_before import SeenBefore
+from cacheblend.store.eviction import SeenBefore
 
 
 def test_the_second_time() -> None:

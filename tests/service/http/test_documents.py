@@ -17,7 +17,7 @@ from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.serving import ServingConfig
 from cacheblend.store import ChunkKV
-from cacheblend.store.entry_writer import write_files
+from cacheblend.store.entry_file import write_files
 
 
 def test_pages(client: httpx.Client) -> None:

@@ -11,7 +11,7 @@ import torch
 from engines import QUESTION, key_of, wait_until
 from served import Client, serve
 
-from cacheblend.blend.deviation_left import deviation_left
+from cacheblend.blend.deviation import deviation_left
 from cacheblend.service import Engine
 from cacheblend.service.serving import CheckReport, Done, Scheduler, ServingConfig
 from cacheblend.service.serving.guard import STEP

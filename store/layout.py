@@ -13,15 +13,18 @@ damaged/             files whose bytes were not the ones written, set aside; the
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 from cacheblend.base.errors import StoreDirectoryError
-from cacheblend.base.files import make_folder, private_opener, sync_folder, write_error
+from cacheblend.base.files import FILE_MODE, make_folder, private_opener, sync_folder, write_error
 
 logger = logging.getLogger(__name__)
 
@@ -152,3 +155,136 @@ class StoreFolder:
                 "use the version that made it, or a new folder (chunks are computed again); where no other version ever used "
                 f"it, the number is damaged: remove {_MARKER}, which is made again"
             )
+
+
+_DIGITS = 64  # of a digest
+
+
+class Journal:
+    """A file with the digests of the change under way, empty between changes; used under the store's lock alone.
+
+    It is written before anything else is, and not synced: a killed process leaves it whole. After a power cut it may be gone,
+    and files without a row stay until `verify` finds them.
+
+    Raises:
+        StoreDirectoryError: the file cannot be opened for writing.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def begin(self, digests: Sequence[str]) -> None:
+        """Note the digests. Where the disk has no room for them, the change goes on without: removals must work then."""
+        rest, offset = "".join(f"{digest}\n" for digest in digests).encode(), 0
+        try:
+            while rest:
+                count = os.pwrite(self._fd, rest, offset)
+                rest, offset = rest[count:], offset + count
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s): should the process die now, run `cacheblend store verify`", self._path, error
+            )
+
+    def end(self) -> None:
+        """Forget the digests."""
+        os.ftruncate(self._fd, 0)
+
+    def unfinished(self) -> list[str]:
+        """The digests of a change that was not ended; nothing had changed yet where the last one is cut off."""
+        if not (size := os.fstat(self._fd).st_size):
+            return []
+        lines = os.pread(self._fd, size, 0).decode(errors="replace").splitlines()
+        return [line for line in lines if len(line) == _DIGITS and line.isalnum()]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+class WriteLock:
+    """A re-entrant lock on a file; a context manager. The system frees it when its process dies.
+
+    Files and catalogue change only under it, so that neither is ever seen between the two, and what a journal or the folder
+    of files being written holds when it is taken was left by a crash.
+
+    Raises:
+        StoreDirectoryError: the file cannot be opened for writing.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        except OSError as error:
+            raise write_error(path, error) from error
+        self._threads = threading.RLock()
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        try:
+            if not self.depth:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            self.depth += 1
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.depth -= 1
+        try:
+            if not self.depth:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+RESERVE_BYTES = 512 * 1024  # SQLite's log of a removal or a pin has room in it: a page of 4 KiB a changed page of the catalogue
+
+
+class Reserve:
+    """A file that holds nothing but its place. To be used by one process at a time.
+
+    Args:
+        path: the file; made by `refill`.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def refill(self) -> None:
+        """Take the room again; where the disk has none for it, a later call does."""
+        try:
+            if self._path.exists() and self._path.stat().st_size == RESERVE_BYTES:
+                return
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, 0)
+                rest = memoryview(os.urandom(RESERVE_BYTES))  # a hole, or zeros where the disk compresses, would take no room
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)  # half of it would only take what others need
+
+    def release(self) -> bool:
+        """Give the room up; False where there was none."""
+        try:
+            self._path.unlink()
+        except OSError:
+            return False
+        logger.warning("the disk of %s is full: its reserve is given up for a removal", self._path.parent)
+        return True

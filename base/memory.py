@@ -11,10 +11,20 @@ import contextlib
 import mmap
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from .host_bytes import Bytes
+Bytes = npt.NDArray[np.uint8]
+
+
+def host_bytes(tensor: torch.Tensor) -> Bytes:
+    """A view of the bytes; the last axis, which must be contiguous, counts bytes instead of numbers."""
+    view: np.ndarray[Any, np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
+    return view
+
 
 HUGE_PAGE_BYTES = 2 * 2**20
 

@@ -9,17 +9,21 @@ Shapes: R sequences, Q query heads, H KV heads, G = Q / H, K keys that a sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend.store import LayerPair
 
-from . import layer_memory
-from .fused import FusedPrompt
+from . import layer_source
+from .result import FusedPrompt
 
 
 class SequenceKV:
@@ -83,8 +87,8 @@ class LayerOfSequence:
 
     def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
         heads, self._used, size = k_HKD.shape
-        room = self._used + layer_memory.GROWTH_TOKENS
-        kv_X = layer_memory.empty_layer((heads * room * (size + v_HKD.shape[-1]),), k_HKD.dtype, k_HKD.device)
+        room = self._used + layer_source.GROWTH_TOKENS
+        kv_X = layer_source.empty_layer((heads * room * (size + v_HKD.shape[-1]),), k_HKD.dtype, k_HKD.device)
         k_X, v_X = kv_X.split([heads * room * size, heads * room * v_HKD.shape[-1]])
         self._k_HCD, self._v_HCD = k_X.view(heads, room, -1), v_X.view(heads, room, -1)
         self._k_HCD[:, : self._used] = k_HKD
@@ -126,3 +130,113 @@ def _attend_one(
     scores_HGK = torch.tanh(scores_HGK / softcap) * softcap
     weights_HGK = torch.softmax(scores_HGK, dim=-1, dtype=torch.float32).to(q_QD.dtype)
     return torch.matmul(weights_HGK, v_HKD).flatten(0, 1)
+
+
+class NextToken:
+    """Draws a sequence's tokens with the model's own generation config: its processors, its sampling, its stopping.
+
+    Args:
+        model: the model that the logits are of.
+        prompt_ids: what stands before the first token; some processors (repetition penalty) look at it.
+        max_new_tokens: at most so many tokens.
+        seed: of the sampling; None draws one.
+        kwargs: what else `generate` takes: `do_sample`, `temperature`, `top_p`, ...
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, prompt_ids: Sequence[int], max_new_tokens: int, seed: int | None = None, **kwargs: Any
+    ) -> None:
+        generator: Any = model
+        config, _ = generator._prepare_generation_config(None, max_new_tokens=max_new_tokens, **kwargs)
+        if config.min_new_tokens is not None:
+            config.min_length = config.min_new_tokens + len(prompt_ids)
+        generator._prepare_special_tokens(config, True, device=model.device)
+        self._processors = generator._get_logits_processor(config, input_ids_seq_length=len(prompt_ids), device=model.device)
+        stop = config._eos_token_tensor
+        self._stop_ids = frozenset() if stop is None else frozenset(stop.tolist())
+        self._do_sample = bool(config.do_sample)
+        self._prompt_ids, self._max_new_tokens = tuple(prompt_ids), max_new_tokens
+        self._random = torch.Generator(device=model.device)
+        if seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(seed)
+        self.token_ids: list[int] = []
+
+    def draw(self, logits_V: torch.Tensor) -> int:
+        """The next token after float32 logits (V,); it is added to `token_ids`."""
+        scores_1V = logits_V[None]
+        if self._processors:
+            ids_1N = torch.tensor([(*self._prompt_ids, *self.token_ids)], device=logits_V.device)
+            scores_1V = self._processors(ids_1N, scores_1V.clone())
+        if self._do_sample:
+            token = int(torch.multinomial(torch.softmax(scores_1V, dim=-1), 1, generator=self._random))
+        else:
+            token = int(scores_1V.argmax())
+        self.token_ids.append(token)
+        return token
+
+    @property
+    def finish_reason(self) -> str | None:
+        """`stop` after an end-of-sequence token, `length` where no more are allowed, None where it goes on."""
+        if self.token_ids and self.token_ids[-1] in self._stop_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self._max_new_tokens else None
+
+
+OnToken = Callable[[int, DynamicCache], None]
+
+
+def continue_from(
+    model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: int, on_token: OnToken | None = None, **kwargs: Any
+) -> list[int]:
+    """The tokens that `model.generate` gives behind the prompt, with its own processors, sampling and stopping.
+
+    `generate` given the prompt beside a full cache would prefill the prompt a second time without a word, so its first forward
+    is answered with the logits that are there. `fused.cache` is left as it is.
+
+    Args:
+        model: the model that the cache is of.
+        fused: the prompt.
+        max_new_tokens: at most so many tokens, the first included.
+        on_token: told of each generated token whose KV has come to the cache, and of the cache, which it leaves as it is.
+        kwargs: anything else `generate` takes.
+
+    """
+    prompt_1N = torch.tensor([fused.token_ids], device=fused.logits.device)
+    cache = branch_cache(fused.cache)
+    prefilled: list[CausalLMOutputWithPast] = [
+        CausalLMOutputWithPast(logits=fused.logits[None, None], past_key_values=cache),
+    ]
+    own_forward = model.forward
+
+    @functools.wraps(own_forward)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        if prefilled:
+            return prefilled.pop()
+        output = own_forward(*args, **inputs)
+        if on_token is not None:
+            on_token(int(inputs["input_ids"][0, -1]), cache)
+        return output
+
+    continuation: Any = copy.copy(model)
+    continuation.forward = forward  # of this shallow copy alone
+    output = continuation.generate(
+        prompt_1N,
+        attention_mask=torch.ones_like(prompt_1N),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        **kwargs,
+    )
+    sequence = output if isinstance(output, torch.Tensor) else output.sequences
+    return [int(token) for token in sequence[0, len(fused.token_ids) :]]
+
+
+def branch_cache(cache: DynamicCache) -> DynamicCache:
+    """A cache that begins with this one's keys and values; what is appended to it never shows in the original.
+
+    Nothing is copied: the layers of a `DynamicCache` replace their tensors when they grow.
+    """
+    branch = copy.copy(cache)
+    branch.layers = [copy.copy(layer) for layer in cache.layers]
+    return branch
