@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.files import make_folder
+from cacheblend.eval.data.source import SEARCHED_TOP_K
 from cacheblend.loader import Thresholds, write_calibration
 from cacheblend.service.cli import options
 
 from .data import DocumentsSource, Preset
-from .data.preset import SEARCHED_TOP_K
 from .methods import CONTEXTS, METHOD_OF_SELECTOR
 
 if TYPE_CHECKING:

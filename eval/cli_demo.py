@@ -290,7 +290,7 @@ def _passages_demo(
 
 def _reader_demo(embedder: str, top_k: int, recompute_ratio: float | None, as_json: bool) -> None:
     from cacheblend.service import Engine, EngineConfig
-    from cacheblend.service.cli.default_model import CHUNK_TOKENS, bundled_corpus, default_model
+    from cacheblend.service.cli.model import CHUNK_TOKENS, bundled_corpus, default_model
 
     from .demo import CLASSES, ask_all, bundled_questions, marked_tokens
 

@@ -307,7 +307,7 @@ def _config(
     """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
     options.hush_libraries()
     from cacheblend.service import EngineConfig
-    from cacheblend.service.cli.default_model import default_model
+    from cacheblend.service.cli.model import default_model
 
     from .run import EvalConfig
 

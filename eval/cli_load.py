@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.eval.load.sweep import LoadConfig
 from cacheblend.service.cli import options
 
 from .data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
-from .load.config import LoadConfig
 
 if TYPE_CHECKING:
     from .load import LoadRequest, Target
@@ -93,7 +93,7 @@ def load(
         cacheblend eval load --address http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:8001
     """
     options.hush_libraries()
-    from cacheblend.service.cli.default_model import default_model
+    from cacheblend.service.cli.model import default_model
 
     from .load import load_report, run_load
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cacheblend.eval.data.source import WORLD
 from cacheblend.service import Answer, Engine
-from cacheblend.service.cli.default_model import QUESTIONS
+from cacheblend.service.cli.model import QUESTIONS
 
-from .data.wording import WORLD
 from .metrics import f1
 from .world.question import TESTED
 

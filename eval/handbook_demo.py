@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from cacheblend.blend import FusedPrompt
+from cacheblend.eval.data.source import OWN_QUESTION
+from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
 from cacheblend.service.engine.prompt import PromptBuilder
 
-from .data.wording import OWN_QUESTION
 from .handbook import HandbookQuestion, QuestionClass
 from .methods.method import rows_run
 from .metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, first_token_kl_nats, normalize
-from .run.environment import has_random_weights
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 CLASSES: tuple[QuestionClass, ...] = get_args(QuestionClass)

@@ -29,7 +29,7 @@ from cacheblend.eval.data import Request, WorldSource
 from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.metrics import f1
-from cacheblend.service.cli.default_model import default_model
+from cacheblend.service.cli.model import default_model
 from cacheblend.store import ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from cacheblend.blend import ChunkContext, FusedPrompt, FusionConfig, Fusor, Segment
 from cacheblend.eval.data import Example, FileSource, Preset
-from cacheblend.eval.data.case_file import read_examples
-from cacheblend.eval.data.data_set import find_file
+from cacheblend.eval.data.file_source import find_file, read_examples
 from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.metrics import answer_nll_nats, first_token_kl_nats
 from cacheblend.retriever import Document, PlainTokenizer

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from cacheblend.eval.world import make_cases, write_corpus
-from cacheblend.service.cli.default_model import CORPUS, QUESTIONS, READER
+from cacheblend.service.cli.model import CORPUS, QUESTIONS, READER
 
 LARGEST = 16 * 2**20
 

@@ -17,15 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.base.errors import CacheBlendError, InputError
-from cacheblend.eval.world.batch import Batch
-from cacheblend.eval.world.checkpoint import load_checkpoint, save_checkpoint
+from cacheblend.eval.world.checkpoint import export_reader, load_checkpoint, load_reader, save_checkpoint
 from cacheblend.eval.world.curriculum import STAGES, Stage, draw_batch
-from cacheblend.eval.world.export import export_reader, load_reader
+from cacheblend.eval.world.lesson import Batch
 from cacheblend.eval.world.network import NetworkConfig
-from cacheblend.eval.world.tally import Tally
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.eval.world.trainer import TrainConfig, Trainer
-from cacheblend.eval.world.validation import examine
+from cacheblend.eval.world.validation import Tally, examine
 
 _CONFIG, _NETWORK = TrainConfig(), NetworkConfig()
 # Options that a resumed run takes from its checkpoint, and those that it may change.

@@ -1,14 +1,9 @@
 """Data sets: plain examples, and the requests that they become."""
 
-from .case_file import SCHEMA, read_examples
-from .data_set import DATA_SETS, DATA_VARIABLE, DataSet, data_set, find_file
 from .documents_source import DocumentsSource
-from .example import Example, Passage, Task
-from .file_source import FileSource
-from .preset import CHUNKINGS, ORDERS, PRESETS, Preset
-from .request import Request, arrange, make_request
-from .source import RequestSource
-from .wording import PROMPTS, Wording
+from .file_source import DATA_SETS, DATA_VARIABLE, SCHEMA, DataSet, FileSource, data_set, find_file, read_examples
+from .request import Example, Passage, Request, Task, arrange, make_request
+from .source import CHUNKINGS, ORDERS, PRESETS, PROMPTS, Preset, RequestSource, Wording
 from .world_source import WorldSource
 
 __all__ = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,13 +14,37 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service.engine.document_sources import parse_json, read_documents
 
-from .chunk_questions import chunk_questions
-from .example import Example, Task
-from .preset import SEARCHED_TOP_K, Preset
 from .remembering_embedder import RememberingEmbedder
-from .request import Request, arrange, make_request
-from .source import prompt_builder
-from .wording import OWN_QUESTION, Wording
+from .request import Example, Request, Task, arrange, make_request
+from .source import OWN_QUESTION, SEARCHED_TOP_K, Preset, Wording, prompt_builder
+
+QUESTION = "What does the text say about {topic}?"
+TOPIC_WORDS = 12
+SEED = 0
+_HEADING = re.compile(r"^#+\s+(\S.*)$", re.MULTILINE)
+_SENTENCE_END = re.compile(r"(?<=[.!?:;])\s")
+
+
+def chunk_questions(chunks: Sequence[Chunk], cases: int | None) -> list[Example]:
+    """A question about each chunk of a sample, the same for the same chunks; in random order.
+
+    Args:
+        chunks: of all documents.
+        cases: how many; None, and more than there are, for all.
+    """
+    sample = random.Random(SEED).sample(list(chunks), len(chunks) if cases is None else min(cases, len(chunks)))
+    return [
+        Example(f"{chunk.document_id}#{chunk.position}", QUESTION.format(topic=topic(chunk.text)), (), (), Task.QA)
+        for chunk in sample
+    ]
+
+
+def topic(text: str) -> str:
+    """What a text is about: its first heading (Markdown), or else the first words of its first sentence."""
+    heading = _HEADING.search(text)
+    line = heading[1] if heading else _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
+    return " ".join(line.split()[:TOPIC_WORDS]).strip(" .,:;!?#*|")
+
 
 QUESTION_SCHEMA = '{"question", "answers": [..] and "id" if there are any}'
 

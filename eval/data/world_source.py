@@ -10,10 +10,8 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.eval.world import CaseConfig, make_cases
 from cacheblend.retriever import Embedder, PlainTokenizer
 
-from .example import Example, Passage, Task
-from .request import Request, make_request
-from .source import prompt_builder
-from .wording import WORLD, Wording
+from .request import Example, Passage, Request, Task, make_request
+from .source import WORLD, Wording, prompt_builder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

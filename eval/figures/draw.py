@@ -9,20 +9,68 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.blend import Fusor
-from cacheblend.eval.data import RequestSource
+from cacheblend.eval.data import FileSource, RequestSource, WorldSource
 from cacheblend.eval.data.source import prompt_builder
 from cacheblend.eval.methods import METHODS, EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.run import EvalConfig, evaluate, load_fusor
-from cacheblend.eval.run.environment import has_random_weights
-from cacheblend.eval.run.report import metric_of
+from cacheblend.eval.run.folder import has_random_weights
+from cacheblend.eval.run.report import ALL, metric_of
 from cacheblend.retriever import Embedder
 
-from .attention_deviation import draw_attention_deviation, measure_attention
-from .batch_times import draw_batches, measure_batches
+from .figure_file import new_figure, save_figure
 from .quality_ttft import draw_methods, draw_ratios
-from .sweep import draw_sweep, with_chunk_tokens, with_chunks
-from .tier_times import draw_tiers, measure_tiers
-from .token_deviation import draw_distribution, draw_rank_correlation, token_deviations
+from .time_figures import draw_batches, draw_tiers, measure_batches, measure_tiers
+from .token_figures import (
+    draw_attention_deviation,
+    draw_distribution,
+    draw_rank_correlation,
+    measure_attention,
+    token_deviations,
+)
+
+# Two chunks an article in the world; the paper's own numbers in the other sets.
+WORLD_ARTICLES, TOP_K = (2, 3, 4, 5), (3, 6, 9, 12)
+WORLD_CHUNK_TOKENS, CHUNK_TOKENS = (64, 96, 128), (300, 512, 600, 900)
+
+
+def with_chunks(source: RequestSource) -> Mapping[str, RequestSource]:
+    """The same data set with fewer and more chunks a prompt, named by their number."""
+    if isinstance(source, WorldSource):
+        return {str(2 * articles): replace(source, articles=articles) for articles in WORLD_ARTICLES}
+    assert isinstance(source, FileSource)
+    return {str(top_k): replace(source, preset=replace(source.preset, top_k=top_k)) for top_k in TOP_K}
+
+
+def with_chunk_tokens(source: RequestSource) -> Mapping[str, RequestSource]:
+    """The same data set in shorter and longer chunks, named by their tokens."""
+    if isinstance(source, WorldSource):
+        return {str(tokens): replace(source, chunk_tokens=tokens) for tokens in WORLD_CHUNK_TOKENS}
+    assert isinstance(source, FileSource)
+    return {str(tokens): replace(source, preset=replace(source.preset, chunk_tokens=tokens)) for tokens in CHUNK_TOKENS}
+
+
+def draw_sweep(folder: Path, name: str, axis_title: str, summaries: Mapping[str, dict[str, Any]], measure: str) -> Path:
+    """A line a method over what was swept.
+
+    Args:
+        folder: where to.
+        name: of the files.
+        axis_title: what was swept.
+        summaries: by its value.
+        measure: a key of the summaries: a metric, or `ttft_s_median`.
+    """
+    figure, (axis,) = new_figure()
+    at = [int(value) for value in summaries]
+    rows: list[tuple[object, ...]] = []
+    for label in next(iter(summaries.values()))["methods"]:
+        found = [summary["methods"][label][ALL][measure] for summary in summaries.values()]
+        axis.plot(at, found, marker="o", label=label)
+        rows += [(label, *pair) for pair in zip(at, found, strict=True)]
+    axis.set_xlabel(axis_title)
+    axis.set_ylabel("TTFT, median (s)" if measure == "ttft_s_median" else measure)
+    axis.legend()
+    return save_figure(folder, name, figure, ("method", axis_title, measure), rows)
+
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 MEASURED_REQUESTS = 8  # of which deviations are taken

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from cacheblend.base.errors import ConfigError
 
@@ -43,3 +48,34 @@ def save_figure(folder: Path, name: str, figure: Figure, header: Sequence[str], 
     png = folder / f"{name}.png"
     figure.savefig(png, dpi=150)
     return png
+
+
+ROUNDS = 5
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is timed, and what is done before each time, untimed."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+def median_seconds(calls: Mapping[Key, Call], device: torch.device) -> dict[Key, float]:
+    """The median of `ROUNDS` interleaved rounds, after one that does not count."""
+    seconds: dict[Key, list[float]] = {key: [] for key in calls}
+    for _ in range(ROUNDS + 1):
+        for key, call in calls.items():
+            call.before()
+            _settle(device)
+            started = time.perf_counter()
+            call.run()
+            _settle(device)
+            seconds[key].append(time.perf_counter() - started)
+    return {key: statistics.median(times[1:]) for key, times in seconds.items()}
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend.eval.run.report import metric_of
-from cacheblend.eval.run.summary import ALL, REFERENCE
+from cacheblend.eval.run.report import ALL, REFERENCE, metric_of
 
 from .figure_file import new_figure, save_figure
 

@@ -1,11 +1,8 @@
 """Load: requests at random moments against servers, rates swept, methods side by side (paper figure 14)."""
 
-from .config import LoadConfig
-from .equal_ttft import Curve, throughput_at
-from .report import is_load_run, load_report, read_summary
-from .request_set import LoadRequest, load_requests, split_requests
-from .sweep import run_load
-from .target import Target, own_targets, peer_target
+from .report import Curve, is_load_run, load_report, read_summary, throughput_at
+from .sweep import LoadConfig, run_load
+from .target import LoadRequest, Target, load_requests, own_targets, peer_target, split_requests
 
 __all__ = [
     "Curve",

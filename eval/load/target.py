@@ -2,16 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.eval.data import RequestSource, Wording
+from cacheblend.base.errors import ConfigError, InputError, ServiceError
+from cacheblend.eval.data import Example, Request, RequestSource, Wording
+from cacheblend.retriever import Embedder
 
-from .request_set import LoadRequest
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A question over documents.
+
+    Args:
+        example: with the right answers.
+        question: in the data set's words.
+        documents: texts, in the prompt's order; chunks of one document are one text, since what is in front of a chunk in its
+            document tells which of its tokens must be recomputed.
+        chunk_tokens: of the longest chunk.
+        is_warm_up: the source sets it apart to fill caches.
+    """
+
+    example: Example
+    question: str
+    documents: tuple[str, ...]
+    chunk_tokens: int
+    is_warm_up: bool = False
+
+
+def load_requests(
+    source: RequestSource,
+    tokenizer: Any,
+    limit: int | None,
+    embedder: Embedder | None = None,
+    on_corpus: Callable[[int, int], None] | None = None,
+) -> Iterator[LoadRequest]:
+    """The requests of a source, made as they are asked for.
+
+    Args:
+        source: the data set.
+        tokenizer: measures chunks and prompts; a peer's own may count a little differently.
+        limit: longest prompt in tokens; None for no limit.
+        embedder: in place of the retriever's own.
+        on_corpus: see `RequestSource.requests`.
+    """
+    for request in source.requests(tokenizer, limit, embedder, on_corpus):
+        yield _texts(request, source, tokenizer)
+
+
+def split_requests(
+    requests: Iterable[LoadRequest], warm_up: int, rates: int, each: int
+) -> tuple[list[LoadRequest], list[list[LoadRequest]]]:
+    """Requests to warm up with, and those of every rate; no more are taken than that.
+
+    Raises:
+        InputError: there are too few.
+    """
+    coming = iter(requests)
+    apart: list[LoadRequest] = []
+    measured: list[LoadRequest] = []
+    for request in coming:
+        (apart if request.is_warm_up else measured).append(request)
+        if measured:
+            break
+    needed = rates * each if apart else warm_up + rates * each
+    measured += itertools.islice(coming, needed - len(measured))
+    if not apart:
+        apart, measured = measured[:warm_up], measured[warm_up:]
+    if len(measured) < rates * each:
+        raise InputError(
+            f"the data set has {len(measured)} requests behind the {len(apart)} that warm up, and {rates} rates of {each} need "
+            f"{rates * each}; lower --requests or give fewer rates"
+        )
+    return apart, [measured[rate * each : (rate + 1) * each] for rate in range(rates)]
+
+
+def _texts(request: Request, source: RequestSource, tokenizer: Any) -> LoadRequest:
+    pieces, documents = request.pieces, dict[str, str]()
+    for index, chunk in enumerate(pieces.chunks):
+        document = pieces.document_ids[index] if pieces.document_ids else str(index)
+        documents[document] = documents.get(document, "") + tokenizer.decode(chunk, clean_up_tokenization_spaces=False)
+    return LoadRequest(
+        request.example,
+        source.wording.question.format(question=request.example.question),
+        tuple(filter(None, map(str.strip, documents.values()))),
+        max(map(len, pieces.chunks), default=1),
+        request.is_warm_up,
+    )
+
 
 BETWEEN_DOCUMENTS = "\n\n"
 
@@ -153,3 +236,37 @@ def first_model(address: str, api_key: str | None) -> dict[str, Any]:
 
 def _headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
+LOOK_EVERY_S = 0.2
+
+
+async def settled_evictions(client: httpx.AsyncClient, target: Target) -> int | None:
+    """Wait until nothing is computed or written behind the requests any more, and give the entries that were evicted from NVMe.
+
+    What one step leaves to be done would otherwise be done beside the next target's.
+
+    Returns:
+        Evictions since the service started; None for another server, which does not tell.
+
+    Raises:
+        ServiceError: it does not answer.
+    """
+    if target.method is None:
+        return None
+    while True:
+        store = await _store(client, target)
+        if not (store["holes"] or store["pending_writes"]):
+            return int(store["nvme"]["evictions"])
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _store(client: httpx.AsyncClient, target: Target) -> dict[str, Any]:
+    url = f"{target.address}/v1/store"
+    try:
+        response = await client.get(url, headers=target.headers)
+        response.raise_for_status()
+        store: dict[str, Any] = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServiceError(f"{url} does not answer: {error}") from error
+    return store

@@ -1,9 +1,18 @@
 """The rival methods behind one small interface, one a file."""
 
-from .history import CacheHistory, EverythingCached, SeenBefore
-from .method import Method, MethodAnswer
-from .registry import DEFAULT_RATIO, FULL_REUSE, METHOD_OF_SELECTOR, METHODS, PlannedMethod, make_methods, plan_methods
-from .resident import CONTEXTS, ResidentRequest, StoredContexts
+from .method import CONTEXTS, Method, MethodAnswer, ResidentRequest, StoredContexts
+from .registry import (
+    DEFAULT_RATIO,
+    FULL_REUSE,
+    METHOD_OF_SELECTOR,
+    METHODS,
+    CacheHistory,
+    EverythingCached,
+    PlannedMethod,
+    SeenBefore,
+    make_methods,
+    plan_methods,
+)
 
 __all__ = [
     "CONTEXTS",

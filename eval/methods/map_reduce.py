@@ -3,15 +3,63 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import Any
 
-from cacheblend.blend import Fusor
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from cacheblend.blend import Fusor, Segment
 from cacheblend.eval.data import Example, Task, Wording, make_request
 from cacheblend.eval.data.source import prompt_builder
 from cacheblend.retriever import PlainTokenizer
 
-from .lone_chunk import read_chunk
-from .method import MethodAnswer, generate, rows_run
-from .resident import ResidentRequest
+from .method import MethodAnswer, ResidentRequest, generate, rows_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkAnswer:
+    """What the model says behind the head, one chunk and a tail.
+
+    Args:
+        token_ids: greedy.
+        confidence: mean log-probability of them.
+        recomputed_tokens: see `MethodAnswer`.
+        loaded_bytes: see `MethodAnswer`.
+    """
+
+    token_ids: list[int]
+    confidence: float
+    recomputed_tokens: float
+    loaded_bytes: int
+
+
+def read_chunk(fusor: Fusor, resident: ResidentRequest, index: int, tail: tuple[int, ...], max_new_tokens: int) -> ChunkAnswer:
+    """Continue head, chunk and tail. Head and chunk are a prefix that prefix caching holds, where the chunk is cached."""
+    prefix, kv = (*resident.pieces.head, *resident.pieces.chunks[index]), resident.lone_kv[index]
+    if fusor.max_positions is not None and len(prefix) + len(tail) + max_new_tokens > fusor.max_positions:
+        prefix, kv = prefix[: fusor.max_positions - len(tail) - max_new_tokens], None
+    fused = fusor.prefill((*prefix, *tail)) if kv is None else fusor.fuse([Segment(prefix, kv, exact=True), Segment(tail)])
+    confidence = _Confidence()
+    processors: Any = LogitsProcessorList([confidence])
+    token_ids, _ = generate(fusor, fused, max_new_tokens, logits_processor=processors)
+    return ChunkAnswer(
+        token_ids=token_ids,
+        confidence=sum(confidence.logprobs) / len(confidence.logprobs),
+        recomputed_tokens=rows_run(fused),
+        loaded_bytes=0 if kv is None else kv.nbytes,
+    )
+
+
+class _Confidence(LogitsProcessor):
+    """Notes the log-probability of the likeliest token of each step, which greedy decoding takes."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.logprobs.append(float(torch.log_softmax(scores[0].float(), dim=-1).max()))
+        return scores
 
 
 class MapReduce:
@@ -64,3 +112,33 @@ def _map_question(example: Example) -> str:
     if example.task is Task.SUMMARIZATION:
         return "Summarize this text in a few sentences."
     return f"Note in one sentence what this text says about the question: {example.question}"
+
+
+class MapRerank:
+    """Confidence is the mean log-probability of an answer's tokens. LangChain asks the model to write a score, which takes a
+    model that follows instructions; the log-probability exists for every model.
+
+    Args:
+        fusor: the model.
+    """
+
+    def __init__(self, fusor: Fusor) -> None:
+        self._fusor = fusor
+
+    def prepare(self, resident: ResidentRequest) -> None:
+        """KV of the head with each chunk."""
+        _ = resident.lone_kv
+
+    def answer(self, resident: ResidentRequest, max_new_tokens: int) -> MethodAnswer:
+        """The TTFT ends when the answer is chosen: no token of it can be shown before."""
+        started = time.perf_counter()
+        chunks, tail = range(len(resident.pieces.chunks)), resident.pieces.tail
+        answers = [read_chunk(self._fusor, resident, index, tail, max_new_tokens) for index in chunks]
+        best = max(answers, key=lambda answer: answer.confidence)
+        return MethodAnswer(
+            token_ids=best.token_ids,
+            ttft_s=time.perf_counter() - started,
+            recomputed_tokens=sum(answer.recomputed_tokens for answer in answers),
+            loaded_bytes=sum(answer.loaded_bytes for answer in answers),
+            fused=None,
+        )

@@ -2,12 +2,9 @@
 
 from cacheblend.blend.deviation import deviation_left, first_token_kl_nats
 
-from .answer_text import exact_match, f1, normalize
+from .answers import exact_match, f1, normalize, quality, rouge_l
 from .compute import ModelCompute, compute_share
-from .difference import Difference, paired_difference
-from .fidelity import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens
-from .quality import quality
-from .rouge_l import rouge_l
+from .fidelity import COMPARED_TOKENS, GOLD_TOKENS, Difference, answer_nll_nats, equal_greedy_tokens, paired_difference
 
 __all__ = [
     "COMPARED_TOKENS",

@@ -1,11 +1,9 @@
 """Runs: a configuration, its folder, and what came out."""
 
 from .calibration import CalibrationRun, calibrate, calibration_config
-from .config import EvalConfig
-from .folder import RunFolder
-from .report import report
+from .folder import EvalConfig, RunFolder
+from .report import report, summarize
 from .runner import evaluate, load_fusor
-from .summary import summarize
 
 __all__ = [
     "CalibrationRun",

@@ -17,9 +17,9 @@ from cacheblend.loader import Calibration, Measures, Thresholds
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.retriever import Embedder
 
-from .config import EvalConfig
+from .folder import EvalConfig
+from .report import ALL, REFERENCE
 from .runner import Progress, evaluate
-from .summary import ALL, REFERENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

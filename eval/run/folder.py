@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cacheblend.base.errors import InputError
+import torch
+
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.blend import Fusor
+from cacheblend.eval.data import RequestSource
+from cacheblend.eval.methods import CONTEXTS, DEFAULT_RATIO, METHODS, PlannedMethod, plan_methods
+from cacheblend.service.engine.config import DTYPES, check_max_tokens
 
 SETUP, ROWS, SUMMARY = "setup.json", "rows.jsonl", "summary.json"
 Row = dict[str, Any]
@@ -109,3 +119,109 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+LIBRARIES = ("cacheblend", "torch", "transformers")
+
+
+def has_random_weights(fusor: Fusor) -> bool:
+    """Whether the model's own configuration says that its weights were never trained."""
+    return bool(getattr(fusor.model.config, "random_weights", False))
+
+
+def environment(fusor: Fusor) -> dict[str, Any]:
+    """Plain values for a run's `setup.json`."""
+    device = fusor.decoder.device
+    return {
+        "fingerprint": fusor.fingerprint,
+        "weights": "random" if has_random_weights(fusor) else "trained",
+        "dtype": str(fusor.decoder.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(),
+        "processors": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in LIBRARIES},
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+changes" where tracked files differ from it; None where the code is no checkout."""
+    source = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        found = subprocess.run(
+            ["git", "-C", str(source.parent), *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+        return found.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", source.name)  # else it is a package inside somebody's checkout
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """One data set, one model, several methods.
+
+    Args:
+        source: the data set in its set-up.
+        model: directory, GGUF file, hub id or known name.
+        methods: names, see `METHODS`; differences are taken against full_recompute where it is among them.
+        ratios: recompute ratios, 0..1, of the methods that take one.
+        contexts: what the stored KV was computed after, of `CONTEXTS`, for the methods that reuse it.
+        max_new_tokens: most tokens of an answer; None takes the data set's.
+        device: a torch device.
+        dtype: auto, float32, bfloat16 or float16.
+        allow_unverified: take a model of an unverified family if the built-in check passes.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    source: RequestSource
+    model: str
+    methods: tuple[str, ...] = METHODS
+    ratios: tuple[float, ...] = (DEFAULT_RATIO,)
+    contexts: tuple[str, ...] = CONTEXTS[:1]
+    max_new_tokens: int | None = None
+    device: str = "cpu"
+    dtype: str = "auto"
+    allow_unverified: bool = False
+
+    def __post_init__(self) -> None:
+        self.planned()
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if self.max_new_tokens is not None:
+            check_max_tokens(self.max_new_tokens)
+
+    def planned(self) -> tuple[PlannedMethod, ...]:
+        """Methods and ratios as they run."""
+        return plan_methods(self.methods, self.ratios, self.contexts)
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self.max_new_tokens or self.source.new_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """The resolved configuration as plain values."""
+        return {
+            **asdict(self),
+            "source": {"data_set": self.source.name, **asdict(self.source)},  # type: ignore[call-overload]  # all are dataclasses
+            "methods": list(self.methods),
+            "ratios": list(self.ratios),
+            "contexts": list(self.contexts),
+            "max_new_tokens": self.new_tokens,
+        }

@@ -4,20 +4,179 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cacheblend.base.errors import InputError
-from cacheblend.blend import Fusor
+from cacheblend.blend import FusedPrompt, Fusor
+from cacheblend.eval.data import Example, Request
+from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.methods import (
+    CacheHistory,
+    EverythingCached,
+    MethodAnswer,
+    ResidentRequest,
+    SeenBefore,
+    StoredContexts,
+    make_methods,
+)
+from cacheblend.eval.methods.method import generate
+from cacheblend.eval.metrics import (
+    COMPARED_TOKENS,
+    GOLD_TOKENS,
+    ModelCompute,
+    answer_nll_nats,
+    compute_share,
+    deviation_left,
+    equal_greedy_tokens,
+    first_token_kl_nats,
+    quality,
+)
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import DTYPES
 
-from .case_runner import CaseRunner
-from .config import EvalConfig
-from .environment import environment
-from .folder import RunFolder
-from .summary import summarize
+from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
+from .report import summarize
+
+NEARNESS = (
+    "deviation_left",
+    "first_token_kl_nats",
+    "gold_nll_nats",
+    "gold_nll_over_full_nats",
+    "equal_greedy_tokens",
+    "compute_share",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reference:
+    """Full recompute of a case, untimed: what every method is held against.
+
+    Args:
+        full: its prompt.
+        token_ids: its first greedy tokens.
+        gold_ids: the right answer that it finds likeliest; empty where there is none to go by.
+        gold_nll_nats: of that answer.
+    """
+
+    full: FusedPrompt
+    token_ids: list[int]
+    gold_ids: tuple[int, ...] = ()
+    gold_nll_nats: float = 0.0
+
+
+class CaseRunner:
+    """Runs the methods of a configuration on one request after another, and remembers what they leave in the cache.
+
+    Args:
+        config: methods, ratios, data set.
+        fusor: the model.
+    """
+
+    def __init__(self, config: EvalConfig, fusor: Fusor) -> None:
+        self._config, self._fusor = config, fusor
+        self._wording = config.source.wording
+        self._methods = make_methods(config.planned(), fusor, self._wording)
+        self._history: CacheHistory = EverythingCached() if config.source.caches_all else SeenBefore()
+        self._is_random = has_random_weights(fusor)
+        self._prompts = prompt_builder(fusor.tokenizer, self._wording)
+        self._contexts = StoredContexts(fusor, self._prompts.head)
+        self._compute = ModelCompute.of(fusor.decoder)
+
+    def warm_up(self, request: Request) -> None:
+        """Run and mark every method once: what is missing shows at once, and no case has the times of first calls."""
+        resident = self._resident(request)
+        for method in self._methods.values():
+            method.prepare(resident)
+            answer = method.answer(resident, 1)
+            quality(request.example, self._text(answer))
+
+    def skip(self, request: Request) -> None:
+        """Let a request fill the cache without running it."""
+        self._history.remember(request.pieces.chunks)
+
+    def run(self, request: Request, index: int) -> Row:
+        """The case's row. Methods take turns at going first, so that none has the caches warmed by the same neighbour."""
+        resident = self._resident(request)
+        for method in self._methods.values():
+            method.prepare(resident)
+        reference = self._reference(request)
+        labels = list(self._methods)
+        start = index % len(labels)
+        results: dict[str, Any] = {}
+        for label in labels[start:] + labels[:start]:
+            self._settle()
+            answer = self._methods[label].answer(resident, self._config.new_tokens)
+            results[label] = self._result(request.example, answer, reference)
+        self._history.remember(request.pieces.chunks)
+        return {
+            "case": index,
+            "id": request.example.id,
+            "class": request.example.category,
+            "prompt_tokens": len(request.pieces.token_ids),
+            "chunks": len(request.pieces.chunks),
+            "dropped_chunks": request.dropped_chunks,
+            "cut_tokens": request.cut_tokens,
+            "methods": {label: results[label] for label in labels},
+        }
+
+    def _resident(self, request: Request) -> ResidentRequest:
+        cached, prefix = self._history.cached(request.pieces.chunks)
+        return ResidentRequest(self._fusor, request, self._contexts, cached, prefix)
+
+    def _reference(self, request: Request) -> _Reference:
+        full = self._fusor.prefill(request.pieces.token_ids)
+        token_ids, _ = generate(self._fusor, full, min(COMPARED_TOKENS, self._config.new_tokens))
+        positions = self._fusor.max_positions
+        room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
+        text = self._fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
+        answers = () if self._is_random else (self._wording.as_written(each, text) for each in request.example.answers)
+        golds = [ids for ids in (self._prompts.answer_ids(answer)[:room] for answer in answers) if ids]
+        if not golds:
+            return _Reference(full=full, token_ids=token_ids)
+        nll_nats, gold_ids = min((answer_nll_nats(self._fusor, full, ids), ids) for ids in golds)
+        return _Reference(full=full, token_ids=token_ids, gold_ids=gold_ids, gold_nll_nats=nll_nats)
+
+    def _result(self, example: Example, answer: MethodAnswer, reference: _Reference) -> dict[str, Any]:
+        prediction = self._text(answer)
+        found = quality(example, prediction)
+        return {
+            "prediction": prediction,
+            "quality": dict.fromkeys(found) if self._is_random else found,
+            "ttft_s": answer.ttft_s,
+            "new_tokens": len(answer.token_ids),
+            "recomputed_tokens": answer.recomputed_tokens,
+            "loaded_bytes": answer.loaded_bytes,
+            **self._nearness(answer.fused, answer.token_ids, reference),
+        }
+
+    def _nearness(self, fused: FusedPrompt | None, token_ids: Sequence[int], reference: _Reference) -> dict[str, Any]:
+        """Nearness to full recompute and the compute it took; None for methods that read another prompt."""
+        if fused is None:
+            return dict.fromkeys(NEARNESS)
+        gold_nll_nats = answer_nll_nats(self._fusor, fused, reference.gold_ids) if reference.gold_ids else None
+        found = (
+            deviation_left(fused.cache, reference.full.cache),
+            first_token_kl_nats(reference.full.logits, fused.logits),
+            gold_nll_nats,
+            None if gold_nll_nats is None else gold_nll_nats - reference.gold_nll_nats,
+            equal_greedy_tokens(reference.token_ids, token_ids),
+            compute_share(fused, self._compute),
+        )
+        return dict(zip(NEARNESS, found, strict=True))
+
+    def _text(self, answer: MethodAnswer) -> str:
+        return self._wording.answer_in(self._fusor.tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+
+    def _settle(self) -> None:
+        """A GPU may still be at the method before."""
+        if self._fusor.decoder.device.type == "cuda":
+            torch.cuda.synchronize(self._fusor.decoder.device)
+
 
 Progress = Callable[[str, int, int], None]
 

@@ -4,9 +4,7 @@
 The rest teaches the reader: `curriculum` writes its lessons, `trainer` gives them, `validation` marks them.
 """
 
-from .case import Case, CaseChunk, CaseConfig, make_cases, world_of
-from .corpus import documents, write_corpus
-from .guessing import guessing_levels
+from .case import Case, CaseChunk, CaseConfig, documents, guessing_levels, make_cases, world_of, write_corpus
 from .names import Split
 from .question import WORKING_ENDS, QuestionClass, prompt_of
 from .world import World, make_world

@@ -9,9 +9,102 @@ from dataclasses import dataclass
 
 from cacheblend.retriever.config import SEPARATOR
 
-from . import wording
-from .names import Split
+from .names import HE, SHE, Kind, Split
 from .world import Entity, Fact, Group, World
+
+OPENERS = (
+    "",
+    "by all accounts ",
+    "as most people know, ",
+    "it is often said that ",
+    "friends and rivals agree that ",
+)
+TAILS = (
+    "",
+    ", as the papers reported at the time",
+    ", which few visitors expect",
+    ", a detail that every guide repeats",
+    ", and nobody seems to mind",
+)
+QUESTION_OPENERS = ("", "tell me, ", "according to the articles, ")
+INTRODUCTIONS = ("{S} is {role}", "The subject here is {S}, {role}", "This entry is about {S}, {role}")
+
+ROLES: dict[Kind, tuple[str, ...]] = {
+    Kind.PERSON: ("a painter", "a lawyer", "a surgeon", "a baker", "a pilot", "an engineer", "a poet", "a farmer", "a judge"),
+    Kind.FIRM: ("a family firm", "a young company", "a large manufacturer", "a trading house"),
+    Kind.TOWN: ("a market town", "a quiet town", "a border town", "a walled town"),
+    Kind.CLUB: ("a football club", "a club of amateurs", "a proud club", "a small club"),
+    Kind.FILM: ("a film", "a silent film", "a popular film", "a long film"),
+    Kind.WORK: ("a novel", "a play", "a long poem", "a cycle of songs"),
+}
+STAND_INS: dict[Kind, tuple[tuple[str, str], ...]] = {
+    Kind.FIRM: (("it", "its"), ("the firm", "the firm's"), ("the company", "its")),
+    Kind.TOWN: (("it", "its"), ("the town", "the town's"), ("the place", "its")),
+    Kind.CLUB: (("it", "its"), ("the club", "the club's"), ("the side", "its")),
+    Kind.FILM: (("it", "its"), ("the film", "the film's"), ("the picture", "its")),
+    Kind.WORK: (("it", "its"), ("the work", "the work's"), ("the piece", "its")),
+}
+FILLERS = (
+    "Not much more is known about the early days",
+    "The rest of the story is told in older books",
+    "Several letters from that time were never opened",
+    "In those years the winters were long and the roads were poor",
+    "A small museum keeps a few photographs and a broken chair",
+    "Opinions on this have changed more than once",
+    "The archive has two pages on the matter and both are torn",
+    "Every autumn a few students come to ask about it",
+    "There was a fire in the records office and many papers were lost",
+    "People still argue about what happened next",
+    "A short speech is given on the first day of spring",
+    "The weather on that day was mild with some rain in the evening",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SubjectForm:
+    """What stands for the subject in one sentence, plain and possessive."""
+
+    plain: str
+    possessive: str
+
+
+def named(name: str) -> SubjectForm:
+    """The subject by its name."""
+    return SubjectForm(name, f"{name}'s")
+
+
+def stand_in(rng: random.Random, kind: Kind, pronoun: str) -> SubjectForm:
+    """The subject by pronoun or definite description: "she", "the firm"."""
+    if pronoun == SHE:
+        return SubjectForm("she", "her")
+    if pronoun == HE:
+        return SubjectForm("he", "his")
+    return SubjectForm(*rng.choice(STAND_INS[kind]))
+
+
+def is_held_out(opener: int, wording: int, period: int) -> bool:
+    """Whether training never shows this opener before this wording."""
+    return (opener + wording) % period == period - 1
+
+
+def pick(rng: random.Random, split: Split, openers: int, wordings: int, period: int, plain: float) -> tuple[int, int]:
+    """Indices of an opener and a wording that `split` may use; with probability `plain` no opener."""
+    while True:
+        opener = 0 if rng.random() < plain else rng.randrange(openers)
+        wording = rng.randrange(wordings)
+        if split is not Split.TRAIN or not is_held_out(opener, wording, period):
+            return opener, wording
+
+
+def capitalised(sentence: str) -> str:
+    """The sentence with its first letter in upper case."""
+    return sentence[0].upper() + sentence[1:]
+
+
+def with_opener(opener: str, sentence: str) -> str:
+    """The sentence behind an opener; its own first word loses its capital unless it is a name."""
+    return capitalised(opener + sentence) if opener else capitalised(sentence)
+
 
 # A token of the closed world, for counting without a tokenizer: a word, a mark, a line's end.
 _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
@@ -96,28 +189,28 @@ def _deal(facts: Sequence[Fact], chunks: int) -> list[list[Fact]]:
 
 
 def _introduction(rng: random.Random, entity: Entity) -> str:
-    role = rng.choice(wording.ROLES[entity.kind])
-    return rng.choice(wording.INTRODUCTIONS).format(S=entity.name, role=role) + "."
+    role = rng.choice(ROLES[entity.kind])
+    return rng.choice(INTRODUCTIONS).format(S=entity.name, role=role) + "."
 
 
 def _statement(rng: random.Random, split: Split, fact: Fact, style: Style, *, is_early: bool) -> tuple[str, bool]:
     """A sentence that tells `fact`, and whether it names the subject."""
     statements = fact.relation.statements
-    opener, index = wording.pick(rng, split, len(wording.OPENERS), len(statements), 5, style.plain)
-    form = wording.stand_in(rng, fact.subject.kind, fact.subject.pronoun)
+    opener, index = pick(rng, split, len(OPENERS), len(statements), 5, style.plain)
+    form = stand_in(rng, fact.subject.kind, fact.subject.pronoun)
     is_named = rng.random() < (style.named_early if is_early else style.named_late)
     if is_named:
-        form = wording.named(fact.subject.name)
+        form = named(fact.subject.name)
     elif rng.random() < style.restated and "{S}" in statements[index]:
-        form, is_named = wording.SubjectForm(f"{form.plain}, {fact.subject.name},", form.possessive), True
+        form, is_named = SubjectForm(f"{form.plain}, {fact.subject.name},", form.possessive), True
     body = statements[index].format(S=form.plain, P=form.possessive, O=fact.value)
-    tail = "" if rng.random() < style.plain else rng.choice(wording.TAILS)
-    return wording.with_opener(wording.OPENERS[opener], body) + tail + ".", is_named
+    tail = "" if rng.random() < style.plain else rng.choice(TAILS)
+    return with_opener(OPENERS[opener], body) + tail + ".", is_named
 
 
 def _fill(rng: random.Random, sentences: list[str], least_tokens: int, protect: int) -> str:
     """The sentences with idle ones put among them, none before the first `protect`, until there are enough tokens."""
-    fillers = rng.sample(wording.FILLERS, len(wording.FILLERS))
+    fillers = rng.sample(FILLERS, len(FILLERS))
     sentences = list(sentences)
     while count_tokens(" ".join(sentences) + SEPARATOR) < least_tokens and fillers:
         sentences.insert(rng.randint(protect, len(sentences)), fillers.pop() + ".")

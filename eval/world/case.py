@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 
 from cacheblend.base.errors import ConfigError
 
 from . import scene as scenes
-from .article import Style, Told
-from .names import Kind, Split
+from .article import Style, Told, write_article
+from .names import Kind, Relation, Split
 from .question import TESTED, Question, QuestionClass, may_join
-from .relation import Relation
 from .scene import Scene
 from .world import RELATIONS, Group, World, make_world
 
@@ -153,3 +156,51 @@ def _gold_places(told: Told) -> set[tuple[str, int]]:
 def document_id(name: str) -> str:
     """The id of the article about `name`."""
     return name.lower().replace(" ", "-")
+
+
+def documents(world: World, style: Style | None = None) -> Iterator[dict[str, object]]:
+    """Every article of a world as `{"id", "title", "text", "chunks"}`; `text` is its chunks put together."""
+    style = style or Style()
+    for groups in world.groups.values():
+        for group in groups:
+            for entity in group.entities:
+                article = write_article(world, group, entity, style)
+                yield {
+                    "id": document_id(entity.name),
+                    "title": entity.name,
+                    "text": article.text,
+                    "chunks": list(article.chunks),
+                }
+
+
+def write_corpus(path: Path, seed: int, articles: int = 210) -> int:
+    """Writes a corpus of at least `articles` test-split articles as JSONL; returns how many.
+
+    Raises:
+        FileExistsError: the file exists.
+    """
+    per_round = len(Kind) * GROUP_SIZE
+    world = make_world(str(seed), Split.TEST, -(-articles // per_round), GROUP_SIZE)
+    lines = [json.dumps(document, ensure_ascii=False) for document in documents(world, CaseConfig().style)]
+    with path.open("x", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+    return len(lines)
+
+
+def guessing_levels(cases: Iterable[Case]) -> dict[QuestionClass, float]:
+    """Mean F1, by class, of a guesser who knows the question's relation but not its subject.
+
+    The guesser picks evenly among the values that the context gives for that relation (of `compare`, among the two names);
+    names that share a word give part of a mark, so the level lies a little above one over the number of articles.
+    """
+    levels: dict[QuestionClass, list[float]] = defaultdict(list)
+    for case in cases:
+        level = fmean(max(_f1(candidate, answer) for answer in case.answers) for candidate in case.candidates)
+        levels[case.question_class].append(level)
+    return {each: fmean(values) for each, values in levels.items()}
+
+
+def _f1(said: str, wanted: str) -> float:
+    """Token F1 of two answers of the world, which need no normalising."""
+    common = sum((Counter(said.lower().split()) & Counter(wanted.lower().split())).values())
+    return 2 * common / (len(said.split()) + len(wanted.split()))

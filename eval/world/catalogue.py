@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from . import words
-from .names import Kind
-from .relation import Relation
+from . import names
+from .names import Kind, Relation
 
 PERSON = (
     Relation(
@@ -37,7 +36,7 @@ PERSON = (
     Relation(
         key="instrument",
         kind=Kind.PERSON,
-        values=words.INSTRUMENT,
+        values=names.INSTRUMENT,
         statements=("{S} plays the {O}", "{S} practises the {O}", "{P} instrument is the {O}"),
         questions=("What does {S} play?", "Which instrument does {S} practise?", "What is the instrument of {S}?"),
         reverse=("Who plays the {O}?", "Who practises the {O}?"),
@@ -45,7 +44,7 @@ PERSON = (
     Relation(
         key="prizes",
         kind=Kind.PERSON,
-        values=words.COUNTS,
+        values=names.COUNTS,
         statements=("{S} has won {O} prizes", "{S} holds {O} prizes", "{P} prizes number {O}"),
         questions=("How many prizes has {S} won?", "How many prizes does {S} hold?", "What is the number of prizes of {S}?"),
         reverse=("Who has won {O} prizes?", "Who holds {O} prizes?"),
@@ -55,7 +54,7 @@ PERSON = (
     Relation(
         key="debut",
         kind=Kind.PERSON,
-        values=words.YEARS,
+        values=names.YEARS,
         statements=("{S} made a debut in {O}", "{S} first appeared in {O}", "{P} debut was in {O}"),
         questions=("When did {S} make a debut?", "When did {S} first appear?", "When was the debut of {S}?"),
         reverse=("Who made a debut in {O}?", "Who first appeared in {O}?"),
@@ -86,7 +85,7 @@ FIRM = (
     Relation(
         key="product",
         kind=Kind.FIRM,
-        values=words.GOODS,
+        values=names.GOODS,
         statements=("{S} makes {O}", "{S} produces {O}", "{P} main product is {O}"),
         questions=("What does {S} make?", "What does {S} produce?", "What is the main product of {S}?"),
         reverse=("Which firm makes {O}?", "Which firm produces {O}?"),
@@ -94,7 +93,7 @@ FIRM = (
     Relation(
         key="shops",
         kind=Kind.FIRM,
-        values=words.COUNTS,
+        values=names.COUNTS,
         statements=("{S} runs {O} shops", "{S} owns {O} shops", "{P} shops number {O}"),
         questions=("How many shops does {S} run?", "How many shops does {S} own?", "What is the number of shops of {S}?"),
         reverse=("Which firm runs {O} shops?", "Which firm owns {O} shops?"),
@@ -104,7 +103,7 @@ FIRM = (
     Relation(
         key="opened",
         kind=Kind.FIRM,
-        values=words.YEARS,
+        values=names.YEARS,
         statements=("{S} opened in {O}", "{S} began trading in {O}", "{P} opening was in {O}"),
         questions=("When did {S} open?", "When did {S} begin trading?", "When was the opening of {S}?"),
         reverse=("Which firm opened in {O}?", "Which firm began trading in {O}?"),
@@ -126,7 +125,7 @@ TOWN = (
     Relation(
         key="river",
         kind=Kind.TOWN,
-        values=words.RIVER,
+        values=names.RIVER,
         statements=("{S} lies on the {O}", "{S} stands on the {O}", "{P} river is the {O}"),
         questions=("Which river does {S} lie on?", "Which river does {S} stand on?", "What is the river of {S}?"),
         reverse=("Which town lies on the {O}?", "Which town stands on the {O}?"),
@@ -143,7 +142,7 @@ TOWN = (
     Relation(
         key="bridges",
         kind=Kind.TOWN,
-        values=words.COUNTS,
+        values=names.COUNTS,
         statements=("{S} has {O} bridges", "{S} keeps {O} bridges", "{P} bridges number {O}"),
         questions=(
             "How many bridges does {S} have?",
@@ -157,7 +156,7 @@ TOWN = (
     Relation(
         key="charter",
         kind=Kind.TOWN,
-        values=words.YEARS,
+        values=names.YEARS,
         statements=("{S} became a city in {O}", "{S} received a charter in {O}", "{P} charter came in {O}"),
         questions=("When did {S} become a city?", "When did {S} receive a charter?", "When was the charter of {S}?"),
         reverse=("Which town became a city in {O}?", "Which town received a charter in {O}?"),
@@ -188,7 +187,7 @@ CLUB = (
     Relation(
         key="shirt",
         kind=Kind.CLUB,
-        values=words.COLOUR,
+        values=names.COLOUR,
         statements=("{S} plays in {O}", "{S} wears {O}", "{P} colour is {O}"),
         questions=("What colour does {S} play in?", "What colour does {S} wear?", "What is the colour of {S}?"),
         reverse=("Which club plays in {O}?", "Which club wears {O}?"),
@@ -196,7 +195,7 @@ CLUB = (
     Relation(
         key="titles",
         kind=Kind.CLUB,
-        values=words.COUNTS,
+        values=names.COUNTS,
         statements=("{S} has won {O} titles", "{S} holds {O} titles", "{P} titles number {O}"),
         questions=("How many titles has {S} won?", "How many titles does {S} hold?", "What is the number of titles of {S}?"),
         reverse=("Which club has won {O} titles?", "Which club holds {O} titles?"),
@@ -206,11 +205,124 @@ CLUB = (
     Relation(
         key="formed",
         kind=Kind.CLUB,
-        values=words.YEARS,
+        values=names.YEARS,
         statements=("{S} was formed in {O}", "{S} first played in {O}", "{P} first season was in {O}"),
         questions=("When was {S} formed?", "When did {S} first play?", "When was the first season of {S}?"),
         reverse=("Which club was formed in {O}?", "Which club first played in {O}?"),
         most=("Which club was formed later, {A} or {B}?", "Which club is younger, {A} or {B}?"),
         least=("Which club was formed earlier, {A} or {B}?", "Which club is older, {A} or {B}?"),
+    ),
+)
+
+
+FILM = (
+    Relation(
+        key="director",
+        kind=Kind.FILM,
+        target=Kind.PERSON,
+        statements=("{S} was directed by {O}", "{S} was shot by {O}", "{P} director was {O}"),
+        questions=("Who directed {S}?", "Who shot {S}?", "Who was the director of {S}?"),
+        reverse=("What did {O} direct?", "Which film was shot by {O}?"),
+        descriptions=("the director of {S}", "the person who directed {S}"),
+    ),
+    Relation(
+        key="studio",
+        kind=Kind.FILM,
+        target=Kind.FIRM,
+        statements=("{S} was financed by {O}", "{S} was released by {O}", "{P} studio was {O}"),
+        questions=("Who financed {S}?", "Which firm released {S}?", "What was the studio of {S}?"),
+        reverse=("What did {O} finance?", "Which film was released by {O}?"),
+        descriptions=("the studio of {S}", "the firm that financed {S}"),
+    ),
+    Relation(
+        key="setting",
+        kind=Kind.FILM,
+        target=Kind.TOWN,
+        statements=("{S} is set in {O}", "{S} takes place in {O}", "{P} setting is {O}"),
+        questions=("Where is {S} set?", "Where does {S} take place?", "What is the setting of {S}?"),
+        reverse=("Which film is set in {O}?", "Which film takes place in {O}?"),
+        descriptions=("the setting of {S}", "the town where {S} is set"),
+    ),
+    Relation(
+        key="awards",
+        kind=Kind.FILM,
+        values=names.COUNTS,
+        statements=("{S} received {O} awards", "{S} took {O} awards", "{P} awards number {O}"),
+        questions=("How many awards did {S} receive?", "How many awards did {S} take?", "What is the number of awards of {S}?"),
+        reverse=("Which film received {O} awards?", "Which film took {O} awards?"),
+        most=("Which film received more awards, {A} or {B}?", "Which film took more awards, {A} or {B}?"),
+        least=("Which film received fewer awards, {A} or {B}?", "Which film took fewer awards, {A} or {B}?"),
+    ),
+    Relation(
+        key="premiere",
+        kind=Kind.FILM,
+        values=names.YEARS,
+        statements=("{S} premiered in {O}", "{S} reached cinemas in {O}", "{P} premiere was in {O}"),
+        questions=("When did {S} premiere?", "When did {S} reach cinemas?", "When was the premiere of {S}?"),
+        reverse=("Which film premiered in {O}?", "Which film reached cinemas in {O}?"),
+        most=("Which film premiered later, {A} or {B}?", "Which film is younger, {A} or {B}?"),
+        least=("Which film premiered earlier, {A} or {B}?", "Which film is older, {A} or {B}?"),
+    ),
+)
+
+WORK = (
+    Relation(
+        key="author",
+        kind=Kind.WORK,
+        target=Kind.PERSON,
+        statements=("{S} was written by {O}", "{S} was composed by {O}", "{P} author was {O}"),
+        questions=("Who wrote {S}?", "Who composed {S}?", "Who was the author of {S}?"),
+        reverse=("What did {O} write?", "Which work was composed by {O}?"),
+        descriptions=("the author of {S}", "the person who wrote {S}"),
+    ),
+    Relation(
+        key="keeper",
+        kind=Kind.WORK,
+        target=Kind.TOWN,
+        statements=("{S} is kept in {O}", "{S} is shown in {O}", "{P} home is {O}"),
+        questions=("Where is {S} kept?", "Where is {S} shown?", "What is the home of {S}?"),
+        reverse=("Which work is kept in {O}?", "Which work is shown in {O}?"),
+        descriptions=("the home of {S}", "the town where {S} is kept"),
+    ),
+    Relation(
+        key="publisher",
+        kind=Kind.WORK,
+        target=Kind.FIRM,
+        statements=("{S} was published by {O}", "{S} was printed by {O}", "{P} publisher was {O}"),
+        questions=("Who published {S}?", "Which firm printed {S}?", "What was the publisher of {S}?"),
+        reverse=("What did {O} publish?", "Which work was printed by {O}?"),
+        descriptions=("the publisher of {S}", "the firm that published {S}"),
+    ),
+    Relation(
+        key="theme",
+        kind=Kind.WORK,
+        values=names.THEME,
+        statements=("{S} is about {O}", "{S} deals with {O}", "{P} theme is {O}"),
+        questions=("What is {S} about?", "What does {S} deal with?", "What is the theme of {S}?"),
+        reverse=("Which work is about {O}?", "Which work deals with {O}?"),
+    ),
+    Relation(
+        key="chapters",
+        kind=Kind.WORK,
+        values=names.COUNTS,
+        statements=("{S} has {O} chapters", "{S} consists of {O} chapters", "{P} chapters number {O}"),
+        questions=(
+            "How many chapters does {S} have?",
+            "How many chapters does {S} consist of?",
+            "What is the number of chapters of {S}?",
+        ),
+        reverse=("Which work has {O} chapters?", "Which work consists of {O} chapters?"),
+        most=("Which work has more chapters, {A} or {B}?", "Which work consists of more chapters, {A} or {B}?"),
+        least=("Which work has fewer chapters, {A} or {B}?", "Which work consists of fewer chapters, {A} or {B}?"),
+    ),
+    Relation(
+        key="finished",
+        kind=Kind.WORK,
+        values=names.YEARS,
+        statements=("{S} was finished in {O}", "{S} was completed in {O}", "{P} completion was in {O}"),
+        questions=("When was {S} finished?", "When was {S} completed?", "When was the completion of {S}?"),
+        reverse=("Which work was finished in {O}?", "Which work was completed in {O}?"),
+        most=("Which work was finished later, {A} or {B}?", "Which work is younger, {A} or {B}?"),
+        least=("Which work was finished earlier, {A} or {B}?", "Which work is older, {A} or {B}?"),
     ),
 )

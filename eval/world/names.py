@@ -11,7 +11,74 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-from . import words
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _compose(starts: str, ends: str) -> tuple[str, ...]:
+    return tuple(start + end for start in starts.split() for end in ends.split())
+
+
+_GIVEN = "Mar El Sel Tal Or Vel Lin Ros Bri Cal Dor Fen Gil Hes Is Jun Kes Nor Pel Wil"
+GIVEN_SHE = _compose(_GIVEN, "a ia ena ara ise elle ine etta ova wyn")
+GIVEN_HE = _compose(_GIVEN, "an or ek us on ard imir ik eth olt")
+FAMILY = _compose(
+    "Quil Har Bram Thorn Wex Lund Mor Pren Ash Bel Crev Dun Eck Fal Grim Hol "
+    "Ing Jar Kel Lam Mund Nax Osk Pim Rath Sted Tarn Ulv Vost Wynd Yar Zell",
+    "ley er by man sen ow ick ard ens ing et ald ane oft une ish",
+)
+
+TOWN_FRONT = _words(
+    "Port Old New Upper Lower East West North South Great Little Saint Fort Mount Lake Castle Bishop King Long High "
+    "Stone White Black Cold"
+)
+TOWN_ROOT = _compose(
+    "Aver Bar Cran Dal Ember Frost Gar Heath Ivel Kirk Lang Mil Nether Oak Pen Raven Shel Tan Under Vint Wal Yarn Zan Brook",
+    "ford mere wick holm dale haven stead bury",
+)
+FIRM_ROOT = _compose(
+    "Orin Tel Vant Sol Quor Lex Mir Nov Pyr Rad Syn Trel Umb Ver Xan Zeph Ard Bex Cor Dyn Elt Fluv Gant Hyd",
+    "ex ano ium ara ica eon ux ella",
+)
+FIRM_NOUN = _words(
+    "Labs Works Mills Motors Foods Glass Steel Press Lines Partners Brothers Textiles Chemicals Shipping Optics "
+    "Mining Timber Tools Energy Systems Trading Paper Ceramics Foundry"
+)
+CLUB_ROOT = _compose(
+    "Pike Stag Otter Falcon Lynx Badger Heron Viper Condor Marten Bison Walrus Kestrel Jackal Mantis Osprey Puma Raccoon "
+    "Salmon Tiger Urchin Vulture Weasel Zebra",
+    "hill gate side brook",
+)
+CLUB_NOUN = _words(
+    "Rovers United Rangers Athletic Wanderers Albion County Harriers Comets Royals Dynamos Pilots Miners Sailors "
+    "Rockets Giants Saints Pirates Archers Knights Hornets Lancers Monarchs Scouts"
+)
+TITLE_FRONT = _words(
+    "Silent Burning Broken Golden Hidden Distant Frozen Crimson Hollow Gentle Savage Secret Silver Velvet Wandering "
+    "Weary Bitter Bright Crooked Faded Fearless Forgotten Humble Iron Lonely Lost Midnight Patient Quiet Restless "
+    "Rising Sacred Scarlet Shattered Sleeping Solemn Stolen Stormy Stubborn Sunken Tender Thirsty Tired Twisted "
+    "Unseen Vanished Vivid Wicked"
+)
+TITLE_NOUN = _words(
+    "Harbor Garden Mirror River Winter Orchard Lantern Letter Mountain Kingdom Bridge Clock Crown Desert Door Echo "
+    "Engine Feather Forest Fountain Ghost Hunter Island Journey Ladder Lighthouse Meadow Moon Morning Ocean Palace "
+    "Promise Shadow Shore Signal Soldier Song Stranger Summer Thunder Tower Traveler Valley Voyage Widow Window "
+    "Witness Wolf"
+)
+WORK_FRONT = _words(
+    "Portrait Study Legend Ballad Hymn Dream Dance Tale Map Memory Vision Lament Elegy Rhapsody Chronicle Fable "
+    "Sonata Sketch Riddle Prayer Story Vigil Feast Parade"
+)
+
+TRADE = _words("painter lawyer surgeon baker pilot engineer poet farmer singer chemist judge sailor")
+INSTRUMENT = _words("cello flute harp violin trumpet piano oboe banjo organ lute clarinet guitar drum viola tuba zither")
+GOODS = _words("clocks carpets lenses boots candles bicycles cheese rope pianos tiles umbrellas kettles maps paint soap gloves")
+COLOUR = _words("red blue green yellow purple orange black white brown gray pink gold silver crimson teal maroon")
+RIVER = _compose("Ald Brin Carr Drav Elm Isk Lorn Meth", "a en ow us")
+THEME = _words("war love hunger exile music justice grief childhood hope revenge faith friendship travel silence greed courage")
+YEARS = tuple(str(year) for year in range(1900, 2000))
+COUNTS = tuple(str(count) for count in range(2, 62))
 
 
 class Split(StrEnum):
@@ -54,13 +121,13 @@ SHE = "she"
 IT = "it"
 
 PATTERNS: dict[tuple[Kind, str], NamePattern] = {
-    (Kind.PERSON, SHE): NamePattern(words.GIVEN_SHE, words.FAMILY),
-    (Kind.PERSON, HE): NamePattern(words.GIVEN_HE, words.FAMILY),
-    (Kind.FIRM, IT): NamePattern(words.FIRM_ROOT, words.FIRM_NOUN),
-    (Kind.TOWN, IT): NamePattern(words.TOWN_FRONT, words.TOWN_ROOT),
-    (Kind.CLUB, IT): NamePattern(words.CLUB_ROOT, words.CLUB_NOUN),
-    (Kind.FILM, IT): NamePattern(words.TITLE_FRONT, words.TITLE_NOUN),
-    (Kind.WORK, IT): NamePattern(words.WORK_FRONT, words.TITLE_NOUN, joint=" of "),
+    (Kind.PERSON, SHE): NamePattern(GIVEN_SHE, FAMILY),
+    (Kind.PERSON, HE): NamePattern(GIVEN_HE, FAMILY),
+    (Kind.FIRM, IT): NamePattern(FIRM_ROOT, FIRM_NOUN),
+    (Kind.TOWN, IT): NamePattern(TOWN_FRONT, TOWN_ROOT),
+    (Kind.CLUB, IT): NamePattern(CLUB_ROOT, CLUB_NOUN),
+    (Kind.FILM, IT): NamePattern(TITLE_FRONT, TITLE_NOUN),
+    (Kind.WORK, IT): NamePattern(WORK_FRONT, TITLE_NOUN, joint=" of "),
 }
 
 
@@ -88,3 +155,35 @@ class Namer:
             self._used |= parts | {name}
             return name
         raise AssertionError(f"no unused {kind} name is left in split {self._split}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """A relation between a subject of one kind and a value.
+
+    `{S}` stands for the subject, `{P}` for its possessive, `{O}` for the value. A value is the name of an entity of kind
+    `target` (another article's subject), or one of `values`.
+
+    Attributes:
+        statements: wordings of the fact as a sentence.
+        questions: wordings that ask for the value.
+        reverse: wordings that ask for the subject.
+        descriptions: noun phrases that stand for the value without naming it, for questions of two hops.
+        most, least: wordings that ask which of `{A}` and `{B}` has the greater or the smaller value; numbers only.
+    """
+
+    key: str
+    kind: Kind
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    reverse: tuple[str, ...]
+    target: Kind | None = None
+    values: tuple[str, ...] = ()
+    descriptions: tuple[str, ...] = ()
+    most: tuple[str, ...] = ()
+    least: tuple[str, ...] = ()
+
+    @property
+    def is_number(self) -> bool:
+        """Whether two values can be compared."""
+        return bool(self.most)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend.base.errors import ConfigError
 
-from . import lesson_attention
+from . import lesson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def make_network(config: NetworkConfig, tokenizer: PreTrainedTokenizerFast, seed
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    llama._attn_implementation = lesson_attention.NAME
+    llama._attn_implementation = lesson.NAME
     network = LlamaForCausalLM(llama)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -8,10 +8,9 @@ from enum import StrEnum
 
 from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION
 
-from . import wording
+from . import article
 from .article import Told
-from .names import Split
-from .relation import Relation
+from .names import Relation, Split
 
 
 class QuestionClass(StrEnum):
@@ -147,8 +146,8 @@ def may_join(first: Relation, second: Relation) -> bool:
 
 
 def _worded(rng: random.Random, split: Split, wordings: tuple[str, ...], plain: float) -> str:
-    opener, index = wording.pick(rng, split, len(wording.QUESTION_OPENERS), len(wordings), 4, plain)
+    opener, index = article.pick(rng, split, len(article.QUESTION_OPENERS), len(wordings), 4, plain)
     text = wordings[index]
     if opener:
         text = text[0].lower() + text[1:]
-    return wording.with_opener(wording.QUESTION_OPENERS[opener], text)
+    return article.with_opener(article.QUESTION_OPENERS[opener], text)

@@ -10,9 +10,8 @@ from itertools import combinations
 
 from . import question
 from .article import Article, Style, Told, write_article
-from .names import Split
+from .names import Relation, Split
 from .question import Question, QuestionClass
-from .relation import Relation
 from .world import Entity, Group, World
 
 

@@ -16,11 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.service.engine.config import INSTRUCTION
 from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION
 
-from . import wording
-from .catalogue import CLUB, FIRM, PERSON, TOWN
-from .catalogue_of_works import FILM, WORK
-from .names import PATTERNS
-from .relation import Relation
+from . import article
+from .catalogue import CLUB, FILM, FIRM, PERSON, TOWN, WORK
+from .names import PATTERNS, Relation
 
 BOS = "<s>"
 EOS = "</s>"
@@ -77,11 +75,11 @@ def _names() -> Iterable[str]:
 
 def _phrases() -> Iterable[str]:
     yield from (*INSTRUCTION.splitlines(), BEFORE_QUESTION, AFTER_QUESTION)
-    yield from (*wording.OPENERS, *wording.TAILS, *wording.QUESTION_OPENERS, *wording.INTRODUCTIONS)
-    yield from wording.FILLERS
-    for roles in wording.ROLES.values():
+    yield from (*article.OPENERS, *article.TAILS, *article.QUESTION_OPENERS, *article.INTRODUCTIONS)
+    yield from article.FILLERS
+    for roles in article.ROLES.values():
         yield from roles
-    for stand_ins in wording.STAND_INS.values():
+    for stand_ins in article.STAND_INS.values():
         yield from (text for pair in stand_ins for text in pair)
     yield from ("she", "he", "her", "his")
     yield from (pattern.joint for pattern in PATTERNS.values())

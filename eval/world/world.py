@@ -10,17 +10,16 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from . import catalogue, catalogue_of_works
-from .names import HE, IT, SHE, Kind, Namer, Split
-from .relation import Relation
+from . import catalogue
+from .names import HE, IT, SHE, Kind, Namer, Relation, Split
 
 RELATIONS: Mapping[Kind, tuple[Relation, ...]] = {
     Kind.PERSON: catalogue.PERSON,
     Kind.FIRM: catalogue.FIRM,
     Kind.TOWN: catalogue.TOWN,
     Kind.CLUB: catalogue.CLUB,
-    Kind.FILM: catalogue_of_works.FILM,
-    Kind.WORK: catalogue_of_works.WORK,
+    Kind.FILM: catalogue.FILM,
+    Kind.WORK: catalogue.WORK,
 }
 
 # Numbers of one group are at least this far apart, so that "more" and "older" have one clear answer.

@@ -54,7 +54,7 @@ def ask(
     from cacheblend.service.engine.config import EngineConfig
     from cacheblend.service.engine.engine import Engine
 
-    from .default_model import bundled_corpus, choose_model
+    from .model import bundled_corpus, choose_model
 
     if model is not None and not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")

@@ -12,12 +12,7 @@ import typer
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
 
 from . import ask as cli_ask
-from . import documents as cli_documents
-from . import ingest as cli_ingest
-from . import model as cli_model
-from . import plan as cli_plan
-from . import profile as cli_profile
-from . import serve as cli_serve
+from . import documents, model, profile, serve
 from . import store as cli_store
 from .options import stderr, stdout
 from .terminal import VisibleFormatter, visible
@@ -30,14 +25,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("ingest")(cli_ingest.ingest)
+app.command("ingest")(documents.ingest)
 app.command("ask")(cli_ask.ask)
-app.command("serve")(cli_serve.serve)
-app.command("api-key")(cli_serve.api_key)
-app.command("profile")(cli_profile.profile)
-app.command("plan")(cli_plan.plan)
-app.add_typer(cli_model.app, name="model")
-app.add_typer(cli_documents.app, name="documents")
+app.command("serve")(serve.serve)
+app.command("api-key")(serve.api_key)
+app.command("profile")(profile.profile)
+app.command("plan")(profile.plan)
+app.add_typer(model.app, name="model")
+app.add_typer(documents.app, name="documents")
 app.add_typer(cli_store.app, name="store")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from cacheblend.base.errors import InputError, ProfileError
+from cacheblend.loader import LoaderConfig, Profile, compare_devices, load_profile, read_price_table
 from cacheblend.loader.profiler import LENGTHS, RATIOS
 
 from . import options
@@ -80,3 +84,91 @@ def profile(
             f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read", highlight=False
         )
     options.stdout.print(f"{measured.device}; kept in {path}", highlight=False, soft_wrap=True)
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; its profile is beside the store."),
+    ] = None,
+    profile_file: Annotated[
+        Path | None,
+        typer.Option("--profile", help="A profile file, in place of the model's own; it may be of another machine."),
+    ] = None,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="CSV: device, read_bytes_per_s, price_per_gb_month and, if known, read_s. Left out: an example."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Reused tokens of a request.")] = 3072,
+    ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = LoaderConfig().quality_ratio,
+    stored_tokens: Annotated[int | None, typer.Option(help="Tokens to store, for the price; left out: --tokens.")] = None,
+    device: options.Device = DEFAULTS["device"],
+    dtype: options.Dtype = DEFAULTS["dtype"],
+    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
+    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    as_json: options.Json = False,
+) -> None:
+    """Compare storage devices for a model's KV, and name the cheapest that adds no delay to a request.
+
+    Examples:
+        cacheblend profile ./model && cacheblend plan ./model --tokens 4096
+
+        cacheblend plan --profile gpu-box.json --prices devices.csv --stored-tokens 100000000 --json
+    """
+    table = read_price_table(prices)
+    if profile_file is not None:
+        measured = load_profile(profile_file)
+    elif model is not None:
+        measured = _profile_of(model, store_dir, device, dtype, allow_unverified=allow_unverified)
+    else:
+        raise InputError("give a model, or a profile with --profile")
+    choices = compare_devices(
+        measured, table, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens
+    )
+    cheapest = next((choice.device.device for choice in choices if choice.adds_no_delay), None)
+    if as_json:
+        options.print_json(
+            {
+                "cheapest": cheapest,
+                "tokens": tokens,
+                "ratio": ratio,
+                "stored_tokens": tokens if stored_tokens is None else stored_tokens,
+                "profiled_on": measured.device,
+                "devices": [dataclasses.asdict(choice) | dataclasses.asdict(choice.device) for choice in choices],
+            }
+        )
+        return
+    out = options.stdout
+    rows = Table("device", "price a month", "load a layer", "recompute a layer", "TTFT", "delay", "full prefill", "")
+    for choice in choices:
+        rows.add_row(
+            choice.device.device,
+            f"{choice.price_per_month:,.4g}",
+            f"{choice.load_layer_s * 1000:,.2f} ms",
+            f"{choice.recompute_layer_s * 1000:,.2f} ms",
+            f"{choice.prefill_s * 1000:,.0f} ms",
+            f"{choice.delay_s * 1000:,.0f} ms",
+            f"{choice.full_s * 1000:,.0f} ms",
+            "cheapest without delay" if choice.device.device == cheapest else "no delay" if choice.adds_no_delay else "",
+        )
+    out.print(rows)
+    out.print(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}", highlight=False)
+    if cheapest is None:
+        out.print("no device of the table is fast enough to add no delay at this ratio", highlight=False)
+
+
+def _profile_of(model: str, store_dir: Path, device: str, dtype: str, *, allow_unverified: bool) -> Profile:
+    options.hush_libraries()
+    from cacheblend.blend import Fusor
+    from cacheblend.service.engine.config import DTYPES, EngineConfig
+    from cacheblend.service.engine.profiles import find_profile
+
+    config = EngineConfig(model=model, store_dir=store_dir, device=device, dtype=dtype, allow_unverified=allow_unverified)
+    fusor = Fusor.from_pretrained(model, config.resolve_device(), DTYPES[dtype], allow_unverified=allow_unverified)
+    found = find_profile(config, fusor)
+    if found is None:
+        raise ProfileError(
+            f"there is no profile of {model} on this device in {config.profile_dir}; run `cacheblend profile {model}` first"
+        )
+    return found

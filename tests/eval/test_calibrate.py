@@ -16,7 +16,7 @@ from cacheblend.blend import SELECTORS, Fusor
 from cacheblend.blend.deviation import equal_tokens_share, first_token_kl_nats
 from cacheblend.eval import cli
 from cacheblend.eval.data import DocumentsSource
-from cacheblend.eval.data.chunk_questions import chunk_questions, topic
+from cacheblend.eval.data.documents_source import chunk_questions, topic
 from cacheblend.eval.methods import METHOD_OF_SELECTOR
 from cacheblend.eval.run import calibration_config
 from cacheblend.eval.run.calibration import Setting, choose, selector_beyond

@@ -6,8 +6,7 @@ import pytest
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.eval.world.article import count_tokens
-from cacheblend.eval.world.case import Case, CaseConfig, make_cases, world_of
-from cacheblend.eval.world.guessing import guessing_levels
+from cacheblend.eval.world.case import Case, CaseConfig, guessing_levels, make_cases, world_of
 from cacheblend.eval.world.names import Split
 from cacheblend.eval.world.question import TESTED, QuestionClass
 from cacheblend.eval.world.world import World

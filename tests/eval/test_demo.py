@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cacheblend.eval.demo import CLASSES, ask_all, bundled_questions, marked_tokens
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.cli.default_model import CHUNK_TOKENS, READER, bundled_corpus, default_model
+from cacheblend.service.cli.model import CHUNK_TOKENS, READER, bundled_corpus, default_model
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cacheblend.eval.load import Curve, throughput_at
-from cacheblend.eval.load.equal_ttft import Reached, equal_ttft
-from cacheblend.eval.load.step import Step
+from cacheblend.eval.load.report import Reached, equal_ttft
+from cacheblend.eval.load.sample import Step
 
 
 @pytest.mark.parametrize(

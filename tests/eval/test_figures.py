@@ -10,10 +10,14 @@ import torch
 
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import WorldSource
-from cacheblend.eval.figures import draw as drawing
-from cacheblend.eval.figures import draw_figures, sweep
-from cacheblend.eval.figures.attention_deviation import attention_deviation, forward_attention
-from cacheblend.eval.figures.token_deviation import draw_distribution, draw_rank_correlation, token_deviations
+from cacheblend.eval.figures import draw, draw_figures
+from cacheblend.eval.figures.token_figures import (
+    attention_deviation,
+    draw_distribution,
+    draw_rank_correlation,
+    forward_attention,
+    token_deviations,
+)
 from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.run import EvalConfig
 
@@ -35,10 +39,10 @@ ALL = {
 @pytest.fixture
 def config(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> EvalConfig:
     """One case a run, short sweeps."""
-    monkeypatch.setattr(drawing, "MEASURED_REQUESTS", 1)
-    monkeypatch.setattr(drawing, "RATIOS", (0.1, 0.5))
-    monkeypatch.setattr(sweep, "WORLD_ARTICLES", (2, 3))
-    monkeypatch.setattr(sweep, "WORLD_CHUNK_TOKENS", (64, 80))
+    monkeypatch.setattr(draw, "MEASURED_REQUESTS", 1)
+    monkeypatch.setattr(draw, "RATIOS", (0.1, 0.5))
+    monkeypatch.setattr(draw, "WORLD_ARTICLES", (2, 3))
+    monkeypatch.setattr(draw, "WORLD_CHUNK_TOKENS", (64, 80))
     return EvalConfig(source=WorldSource(cases=1), model=str(model_dir), max_new_tokens=1)
 
 
@@ -82,7 +86,7 @@ def test_random_weights_have_no_quality_figures(
 ) -> None:
     """Of random weights the figures of quality are left out, with the reason, and the others are made."""
     monkeypatch.setattr(fusor.model.config, "random_weights", True, raising=False)
-    monkeypatch.setattr(drawing, "_draw_measured", lambda *_: {})
+    monkeypatch.setattr(draw, "_draw_measured", lambda *_: {})
     made = draw_figures(config, tmp_path, fusor=fusor)
     for name in ("fig12_quality_ttft", "fig13_rag_methods", "fig2_quality_by_chunks"):
         assert "random" in made[name]

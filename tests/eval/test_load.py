@@ -14,11 +14,8 @@ from peers import EXAMPLE, REQUEST, SOURCE, USAGE, WORDING, peer, piece, refuse,
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.load import LoadConfig, LoadRequest, Target, peer_target
-from cacheblend.eval.load.arrivals import poisson_arrivals
-from cacheblend.eval.load.open_loop import send_on_time
-from cacheblend.eval.load.request_set import load_requests, split_requests
-from cacheblend.eval.load.sample import Sample, ask
-from cacheblend.eval.load.step import step_of
+from cacheblend.eval.load.sample import Sample, ask, poisson_arrivals, send_on_time, step_of
+from cacheblend.eval.load.target import load_requests, split_requests
 
 
 def asked(address: str, *, count: int = 1, arrivals_s: list[float] | None = None, **changes: Any) -> list[Sample]:

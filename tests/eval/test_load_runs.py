@@ -18,7 +18,7 @@ from cacheblend.blend import Fusor
 from cacheblend.eval import cli
 from cacheblend.eval.load import LoadConfig, load_report, peer_target, run_load
 from cacheblend.eval.load.own_server import own_server
-from cacheblend.eval.load.request_set import load_requests, split_requests
+from cacheblend.eval.load.target import load_requests, split_requests
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server
 

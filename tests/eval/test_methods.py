@@ -13,7 +13,7 @@ from prompts import assert_same_kv
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import Request, WorldSource
-from cacheblend.eval.data.wording import WORLD
+from cacheblend.eval.data.source import WORLD
 from cacheblend.eval.methods import (
     CONTEXTS,
     METHODS,

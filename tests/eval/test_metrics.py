@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.eval.metrics import deviation_left, exact_match, f1, paired_difference, rouge_l
-from cacheblend.eval.metrics.rouge_l import _scorer
+from cacheblend.eval.metrics.answers import _scorer
 
 WORDS = [
     "the",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cacheblend.eval.data import WorldSource
 from cacheblend.eval.run import EvalConfig, evaluate
-from cacheblend.service.cli.default_model import default_model
+from cacheblend.service.cli.model import default_model
 
 METHODS = ("full_recompute", "full_reuse", "blend", "blend_hkvd")
 ONE_OF_EIGHT = 0.13  # cases of a class

@@ -27,8 +27,7 @@ from cacheblend.eval.data import (
     make_request,
     read_examples,
 )
-from cacheblend.eval.data.source import prompt_builder
-from cacheblend.eval.data.wording import EXAMPLES, SHORT_ANSWER, WORLD
+from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, WORLD, prompt_builder
 from cacheblend.eval.world import make_cases, prompt_of
 from cacheblend.eval.world.tokens import make_tokenizer
 

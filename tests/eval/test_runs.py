@@ -12,7 +12,7 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import WorldSource
 from cacheblend.eval.run import EvalConfig, RunFolder, evaluate, report, summarize
-from cacheblend.eval.run.case_runner import CaseRunner
+from cacheblend.eval.run.runner import CaseRunner
 from cacheblend.eval.world.question import TESTED
 
 METHODS = ("full_recompute", "full_reuse", "blend")

@@ -10,14 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.eval.world.batch import Batch
-from cacheblend.eval.world.checkpoint import load_checkpoint, save_checkpoint
+from cacheblend.eval.world.checkpoint import export_reader, load_checkpoint, load_reader, save_checkpoint
 from cacheblend.eval.world.curriculum import STAGES, draw_batch
-from cacheblend.eval.world.exam import losses, mark
-from cacheblend.eval.world.export import export_reader, load_reader
+from cacheblend.eval.world.lesson import Batch
 from cacheblend.eval.world.network import NetworkConfig, grow, make_network
 from cacheblend.eval.world.tokens import make_tokenizer
-from cacheblend.eval.world.trainer import TrainConfig, Trainer
+from cacheblend.eval.world.trainer import TrainConfig, Trainer, losses, mark
 
 TOKENIZER = make_tokenizer()
 TINY = NetworkConfig(width=16, mlp_width=16, layers=4, heads=2)

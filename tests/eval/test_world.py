@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.eval.world.article import Style, count_tokens, write_article
-from cacheblend.eval.world.corpus import documents, write_corpus
+from cacheblend.eval.world.case import documents, write_corpus
 from cacheblend.eval.world.names import PATTERNS, RESIDUES, Kind, Namer, Split, split_of
 from cacheblend.eval.world.world import World, make_world
 

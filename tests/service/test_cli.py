@@ -14,7 +14,7 @@ from engines import DOCUMENTS, POSITIONS, QUESTION
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.eval import cli
 from cacheblend.retriever import DEFAULT_EMBEDDER
-from cacheblend.service.cli.default_model import bundled_corpus
+from cacheblend.service.cli.model import bundled_corpus
 
 EOS = 1  # of the tiny model
 
@@ -333,7 +333,7 @@ def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, m
     """The first call makes the store of the bundled corpus, a second one finds it."""
     corpus = bundled_corpus()[:6]
     calls: list[int] = []
-    monkeypatch.setattr("cacheblend.service.cli.default_model.bundled_corpus", lambda: calls.append(1) or corpus)
+    monkeypatch.setattr("cacheblend.service.cli.model.bundled_corpus", lambda: calls.append(1) or corpus)
     for _ in range(2):
         question = f"Who knows {corpus[0]['title']}?"
         answer = run("ask", question, "--store-dir", str(run.store), "--top-k", "3", "--max-tokens", "4", "--json")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.service import EngineConfig
 from cacheblend.service.cli import main as cli
-from cacheblend.service.cli import serve as cli_serve
+from cacheblend.service.cli import serve
 from cacheblend.service.http import HttpConfig, TenantConfig
 from cacheblend.service.http.tenants import ApiKeys, hash_key
 from cacheblend.service.serving import ServingConfig
@@ -134,7 +134,7 @@ def test_api_key() -> None:
 
 def test_options_are_the_configs_own() -> None:
     """Every setting of the three configs can be set, by its own name, but for those of the engine that a library user sets."""
-    options = set(inspect.signature(cli_serve.serve).parameters)
+    options = set(inspect.signature(serve.serve).parameters)
     for config in (HttpConfig, ServingConfig):
         assert {field.name for field in fields(config)} <= options
     left = {field.name for field in fields(EngineConfig)} - options

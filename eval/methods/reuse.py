@@ -9,8 +9,7 @@ import torch
 from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, SelectionStep
 from cacheblend.blend.selection import Oracle
 
-from .method import PrefillMethod
-from .resident import ResidentRequest
+from .method import PrefillMethod, ResidentRequest
 
 
 class Blend(PrefillMethod):
@@ -77,3 +76,30 @@ class _Listening:
         if step.layer == 0:
             self.candidates_C, self.attention_C = step.candidates_C, step.attention_C
         return step.none()
+
+
+class FullRecompute(PrefillMethod):
+    """Nothing is reused."""
+
+    def prefill(self, resident: ResidentRequest) -> FusedPrompt:
+        """The Hugging Face model's own forward."""
+        return self._fusor.prefill(resident.pieces.token_ids)
+
+
+class PrefixCache(PrefillMethod):
+    """The paper's ideal form: the prefix lies in RAM, and its loading is not waited for.
+
+    Other requests warm it, never the same prompt: see `history`.
+    """
+
+    def prepare(self, resident: ResidentRequest) -> None:
+        """The prefix's KV."""
+        _ = resident.prefix_kv
+
+    def prefill(self, resident: ResidentRequest) -> FusedPrompt:
+        """Run what stands behind the prefix."""
+        return self._fusor.fuse(resident.prefix_segments())
+
+    def loaded_bytes(self, resident: ResidentRequest, fused: FusedPrompt) -> int:
+        """The prefix's KV."""
+        return 0 if resident.prefix_kv is None else resident.prefix_kv.nbytes
