@@ -15,18 +15,18 @@ FOLDERS = ("base", "blend", "eval", "integrations", "loader", "retriever", "serv
 
 
 def test_every_package_is_listed() -> None:
-    """Each folder with Python files is a package in pyproject.toml, mapped to its place, typed, and checked by mypy."""
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    """Each folder with Python files is a package in pyproject.toml, mapped to its place, and linked where tools look for it."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     mapped = {f"cacheblend.{folder.relative_to(ROOT).as_posix().replace('/', '.')}": folder for folder in folders}
-    assert sorted(tool["setuptools"]["packages"]) == sorted(mapped)
-    assert {name: ROOT / place for name, place in tool["setuptools"]["package-dir"].items()} == mapped
-    assert set(tool["mypy"]["packages"]) == {name for name in mapped if name.count(".") == 1}
+    mapped["cacheblend"] = ROOT / "cacheblend"
+    assert sorted(setuptools["packages"]) == sorted(mapped)
+    assert {name: ROOT / place for name, place in setuptools["package-dir"].items()} == mapped
     for name, folder in mapped.items():
         assert (folder / "__init__.py").is_file(), name
-    for name in (name for name in mapped if name.count(".") == 1):
-        assert "py.typed" in tool["setuptools"]["package-data"][name]
-        assert (mapped[name] / "py.typed").is_file()
+    assert "py.typed" in setuptools["package-data"]["cacheblend"]
+    for folder in FOLDERS:
+        assert (ROOT / "cacheblend" / folder).readlink() == Path("..") / folder
 
 
 def test_floors() -> None:

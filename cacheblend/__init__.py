@@ -1,0 +1,111 @@
+"""CacheBlend for everyone: KV reuse for RAG.
+
+    from cacheblend import Engine, EngineConfig
+
+    with Engine(EngineConfig(model="smollm2-135m", store_dir="store")) as engine:
+        engine.ingest([{"id": "1", "title": "Novex", "text": "Novex Systems was founded by Ada Brandt."}])
+        print(engine.answer("Who founded Novex Systems?").text)
+
+This is all that the package offers. A name is imported at its first use, so that `import cacheblend` costs nothing and needs
+nothing but Python.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import version as _version
+
+    from .base.errors import CacheBlendError as CacheBlendError
+    from .base.errors import ConfigError as ConfigError
+    from .base.errors import DamagedDocumentError as DamagedDocumentError
+    from .base.errors import DamagedEntryError as DamagedEntryError
+    from .base.errors import DocumentChangedError as DocumentChangedError
+    from .base.errors import FusionCancelledError as FusionCancelledError
+    from .base.errors import IncompatibleKVError as IncompatibleKVError
+    from .base.errors import InputError as InputError
+    from .base.errors import ModelFetchError as ModelFetchError
+    from .base.errors import ProfileError as ProfileError
+    from .base.errors import PromptTooLongError as PromptTooLongError
+    from .base.errors import RetrieverError as RetrieverError
+    from .base.errors import ServiceError as ServiceError
+    from .base.errors import StoreDirectoryError as StoreDirectoryError
+    from .base.errors import StoreError as StoreError
+    from .base.errors import StoreFullError as StoreFullError
+    from .base.errors import UnsupportedModelError as UnsupportedModelError
+    from .blend import ChunkContext as ChunkContext
+    from .blend import FusedPrompt as FusedPrompt
+    from .blend import FusionConfig as FusionConfig
+    from .blend import Fusor as Fusor
+    from .blend import ModelRunner as ModelRunner
+    from .blend import Segment as Segment
+    from .blend import SelectionStep as SelectionStep
+    from .blend import Selector as Selector
+    from .loader import LoaderConfig as LoaderConfig
+    from .loader import LoadingController as LoadingController
+    from .loader import Profile as Profile
+    from .loader import measure_profile as measure_profile
+    from .retriever import Retriever as Retriever
+    from .retriever import RetrieverConfig as RetrieverConfig
+    from .service import Answer as Answer
+    from .service import AnswerPlan as AnswerPlan
+    from .service import Engine as Engine
+    from .service import EngineConfig as EngineConfig
+    from .service import IngestReport as IngestReport
+    from .service import Timings as Timings
+    from .store import ChunkKey as ChunkKey
+    from .store import ChunkKV as ChunkKV
+    from .store import KVStore as KVStore
+    from .store import Placement as Placement
+    from .store import StoreConfig as StoreConfig
+    from .store import StoreStats as StoreStats
+
+    __version__ = _version("cacheblend")
+
+_MODULES = {
+    "base.errors": (
+        "CacheBlendError",
+        "ConfigError",
+        "DamagedDocumentError",
+        "DamagedEntryError",
+        "DocumentChangedError",
+        "FusionCancelledError",
+        "IncompatibleKVError",
+        "InputError",
+        "ModelFetchError",
+        "ProfileError",
+        "PromptTooLongError",
+        "RetrieverError",
+        "ServiceError",
+        "StoreDirectoryError",
+        "StoreError",
+        "StoreFullError",
+        "UnsupportedModelError",
+    ),
+    "blend": ("ChunkContext", "FusedPrompt", "FusionConfig", "Fusor", "ModelRunner", "Segment", "SelectionStep", "Selector"),
+    "loader": ("LoaderConfig", "LoadingController", "Profile", "measure_profile"),
+    "retriever": ("Retriever", "RetrieverConfig"),
+    "service": ("Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "Timings"),
+    "store": ("ChunkKV", "ChunkKey", "KVStore", "Placement", "StoreConfig", "StoreStats"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("cacheblend")
+    elif name in _MODULE_OF:
+        value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,56 @@
+"""`import cacheblend`: what the package offers, at its first use."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cacheblend
+
+SOURCE = Path(cacheblend.__file__).read_text(encoding="utf-8")
+
+
+def _fresh(code: str) -> str:
+    """What code prints in a new interpreter."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_brings_nothing() -> None:
+    """The import alone loads neither torch nor any other library, and none of the package's own modules."""
+    names = _fresh("import sys; import cacheblend; print(*sorted(sys.modules))").split()
+    assert not [name for name in names if name.startswith("cacheblend.")]
+    packages = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert not packages & {"torch", "transformers", "numpy", "safetensors", "typer", "rich"}, packages
+
+
+def test_errors_need_no_torch() -> None:
+    """An error class and the version are had without torch."""
+    assert (
+        _fresh("import sys, cacheblend; cacheblend.ConfigError, cacheblend.__version__; print('torch' in sys.modules)")
+        == "False"
+    )
+
+
+@pytest.mark.parametrize("name", cacheblend.__all__)
+def test_offers(name: str) -> None:
+    """Every name that is offered is there."""
+    assert getattr(cacheblend, name) is not None
+
+
+def test_types_and_names_agree() -> None:
+    """Type checkers see the names that are offered, each from the module that it is imported from."""
+    block = next(node for node in ast.parse(SOURCE).body if isinstance(node, ast.If))
+    seen = {
+        name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) and node.level for name in node.names
+    }
+    assert seen == {name: module for module, names in cacheblend._MODULES.items() for name in names}
+
+
+def test_unknown_name() -> None:
+    """A name that is not offered is an AttributeError, as of any module."""
+    with pytest.raises(AttributeError, match="no attribute 'Fuser'"):
+        _ = cacheblend.Fuser  # type: ignore[attr-defined]
