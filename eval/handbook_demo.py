@@ -115,7 +115,8 @@ def ask_handbook(
         start = index % len(METHODS)
         answers: dict[str, tuple[Answer, FusedPrompt]] = {}
         for method in METHODS[start:] + METHODS[:start]:
-            answers[method] = engine.complete(engine.prepare(item.question, top_k=top_k, method=method))
+            request = engine.prepare(item.question, top_k=top_k, method=method)
+            answers[method] = engine.complete(request), request.fused
         asked.append(_compare(engine, prompts, item, answers))
         on_progress("ask", index + 1, len(questions))
     return asked

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .engine.config import EngineConfig
     from .engine.engine import Engine
-    from .engine.request import Answer, AnswerPlan, IngestReport, PlannedSegment, Timings
+    from .engine.ingest import IngestReport
+    from .engine.request import Answer, AnswerPlan, PlannedSegment, Timings
 
 __all__ = ["Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "PlannedSegment", "Timings"]
 
-_MODULES = {"Engine": ".engine.engine", "EngineConfig": ".engine.config"}
+_MODULES = {"Engine": ".engine.engine", "EngineConfig": ".engine.config", "IngestReport": ".engine.ingest"}
 
 
 def __getattr__(name: str) -> object:

@@ -11,9 +11,10 @@ from typing import NamedTuple, Protocol
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.process import in_own_thread
-from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.eviction import SeenBefore
+
+from .chunk_contexts import ChunkEncoder
 
 logger = logging.getLogger(__name__)
 MAX_WAITING = 256  # missed chunks; beyond them the longest queue loses its last, which a later request misses again
@@ -81,25 +82,14 @@ class BackgroundPrecompute:
     would cost as much as its part of the request did, and evict an entry that others may ask for.
 
     Args:
-        fusor: the model.
-        store: where the KV goes.
-        prefix_ids: what every chunk is computed after.
-        context: what stands between that and a chunk.
+        encoder: computes the KV.
+        store: where it goes.
         documents: the ingested documents.
         foreground: the requests of this model, which come first.
     """
 
-    def __init__(
-        self,
-        fusor: Fusor,
-        store: KVStore,
-        prefix_ids: Sequence[int],
-        context: ChunkContext,
-        documents: DocumentVersions,
-        foreground: Foreground,
-    ) -> None:
-        self._fusor, self._store, self._prefix_ids, self._context = fusor, store, tuple(prefix_ids), context
-        self._documents, self._foreground = documents, foreground
+    def __init__(self, encoder: ChunkEncoder, store: KVStore, documents: DocumentVersions, foreground: Foreground) -> None:
+        self._encoder, self._store, self._documents, self._foreground = encoder, store, documents, foreground
         self._changed = threading.Condition()
         self._queues: OrderedDict[str, OrderedDict[ChunkKey, _Miss]] = OrderedDict()  # by namespace; the first one is next
         self._missed = SeenBefore(REMEMBERED_MISSES)
@@ -179,7 +169,7 @@ class BackgroundPrecompute:
         """Whether there is room for the chunk's KV, or it was missed before."""
         if self._missed.again(key.digest):
             return True
-        stats, geometry = self._store.stats(), self._fusor.decoder.geometry
+        stats, geometry = self._store.stats(), self._encoder.fusor.decoder.geometry
         entry_bytes = geometry.layers * geometry.layer_bytes(tokens) * 5 // 4  # a header comes on top; a codec's are fewer
         return stats.nvme.bytes + stats.pending_bytes + entry_bytes <= stats.nvme.budget_bytes
 
@@ -213,9 +203,7 @@ class BackgroundPrecompute:
                     self._changed.notify_all()
 
     def _compute(self, key: ChunkKey, miss: _Miss) -> None:
-        chunks = [*miss.earlier, miss.token_ids]
-        (kv,) = self._fusor.precompute_document(chunks, self._prefix_ids, [len(chunks) - 1], self._context)
-        self._put(key, kv, miss.document)
+        self._put(key, self._encoder.compute(miss.token_ids, miss.earlier), miss.document)
 
     def _is_there(self, document: DocumentVersion | None) -> bool:
         return document is None or self._documents.version(document[0]) == document[1]

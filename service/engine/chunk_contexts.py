@@ -8,7 +8,8 @@ request and no tenant's document is ever part of it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,6 +18,7 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, PlainTokenizer, Retriever
 from cacheblend.retriever.config import SEPARATOR
+from cacheblend.store import ChunkKey, ChunkKV, context_digest
 
 PACKAGED_FILLER = Path(__file__).parent / "context.txt"
 FILLER_FILE = "context.txt"
@@ -73,6 +75,43 @@ def _filler_text(model: Any, filler: str) -> str:
     if filler != "auto" and not text.strip():
         raise ConfigError("context_filler", filler, 'a file with text; "none" for no filler')
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEncoder:
+    """Names and computes chunks' KV: each after the prompt's prefix and its own context.
+
+    Args:
+        fusor: the model.
+        prefix_ids: what every prompt begins with.
+        context: what stands between that and a chunk.
+        codec: how the KV is stored.
+    """
+
+    fusor: Fusor
+    prefix_ids: tuple[int, ...]
+    context: ChunkContext
+    codec: str
+
+    def key(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]], namespace: str = "") -> ChunkKey:
+        """The store's key of a chunk that is computed after these chunks of its document."""
+        return ChunkKey.of(
+            token_ids,
+            prefix_ids=self.prefix_ids,
+            context=context_digest(self.context.filler_ids, earlier),
+            model=self.fusor.fingerprint,
+            codec=self.codec,
+            namespace=namespace,
+        )
+
+    def compute(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> ChunkKV:
+        """The KV of one chunk after these chunks of its document."""
+        (kv,) = self.fusor.precompute_document([*earlier, token_ids], self.prefix_ids, [len(earlier)], self.context)
+        return kv
+
+    def compute_documents(self, documents: Iterable[tuple[Sequence[Sequence[int]], Collection[int]]]) -> Iterator[ChunkKV]:
+        """The KV of many documents' chunks, of each those at some indexes; see `Fusor.precompute_documents`."""
+        return self.fusor.precompute_documents(documents, self.prefix_ids, self.context)
 
 
 class ChunkContexts:

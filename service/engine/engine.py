@@ -13,21 +13,21 @@ from types import TracebackType
 from typing import Self
 
 from cacheblend.base.errors import InputError
-from cacheblend.blend import FusedPrompt, Fusor
+from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController, Profile
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import DocumentVersion, KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
-from .chunk_contexts import ChunkContexts, chunk_context
+from .chunk_contexts import ChunkContexts, ChunkEncoder, chunk_context
 from .config import DTYPES, EngineConfig, check_max_tokens
 from .documents import Documents
-from .ingest import Check, Ingester, Progress, StreamProgress
-from .prefill import Prefiller, PrefillSteps, PreparedRequest, StageTimes, assemble_answer
+from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
+from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import calibrated, find_controller, make_controller
 from .prompt import Layout, PromptBuilder, check_characters, check_length
-from .request import Answer, FirstTokenClock, IngestReport, namespace_of, sampling_options
+from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
 
 
 class Engine:
@@ -64,35 +64,19 @@ class Engine:
         self.config = config = calibrated(config, self.fusor, self._prompts.head)
         head_tokens = len(self._prompts.head)
         context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, head_tokens)
+        self._encoder = encoder = ChunkEncoder(self.fusor, self._prompts.head, context, config.codec)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
             self._contexts = ChunkContexts(context, self.retriever)
             self.foreground = foreground or Foreground()
-            self.background = BackgroundPrecompute(
-                self.fusor, self.store, self._prompts.head, context, self.retriever, self.foreground
-            )
+            self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
             opened.callback(self.background.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
             self._prefiller = Prefiller(
-                self.fusor,
-                self.store,
-                self.prefixes,
-                self.background,
-                config,
-                find_controller(config, self.fusor),
-                self._prompts.head,
-                context,
+                self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
             )
-            self._ingester = Ingester(
-                self.fusor,
-                self.retriever,
-                self.store,
-                self._prefiller.key,
-                self._prompts.head,
-                context,
-                changing=self._changing,
-            )
+            self._ingester = Ingester(encoder, self.retriever, self.store, changing=self._changing)
             self._opened = opened.pop_all()
         self._closed = False
 
@@ -194,7 +178,7 @@ class Engine:
             ConfigError: an unknown method, or a number outside its range.
         """
         with self.foreground:
-            prepared = self.prepare(
+            request = self.prepare(
                 question,
                 top_k=top_k,
                 method=method,
@@ -206,24 +190,26 @@ class Engine:
                 sampling_top_k=sampling_top_k,
                 layout=layout,
             )
-            return self.complete(prepared)[0]
+            return self.complete(request)
 
-    def complete(self, prepared: PreparedRequest) -> tuple[Answer, FusedPrompt]:
-        """Answer a prepared request, and give the prompt's cache and first logits beside it, for what compares methods."""
+    def complete(self, request: Request) -> Answer:
+        """Answer a prepared request: prefill it, decode, and put the answer together."""
         with self.foreground:
-            prefilled = self._prefiller.run(prepared.pieces, prepared.method, prepared.recompute_ratio)
-            prefill_done = time.perf_counter()
-            clock = FirstTokenClock()
-            prefix = prefilled.prefix
-            on_token = None if prefix is None else prefix.append_from
-            token_ids = self.fusor.generate(
-                prefilled.fused, prepared.max_tokens, on_token=on_token, streamer=clock, **prepared.sampling
+            for _ in self.prefill_steps(request):
+                pass
+            clock, prefix = FirstTokenClock(), request.prefix
+            request.token_ids = self.fusor.generate(
+                request.fused,
+                request.max_tokens,
+                on_token=None if prefix is None else prefix.append_from,
+                streamer=clock,
+                **request.sampling,
             )
             if prefix is not None:
-                prefix.keep_prompt()  # an answer of one token has appended none
-        times = StageTimes(prefill_done=prefill_done, first_token=clock.first_token, ended=time.perf_counter())
-        text = self.fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return assemble_answer(prepared, prefilled, token_ids, text, times), prefilled.fused
+                prefix.commit_prompt()  # an answer of one token has appended none
+        request.first_token, request.ended = clock.first_token, time.perf_counter()
+        request.text = self.fusor.tokenizer.decode(request.token_ids, skip_special_tokens=True)
+        return request.answer()
 
     def prepare(
         self,
@@ -238,12 +224,13 @@ class Engine:
         top_p: float = 1.0,
         sampling_top_k: int = 0,
         layout: Layout | None = None,
+        cache_salt: str = "",
         check: Check | None = None,
-    ) -> PreparedRequest:
+    ) -> Request:
         """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model.
 
-        A prompt that is too long without its chunks is refused before anything is embedded. `check` is called between
-        batches of that; what it raises ends the work.
+        A prompt that is too long without its chunks is refused before anything is embedded. Of stored KV only that of the
+        `cache_salt` is used. `check` is called between batches of embedding; what it raises ends the work.
         """
         self._check_open()
         go_on = check or (lambda: None)
@@ -271,20 +258,21 @@ class Engine:
             pieces, earlier=self._contexts.of_prompt(found), documents=self._documents_of(found, brought=documents is not None)
         )
         max_tokens = check_length(pieces, max_tokens, positions)
-        return PreparedRequest(
+        return Request(
             method=method,
             recompute_ratio=recompute_ratio,
             max_tokens=max_tokens,
             sampling={"pad_token_id": self._pad_token_id(), **sampling},
             chunks=chunks,
-            pieces=pieces,
+            prompt=pieces,
+            namespace=namespace_of(cache_salt),
             started=started,
             retrieved=retrieved,
         )
 
-    def prefill_steps(self, prepared: PreparedRequest, cache_salt: str = "") -> PrefillSteps:
-        """Prefill a prepared request from KV of its salt alone, one layer a step; see `Prefiller.steps`."""
-        return self._prefiller.steps(prepared.pieces, prepared.method, prepared.recompute_ratio, namespace_of(cache_salt))
+    def prefill_steps(self, request: Request) -> PrefillSteps:
+        """Prefill a prepared request, one layer a step; see `Prefiller.steps`."""
+        return self._prefiller.steps(request)
 
     def drain(self) -> None:
         """Wait until the KV of every chunk that a request missed is computed and stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -17,16 +18,15 @@ from typing import Any, Self
 from rich.console import Console
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError
-from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
 from cacheblend.retriever.merge import merge_indexes
 from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.merge import MergeReport, check_stores, merge
 
+from .chunk_contexts import ChunkEncoder
 from .config import INDEX_FOLDER, KV_FOLDER
 from .document_sources import DocumentStream, StreamSize
 from .prompt import check_chunks
-from .request import IngestReport
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -36,33 +36,71 @@ BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestReport:
+    """Counts of an ingest.
+
+    Args:
+        documents: documents given.
+        added: new ones.
+        replaced: ones whose text changed.
+        unchanged: ones that were there.
+        chunks: chunks of all of them.
+        computed: chunks whose KV was computed now.
+        already_stored: chunks whose KV was stored before.
+        evicted: chunks whose KV is not stored all the same, since the budget has no room for all; of a stream, all that were
+            evicted meanwhile.
+        dropped: chunks of replaced documents that no document has any more; their KV was removed.
+        tokens: tokens of the chunks computed now.
+        seconds: wall clock of it all.
+    """
+
+    documents: int
+    added: int
+    replaced: int
+    unchanged: int
+    chunks: int
+    computed: int
+    already_stored: int
+    evicted: int
+    dropped: int
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def empty(cls) -> IngestReport:
+        """Of no documents."""
+        return cls(**dict.fromkeys((field.name for field in dataclasses.fields(cls)), 0))
+
+    def __add__(self, other: IngestReport) -> IngestReport:
+        """Both in one; a chunk that both have counts twice."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return IngestReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
 class Ingester:
     """Splits, indexes and precomputes documents.
 
     Args:
-        fusor: computes chunks' KV.
+        encoder: names and computes chunks' KV.
         retriever: splits and indexes.
         store: keeps the KV.
-        key: names a chunk's KV by its token ids and the chunks of its document that it is computed after.
-        prefix_ids: what all chunks are computed after.
-        context: what stands between that and a chunk.
         changing: held while documents change in index and store; see `Documents`.
     """
 
     def __init__(
         self,
-        fusor: Fusor,
+        encoder: ChunkEncoder,
         retriever: Retriever,
         store: KVStore,
-        key: Callable[[Sequence[int], Sequence[Sequence[int]]], ChunkKey],
-        prefix_ids: Sequence[int],
-        context: ChunkContext,
         *,
         changing: AbstractContextManager[object],
     ) -> None:
-        self._changing = changing
-        self._fusor, self._retriever, self._store, self._key = fusor, retriever, store, key
-        self._prefix_ids, self._context = prefix_ids, context
+        self._encoder, self._retriever, self._store, self._changing = encoder, retriever, store, changing
 
     def ingest(
         self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
@@ -86,7 +124,7 @@ class Ingester:
         """See `Engine.ingest_stream`."""
         started, evictions = time.perf_counter(), self._store.stats().nvme.evictions
         report = on_progress or (lambda *_: None)
-        total, tokens = IngestReport.nothing(), 0
+        total, tokens = IngestReport.empty(), 0
 
         def computed(chunk_tokens: int) -> None:
             nonlocal tokens
@@ -109,8 +147,8 @@ class Ingester:
         check: Check = lambda: None,
     ) -> IngestReport:
         started = time.perf_counter()
-        stands_after = len(self._prefix_ids) + len(self._context.filler_ids)
-        check_chunks(given, self._retriever.splitter, self._fusor.max_positions, stands_after)
+        stands_after = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
+        check_chunks(given, self._retriever.splitter, self._encoder.fusor.max_positions, stands_after)
         began = {document.id: self._retriever.version(document.id) for document in given}
         # 1. What is new is embedded. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         embedded: dict[str, EmbeddedDocument] = {}
@@ -127,7 +165,7 @@ class Ingester:
             of_document = embedded[document.id].chunks if document.id in embedded else self._chunks(document)
             own: list[Sequence[int]] = [chunk.token_ids for chunk in of_document]
             chunks[document.id, document.version] = own
-            keys[document.id, document.version] = list(map(self._key, own, self._context.earlier(own)))
+            keys[document.id, document.version] = list(map(self._encoder.key, own, self._encoder.context.earlier(own)))
         every = dict.fromkeys(key for of_document in keys.values() for key in of_document)
         found = {key for key in every if key in self._store}
         stored: list[ChunkKey] = []
@@ -188,9 +226,7 @@ class Ingester:
             readings.append((chunks[versioned], which))
         tokens, done, writes = 0, len(stored), deque[Future[bool]]()
         check()
-        for key, kv in zip(
-            to_compute, self._fusor.precompute_documents(readings, self._prefix_ids, self._context), strict=True
-        ):
+        for key, kv in zip(to_compute, self._encoder.compute_documents(readings), strict=True):
             stored.append(key)
             writes.append(self._store.put(key, kv, flush=False))
             tokens += len(kv.token_ids)

@@ -13,20 +13,18 @@ from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
 from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, PrefixStats, chain_root
 from cacheblend.store.eviction import TierBudget
 
-from .request import PlannedSegment
-
 ReadLast = Callable[[int, int], LayerPair]  # (layer, tokens) -> keys and values (H, tokens, D) of the last positions
 
 
 class PrefixCache:
     """The blocks of prompts and answers that an engine has served, in RAM. Thread-safe.
 
-    KV that is full prefill's own stands in one chain. Blended KV is approximate, and so is all that is generated behind it: it
+    KV that is full prefill's own stands in one chain. Blended KV is approximate, and so is all that is generated after it: it
     stands in a chain for each recompute ratio that was asked for, where only requests that ask for the same find it.
 
     Args:
         fusor: the model.
-        budget: keys and values held at most, in all and by namespace.
+        budget: bytes of keys and values, in all and by namespace.
 
     Raises:
         ConfigError: a budget that is not above 0.
@@ -37,12 +35,12 @@ class PrefixCache:
         self._blocks = PrefixBlocks(budget, fusor.decoder.windows, self._model)
 
     @contextmanager
-    def find(self, token_ids: Sequence[int], most: int, namespace: str, asked_ratio: str | None) -> Iterator[PromptPrefix]:
-        """The blocks that a prompt begins with, which stay in the context, and what puts its own away afterwards.
+    def find(self, token_ids: Sequence[int], limit: int, namespace: str, asked_ratio: str | None) -> Iterator[CachedPrefix]:
+        """The blocks that a prompt begins with, which stay in the context, and what keeps the prompt's own afterwards.
 
         Args:
             token_ids: the prompt.
-            most: at most so many of its tokens may be reused.
+            limit: at most so many of its tokens may be reused.
             namespace: requests of another one find none of its blocks, and it none of theirs; its blocks count in its share.
             asked_ratio: names the recompute ratio that a blended request asks for; None for one that is exact throughout.
         """
@@ -50,8 +48,8 @@ class PrefixCache:
         chains = [BlockChain(chain_root(self._model.encode(), *root), (namespace.encode(),)) for root in roots]
         for chain in chains:
             chain.extend(token_ids)
-        with self._blocks.match(token_ids[:most], chains, namespace) as run:
-            yield PromptPrefix(self._blocks, namespace, chains, run)
+        with self._blocks.match(token_ids[:limit], chains, namespace) as run:
+            yield CachedPrefix(self._blocks, namespace, chains, run)
 
     def stats(self) -> PrefixStats:
         """What is held, and what happened."""
@@ -59,8 +57,8 @@ class PrefixCache:
 
 
 @dataclass(slots=True, eq=False)
-class PromptPrefix:
-    """One request's way through the prefix cache: the run that was found, and the blocks that it leaves.
+class CachedPrefix:
+    """One request's part of the prefix cache: the run that was found, and the blocks that the request leaves.
 
     Args:
         blocks: where they go.
@@ -91,21 +89,12 @@ class PromptPrefix:
         digests = self.chains[0].digests[:1] if self.run is None else self.run.digests
         return digests[-1].hex() if digests else None
 
-    @property
-    def planned(self) -> list[PlannedSegment]:
-        """The run in a plan: its exact part, and its blended one."""
-        if self.run is None:
-            return []
-        border = self.run.first_chain_blocks * BLOCK_TOKENS
-        parts = (("exact", self.run.token_ids[:border]), ("blended", self.run.token_ids[border:]))
-        return [PlannedSegment(kind=kind, token_ids=token_ids, tier="memory") for kind, token_ids in parts if token_ids]
+    def record(self, source: LayerSource) -> LayerSource:
+        """The same source; the layers that it loads are recorded, and are the whole prompt's when the fusion ends."""
+        return RecordingSource(source, self._layers)
 
-    def watch(self, source: LayerSource) -> LayerSource:
-        """The same source; the layers that it brings are remembered, and are the whole prompt's when the fusion ends."""
-        return _Watched(source, self._layers)
-
-    def keep_prompt(self) -> None:
-        """Put the prompt's blocks away, and let go of its layers; once it is fused, best after its first token."""
+    def commit_prompt(self) -> None:
+        """Copy the prompt's blocks into the cache and drop its layers; once it is fused, best after its first token."""
         layers = tuple(self._layers)
         self._layers.clear()
         if not layers:
@@ -117,13 +106,13 @@ class PromptPrefix:
         self.blocks.insert(self._digests, 0 if self.run is None else len(self.run.digests), read, self.namespace)
 
     def append(self, token_id: int, read_last: ReadLast) -> None:
-        """A token was generated and has its KV now; put a block away when it is full.
+        """A token was generated and has its KV now; copy a block into the cache when it is full.
 
         Args:
             token_id: the token.
             read_last: reads the last positions, up to this token's; they are copied.
         """
-        self.keep_prompt()
+        self.commit_prompt()
         full = len(self.chains[0].digests)
         for chain in self.chains:
             chain.extend((token_id,))
@@ -141,13 +130,13 @@ class PromptPrefix:
         found = () if self.run is None else self.run.digests
         exact = len(self.chains[0].digests) if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS
         if self.run is not None and self.run.first_chain_blocks < len(found):
-            exact = len(found)  # what is computed behind blended KV is no better
+            exact = len(found)  # what is computed after blended KV is no better
         blended = self.chains[-1].digests[max(exact, len(found)) :] if self.keep_blended else ()
         return [*found, *self.chains[0].digests[len(found) : exact], *blended]
 
 
-class _Watched:
-    """A source whose layers are remembered."""
+class RecordingSource:
+    """A source whose layers are recorded."""
 
     def __init__(self, source: LayerSource, layers: list[LayerKV]) -> None:
         self._source, self._layers = source, layers

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,12 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.blend import FusedPrompt
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import ScoredChunk
+
+from .prefix_cache import CachedPrefix
+from .prompt import PromptPieces
 
 UNSALTED = ""  # ingested documents, and requests without a salt
 
@@ -105,7 +109,7 @@ class AnswerPlan:
         recomputed: per layer, sorted LongTensor of the positions that went through attention and MLP.
         prompt_tokens: N.
         reusable_tokens: tokens that the ratio counts.
-        tail_tokens: tokens behind the chunks.
+        suffix_tokens: tokens after the chunks.
         recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up.
         loaded_bytes: bytes of stored KV that were loaded, by tier.
         loading: what the loading controller expected; None where it was not asked.
@@ -119,7 +123,7 @@ class AnswerPlan:
     recomputed: tuple[torch.Tensor, ...] = field(repr=False)
     prompt_tokens: int
     reusable_tokens: int
-    tail_tokens: int
+    suffix_tokens: int
     recomputed_tokens: float
     loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None
@@ -217,47 +221,112 @@ class Answer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestReport:
-    """What an ingest did.
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A question on its way to its answer: `Engine.prepare` makes it, prefill and decoding add what they know.
+
+    Times are seconds of `time.perf_counter`. `dataclasses.replace` gives the same question anew, not prefilled.
 
     Args:
-        documents: documents given.
-        added: new ones.
-        replaced: ones whose text changed.
-        unchanged: ones that were there.
-        chunks: chunks of all of them.
-        computed: chunks whose KV was computed now.
-        already_stored: chunks whose KV was stored before.
-        evicted: chunks whose KV is not stored all the same, since the budget has no room for all; of a stream, all that were
-            evicted meanwhile.
-        dropped: chunks of replaced documents that no document has any more; their KV was removed.
-        tokens: tokens of the chunks computed now.
-        seconds: wall clock of it all.
+        method: how to prefill.
+        recompute_ratio: for "blend"; None leaves it to the loading controller.
+        max_tokens: most tokens to generate.
+        sampling: what `Fusor.generate` is given beside that.
+        namespace: whose KV it may use, and whose the KV of its missing chunks becomes; see `namespace_of`.
+        chunks: the chunks in the prompt, in order.
+        prompt: the prompt's token ids.
+        started: when it was asked for.
+        retrieved: when the chunks were there.
+
+    Attributes:
+        segments: the prompt's segments as they were prefilled.
+        fused_ratio: the ratio that was asked of the fusor; None where it had no say.
+        loading: what the loading controller expected; None where it was not asked.
+        lookup_s: seconds of looking up and planning.
+        load_s: seconds of reading stored KV and putting it in place.
+        loaded_bytes: bytes of stored KV that were loaded, by tier.
+        prefix: keeps the prompt's blocks for later prompts; None where nothing does.
+        prefilled: when the prefill ended.
+        first_token: when the first token was on the host.
+        ended: when the last one was.
+        token_ids: the generated ones.
+        text: theirs.
     """
 
-    documents: int
-    added: int
-    replaced: int
-    unchanged: int
-    chunks: int
-    computed: int
-    already_stored: int
-    evicted: int
-    dropped: int
-    tokens: int
-    seconds: float
+    method: str
+    recompute_ratio: float | None
+    max_tokens: int
+    sampling: Mapping[str, Any]
+    namespace: str
+    chunks: list[ScoredChunk]
+    prompt: PromptPieces
+    started: float
+    retrieved: float
 
-    @classmethod
-    def nothing(cls) -> IngestReport:
-        """Of no documents."""
-        return cls(**dict.fromkeys((field.name for field in dataclasses.fields(cls)), 0))
+    segments: tuple[PlannedSegment, ...] = field(init=False, default=())
+    fused_ratio: float | None = field(init=False, default=None)
+    loading: LoadingPlan | None = field(init=False, default=None)
+    lookup_s: float = field(init=False, default=0.0)
+    load_s: float = field(init=False, default=0.0)
+    loaded_bytes: Mapping[str, int] = field(init=False, default_factory=dict)
+    prefix: CachedPrefix | None = field(init=False, default=None)
+    prefilled: float = field(init=False, default=0.0)
+    first_token: float = field(init=False, default=0.0)
+    ended: float = field(init=False, default=0.0)
+    token_ids: list[int] = field(init=False, default_factory=list)
+    text: str = field(init=False, default="")
+    _fused: FusedPrompt | None = field(init=False, default=None, repr=False)
 
-    def __add__(self, other: IngestReport) -> IngestReport:
-        """Both in one; a chunk that both have counts twice."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return IngestReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
+    @property
+    def fused(self) -> FusedPrompt:
+        """The prompt's KV and first logits, once it is prefilled."""
+        assert self._fused is not None, "the request is not prefilled, or was released"
+        return self._fused
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dataclasses.asdict(self)
+    def finish_prefill(self, fused: FusedPrompt, segments: Sequence[PlannedSegment]) -> None:
+        """Note the prefill's result."""
+        self._fused, self.segments, self.prefilled = fused, tuple(segments), time.perf_counter()
+
+    def release(self) -> None:
+        """Let go of the prompt's KV."""
+        self._fused = self.prefix = None
+
+    def answer(self) -> Answer:
+        """The answer, its plan and its timings, once the last token is there."""
+        fused, loading = self.fused, self.loading
+        looked_up = [segment for segment in self.segments if segment.key is not None]
+        hits = sum(segment.tier is not None for segment in looked_up)
+        plan = AnswerPlan(
+            method=self.method,
+            segments=self.segments,
+            hits=hits,
+            misses=len(looked_up) - hits,
+            recompute_ratio=self.fused_ratio,
+            recomputed=fused.recomputed,
+            prompt_tokens=len(fused.token_ids),
+            reusable_tokens=fused.reusable_tokens,
+            suffix_tokens=len(self.prompt.tail),
+            recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
+            loaded_bytes=self.loaded_bytes,
+            loading=loading,
+        )
+        timings = Timings(
+            retrieve_s=self.retrieved - self.started,
+            ttft_s=self.first_token - self.retrieved,
+            lookup_s=self.lookup_s,
+            prefill_s=self.prefilled - self.retrieved,
+            load_s=self.load_s,
+            wait_s=fused.wait_s,
+            decode_s=self.ended - self.first_token,
+            total_s=self.ended - self.started,
+            predicted_prefill_s=None if loading is None else loading.prefill_s,
+            predicted_load_s=None if loading is None else loading.load_s,
+        )
+        return Answer(
+            text=self.text,
+            token_ids=self.token_ids,
+            chunks=self.chunks,
+            plan=plan,
+            timings=timings,
+            first_logits=fused.logits,
+        )

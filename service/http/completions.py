@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import DeadlineError
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prefill import PreparedRequest
 from cacheblend.service.engine.prompt import FixedLayout
+from cacheblend.service.engine.request import Request as PromptRequest
 
 from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
 from .calls import LOOK_FOR_CLIENT_S, arrived, run_call
@@ -41,7 +41,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
 
-    def prepare(check: Check) -> PreparedRequest:
+    def prepare(check: Check) -> PromptRequest:
         messages = [message.message() for message in body.messages]
         num_chunks = _num_chunks(engine, body, DEFAULT_NUM_CHUNKS)
         layout = server.layouts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
@@ -57,7 +57,7 @@ async def completion(body: CompletionBody, request: Request) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
 
-    def prepare(check: Check) -> PreparedRequest:
+    def prepare(check: Check) -> PromptRequest:
         layout = server.layouts.completion(body.prompt)
         return _prepare(engine, body, layout, body.prompt, body.num_chunks or 0, body.max_tokens, check)
 
@@ -116,7 +116,7 @@ def _prepare(
     num_chunks: int,
     max_tokens: int | None,
     check: Check,
-) -> PreparedRequest:
+) -> PromptRequest:
     return engine.prepare(
         question,
         layout=layout,
@@ -128,12 +128,13 @@ def _prepare(
         temperature=body.temperature or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
         sampling_top_k=body.top_k or 0,
+        cache_salt=body.cache_salt,
         check=check,
     )
 
 
 async def _respond(
-    body: GenerationBody, request: Request, shape: ChatShape | TextShape, prepare: Callable[[Check], PreparedRequest]
+    body: GenerationBody, request: Request, shape: ChatShape | TextShape, prepare: Callable[[Check], PromptRequest]
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine

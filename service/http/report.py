@@ -50,7 +50,7 @@ def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
     later = plan.recomputed[1:]
     for positions in later:
         share_N[positions] += 1 / len(later)
-    start = plan.prompt_tokens - sum(len(scored.chunk.token_ids) for scored in chunks) - plan.tail_tokens
+    start = plan.prompt_tokens - sum(len(scored.chunk.token_ids) for scored in chunks) - plan.suffix_tokens
     report = []
     for scored in chunks:
         chunk, stop = scored.chunk, start + len(scored.chunk.token_ids)

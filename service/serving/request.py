@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prefill import PreparedRequest
-from cacheblend.service.engine.request import Answer
+from cacheblend.service.engine.request import Answer, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class ServedRequest:
     def __init__(
         self,
         engine: Engine,
-        prepared: PreparedRequest,
+        prepared: Request,
         deliver: Callable[[Event], None],
         *,
         tenant: str = "",

@@ -298,7 +298,7 @@ class Scheduler:
         try:
             how: Done | Failed = running.done()
             if running.guarded.sampled:
-                self._checks.add(running.guarded, running.prefilled)
+                self._checks.add(running.guarded)
         except Exception as error:
             how = Failed(error)
         self._leave(running, how)

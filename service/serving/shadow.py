@@ -11,8 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from cacheblend.blend import Segment
-from cacheblend.service.engine.prefill import Prefilled, PreparedRequest
-from cacheblend.service.engine.request import sampling_options
+from cacheblend.service.engine.request import Request, sampling_options
 
 from .comparison import Comparison, compare, first_tokens
 from .config import ServingConfig
@@ -36,7 +35,7 @@ class GuardedRequest:
     """
 
     request: ServedRequest
-    prepared: PreparedRequest
+    prepared: Request
     level: float
     sampled: bool
 
@@ -94,7 +93,7 @@ class ShadowChecks:
         self._lock = threading.Lock()
         self._guards: dict[str, QualityGuard] = {}
         self._checked: Counter[str] = Counter()
-        self._waiting: deque[tuple[GuardedRequest, Prefilled]] = deque()
+        self._waiting: deque[GuardedRequest] = deque()
         self._now: tuple[GuardedRequest, CheckSteps] | None = None
 
     @property
@@ -119,24 +118,26 @@ class ShadowChecks:
             self._tell(request.tenant, "dropped")
         return GuardedRequest(request, _at(prepared, level), level, sampled)
 
-    def add(self, guarded: GuardedRequest, prefilled: Prefilled) -> None:
+    def add(self, guarded: GuardedRequest) -> None:
         """Have a sampled request that is answered checked some time; one whose prompt was not blended needs no check."""
-        if prefilled.fused.reusable_tokens or guarded.level >= 1:
-            self._waiting.append((guarded, prefilled))
+        if guarded.prepared.fused.reusable_tokens or guarded.level >= 1:
+            self._waiting.append(guarded)
+        else:
+            guarded.prepared.release()
 
     def step(self) -> None:
         """Run a layer, or a token, of a check; there must be one."""
         if self._now is None:
-            guarded, prefilled = self._waiting.popleft()
-            self._now = guarded, self._check(guarded, prefilled)
+            guarded = self._waiting.popleft()
+            self._now = guarded, self._check(guarded)
         guarded, steps = self._now
         try:
             next(steps)
         except StopIteration as done:
-            self._now = None
+            self._end()
             self._see(guarded, done.value)
         except Exception:  # nobody waits for a check
-            self._now = None
+            self._end()
             logger.exception("a request could not be held against full prefill")
             self._tell(guarded.request.tenant, "failed")
 
@@ -155,9 +156,16 @@ class ShadowChecks:
 
     def close(self) -> None:
         """Drop what waits; a check in work frees what it holds."""
-        self._waiting.clear()
+        while self._waiting:
+            self._waiting.popleft().prepared.release()
         if self._now is not None:
             self._now[1].close()
+            self._end()
+
+    def _end(self) -> None:
+        """Let go of the check in work."""
+        if self._now is not None:
+            self._now[0].prepared.release()
             self._now = None
 
     def _guard(self, tenant: str) -> QualityGuard:
@@ -166,23 +174,24 @@ class ShadowChecks:
                 self._guards[tenant] = QualityGuard(self._config.guard_floor, self._config.guard_window)
             return self._guards[tenant]
 
-    def _check(self, guarded: GuardedRequest, served: Prefilled) -> CheckSteps:
-        request, engine = guarded.request, guarded.request.engine
+    def _check(self, guarded: GuardedRequest) -> CheckSteps:
+        request, engine, served = guarded.request, guarded.request.engine, guarded.prepared
         blended = {"served": served} if served.fused.reusable_tokens else {}
         full = served.fused  # at full recompute there is nothing to do again
         if blended:
             full = yield from engine.fusor.fuse_steps([Segment(served.fused.token_ids)])
         lower_level = self._guard(request.tenant).lower_level
         if lower_level is not None:
-            with closing(engine.prefill_steps(_at(request.prepared, lower_level), request.cache_salt)) as steps:
-                lower = yield from steps
+            lower = replace(_at(request.prepared, lower_level))
+            with closing(engine.prefill_steps(lower)) as steps:
+                yield from steps
             if lower.fused.reusable_tokens:
                 blended["lower"] = lower
         greedy = {**request.prepared.sampling, **sampling_options(0.0, 1.0)}
         prompts = [full, *(one.fused for one in blended.values())]
         full_tokens, *tokens = yield from first_tokens(engine.fusor, prompts, self._config.guard_tokens, greedy)
         return {
-            name: compare(full, full_tokens, one.fused, own, one.recompute_ratio or 0.0)
+            name: compare(full, full_tokens, one.fused, own, one.fused_ratio or 0.0)
             for (name, one), own in zip(blended.items(), tokens, strict=True)
         }
 
@@ -218,7 +227,7 @@ class ShadowChecks:
             logger.exception("a check could not be told")
 
 
-def _at(prepared: PreparedRequest, level: float) -> PreparedRequest:
+def _at(prepared: Request, level: float) -> Request:
     """The request at a guard's level. Above 0 the loading controller is not asked: the level is above what it last chose."""
     if level >= 1:
         return replace(prepared, method="full_recompute", recompute_ratio=None)

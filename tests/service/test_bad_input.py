@@ -67,11 +67,11 @@ def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
     engine = open_ingested(max_tokens=None)
     for top_k in (1, 3):
         prepared = engine.prepare(QUESTION, top_k=top_k)
-        assert len(prepared.pieces.token_ids) + prepared.max_tokens == POSITIONS
+        assert len(prepared.prompt.token_ids) + prepared.max_tokens == POSITIONS
     assert engine.prepare(QUESTION, top_k=1, max_tokens=7).max_tokens == 7
     with pytest.raises(PromptTooLongError, match="1 to generate are more than"):
         engine.prepare(QUESTION, documents=[{"text": "word " * 600}])
-    assert check_length(prepared.pieces, None, None) == MOST_NEW_TOKENS
+    assert check_length(prepared.prompt, None, None) == MOST_NEW_TOKENS
 
 
 def test_top_k_of_sampling(engine: Engine) -> None:

@@ -45,12 +45,9 @@ def window_keys(engine: Engine, chunks: Sequence[Chunk]) -> list[ChunkKey]:
 
 def salted_keys(engine: Engine, documents: Sequence[dict[str, object]], salt: str) -> list[str | None]:
     """The keys that a salted request over brought documents looks up."""
-    steps = engine.prefill_steps(engine.prepare(QUESTION, documents=documents), salt)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return [segment.key for segment in done.value.segments]
+    request = engine.prepare(QUESTION, documents=documents, cache_salt=salt)
+    list(engine.prefill_steps(request))
+    return [segment.key for segment in request.segments]
 
 
 class TestDocuments:

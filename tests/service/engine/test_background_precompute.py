@@ -231,8 +231,7 @@ def test_a_miss_of_a_document_that_is_gone(
 
     monkeypatch.setattr(engine.fusor, "precompute_document", late)
     with engine.foreground:  # so that the precompute does not begin
-        prepared = engine.prepare("x", documents=chunks[:1])
-        list(engine.prefill_steps(prepared, salt))
+        list(engine.prefill_steps(engine.prepare("x", documents=chunks[:1], cache_salt=salt)))
         if when == "queued":
             act()
     engine.drain()
@@ -288,7 +287,7 @@ def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         for namespace, first_ids in (("many", range(10, 17)), ("few", range(20, 22)), ("one", range(30, 31))):
             for first_id in first_ids:
                 token_ids = (first_id, 5, 6)
-                engine.background.submit(engine._prefiller.key(token_ids, (), namespace), token_ids, ())
+                engine.background.submit(engine._encoder.key(token_ids, (), namespace), token_ids, ())
     engine.drain()
     assert filled == [10, 20, 30, 11, 21]
 

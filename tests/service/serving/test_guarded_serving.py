@@ -53,7 +53,8 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
     caches = []
     for method in ("blend", "full_recompute"):
         prepared = engine.prepare(QUESTION, top_k=4, method=method)
-        caches.append(engine._prefiller.run(prepared.pieces, method, 0.15).fused.cache)
+        list(engine.prefill_steps(prepared))
+        caches.append(prepared.fused.cache)
     assert served.deviation_left == pytest.approx(deviation_left(*caches), rel=1e-3)
     assert served.deviation_left > 0
     assert served.recompute_ratio == 0.15

@@ -14,7 +14,8 @@ from served import Client, replay, serve
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.service import Engine
-from cacheblend.service.engine.prefill import PrefillSteps, PreparedRequest
+from cacheblend.service.engine.prefill import PrefillSteps
+from cacheblend.service.engine.request import Request, namespace_of
 from cacheblend.service.serving import Done, Failed, Scheduler, ServingConfig
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
@@ -155,14 +156,14 @@ def test_prefills_of_tenants_share_the_time(engine: Engine, monkeypatch: pytest.
     """A tenant's prompt does not wait for the end of another's prefill, and a tenant's own are prefilled one by one."""
     order: list[str] = []
     gate, begun = threading.Event(), threading.Event()
-    steps = engine.prefill_steps
+    steps, names = engine.prefill_steps, {namespace_of(salt): salt for salt in ("a1", "a2", "b1")}
 
-    def slow(prepared: PreparedRequest, salt: str) -> PrefillSteps:
-        layers = steps(prepared, salt)
+    def slow(prepared: Request) -> PrefillSteps:
+        layers = steps(prepared)
         while True:
             begun.set()
             assert gate.wait(10)
-            order.append(salt)
+            order.append(names[prepared.namespace])
             time.sleep(0.01)
             try:
                 yield next(layers)
