@@ -107,7 +107,7 @@ class ResidentLayers:
         for start, _, kv in prompt.cached():
             if not isinstance(kv, ChunkKV | PrefixRun):
                 raise TypeError(f"segments without a LayerSource must bring KV in memory, not a {type(kv).__name__}")
-            layers = len(kv.layers) if isinstance(kv, ChunkKV) else kv.layers
+            layers = kv.num_layers
             shapes = {kv.heads(layer) for layer in range(layers)}
             if layers != geometry.layers or shapes != {(geometry.kv_heads, geometry.head_dim)}:
                 raise IncompatibleKVError(
@@ -121,5 +121,5 @@ class ResidentLayers:
         whole = LayerKV.empty(self._geometry, len(self._prompt))
         for start, _, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
             assert isinstance(kv, ChunkKV | PrefixRun)  # checked in start
-            whole.place(start, *(kv.layers[layer] if isinstance(kv, ChunkKV) else kv.read_layer(layer)))
+            whole.place(start, *kv.read_layer(layer))
         return whole

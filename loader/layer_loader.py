@@ -17,7 +17,6 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 
 from cacheblend.base.errors import ConfigError, FusionCancelledError, IncompatibleKVError
@@ -80,44 +79,28 @@ class Staging:
         Encoded KV goes to a GPU as it is stored, and is decoded there.
         """
         if room.bytes_2HNB is not None:
-            _read(kv, layer, room.bytes_2HNB[:, :, start:stop])
+            kv.read_layer_into(layer, room.bytes_2HNB[:, :, start:stop])
             return
         kv_2HTD = room.whole.kv_21HND[:, 0, :, start:stop]
-        if isinstance(kv, Placement) and not kv.raw:
-            pinned = kv.read_encoded(layer).pin_memory()
+        if (encoded := kv.encoded_layer(layer)) is not None:
+            pinned = encoded.tensor.pin_memory()
             with torch.cuda.stream(self._stream):
-                decoded = kv.decode(layer, pinned.to(kv_2HTD.device, non_blocking=True))
+                decoded = encoded.decode(pinned.to(kv_2HTD.device, non_blocking=True))
                 for to_HTD, x_HTD in zip(kv_2HTD, decoded, strict=True):
                     to_HTD.copy_(x_HTD)
             return
         pinned_2HTD = torch.empty(kv_2HTD.shape, dtype=kv_2HTD.dtype, pin_memory=True)
-        _read(kv, layer, host_bytes(pinned_2HTD))
+        kv.read_layer_into(layer, host_bytes(pinned_2HTD))
         with torch.cuda.stream(self._stream):
             kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
 
     def copy(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
         """`bring` for KV in memory and a room on the CPU, by all processors that PyTorch computes with in this thread."""
-        if isinstance(kv, PrefixRun):
-            self.bring(kv, layer, room, start, stop)
-        elif isinstance(kv, Placement) and kv.raw:
-            room.whole.kv_21HND[:, 0, :, start:stop].copy_(kv.read_encoded(layer))
-        else:
-            room.whole.place(start, *(kv.layers[layer] if isinstance(kv, ChunkKV) else kv.read_layer(layer)))
+        kv.copy_layer(layer, room.whole.kv_21HND[:, 0, :, start:stop])
 
     def arrive(self, room: Room) -> Arrival:
         """Close a layer: all of its copies have been issued."""
         return Arrival(room.whole, None if self._stream is None else self._stream.record_event())
-
-
-def _read(kv: Placement | PrefixRun | ChunkKV, layer: int, to_2HTB: Bytes) -> None:
-    """Read a chunk's layer to CPU memory."""
-    if not isinstance(kv, ChunkKV):
-        kv.read_layer_into(layer, to_2HTB)
-        return
-    for to_HTB, x_HTD in zip(to_2HTB, kv.layers[layer], strict=True):
-        x_HTD = x_HTD.detach().cpu()
-        # A copy by PyTorch would give this thread a team of its own for parallel regions, which slows everybody else's.
-        np.copyto(to_HTB, host_bytes(x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()))
 
 
 @functools.cache
@@ -278,7 +261,7 @@ class LayerLoader:
         for start, _, kv in prompt.cached():
             if not isinstance(kv, Placement | PrefixRun | ChunkKV):
                 raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
-            layers = len(kv.layers) if isinstance(kv, ChunkKV) else kv.layers
+            layers = kv.num_layers
             heads = {kv.heads(layer) for layer in range(layers)}  # what is copied is bytes
             shapes = {(layers, kv_heads, head_dim, kv.dtype) for kv_heads, head_dim in heads}
             needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype

@@ -18,7 +18,7 @@ from cacheblend.base.errors import (
 )
 
 from .catalog import CatalogueEntry, StoredDocument
-from .chunk import ChunkKV, LayerPair
+from .chunk import ChunkKV, EncodedLayer, KVHandle, LayerPair
 from .config import StoreConfig
 from .documents import StoreDocuments
 from .eviction import NamespaceShare
@@ -39,7 +39,9 @@ __all__ = [
     "ConfigError",
     "DamagedEntryError",
     "DocumentVersion",
+    "EncodedLayer",
     "InputError",
+    "KVHandle",
     "KVStore",
     "LayerPair",
     "NamespaceShare",

@@ -1,18 +1,108 @@
-"""The KV of one chunk of text as it is stored: its keys and values, position-free.
+"""KV of a run of tokens: `KVHandle`, what every kind of it offers, and `ChunkKV`, one chunk's KV in memory, position-free.
 
-Shapes: H KV heads, T tokens of the chunk, D head size.
+Shapes: H KV heads, T tokens of the chunk, D head size, B bytes of a head's vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from cacheblend.base.errors import InputError
+from cacheblend.base.memory import Bytes, host_bytes
 
 LayerPair = tuple[torch.Tensor, torch.Tensor]
+
+
+class EncodedLayer(NamedTuple):
+    """A layer in its codec's form on the CPU, not to be written to, and what decodes it on any device to `k_HTD`, `v_HTD`."""
+
+    tensor: torch.Tensor
+    decode: Callable[[torch.Tensor], LayerPair]
+
+
+class KVHandle(Protocol):
+    """The KV of T tokens, wherever it lies: a `ChunkKV`, a `Placement` in a tier, or a `PrefixRun`. Thread-safe."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The T token ids that the KV is of."""
+
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """The token ids that stood before them when it was computed."""
+
+    @property
+    def model(self) -> str | None:
+        """Fingerprint of the model that computed it; None where unknown."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the keys have their rotary embedding, so that they are right at the prompt's start alone."""
+
+    @property
+    def tier(self) -> str:
+        """Name of the tier that holds it; "memory" for none."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether reading a layer is a copy, which waits for no device."""
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads and head size of one layer."""
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes that are loaded for one layer."""
+
+    def read_layer(self, layer: int) -> LayerPair:
+        """`k_HTD` and `v_HTD` of one layer, not to be written to.
+
+        Raises:
+            DamagedEntryError: a stored entry's bytes are not the ones that were written.
+            StoreError: the KV was released.
+        """
+
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """Read one layer to CPU memory, in this thread alone; raises as `read_layer` does.
+
+        Args:
+            layer: its index.
+            to_2HTB: the bytes of CPU memory for keys and values of `dtype`; each head's (T, B) is contiguous.
+
+        Raises:
+            InputError: the memory has another shape than the layer.
+        """
+
+    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
+        """Copy one layer to a tensor on any device, by all of PyTorch's threads; raises as `read_layer` does."""
+
+    def encoded_layer(self, layer: int) -> EncodedLayer | None:
+        """One layer as it is stored, to be decoded elsewhere; None where that is the keys and values themselves.
+
+        Raises as `read_layer` does.
+        """
+
+
+def check_shape(what: str, layer: int, needed: tuple[int, ...], to_2HTB: Bytes) -> None:
+    """Refuse memory of another shape than the layer's bytes.
+
+    Raises:
+        InputError: so.
+    """
+    if to_2HTB.shape != needed:
+        raise InputError(f"layer {layer} of {what} has bytes {needed}, and the memory for it {to_2HTB.shape}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +154,56 @@ class ChunkKV:
         return k_HTD.shape[0], k_HTD.shape[2]
 
     @property
+    def num_layers(self) -> int:
+        """See `KVHandle`."""
+        return len(self.layers)
+
+    @property
+    def rotated(self) -> bool:
+        """See `KVHandle`."""
+        return False
+
+    @property
+    def tier(self) -> str:
+        """See `KVHandle`."""
+        return "memory"
+
+    @property
+    def in_memory(self) -> bool:
+        """See `KVHandle`."""
+        return True
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(k_HTD.nbytes + v_HTD.nbytes for k_HTD, v_HTD in self.layers)
+        return sum(map(self.layer_bytes, range(len(self.layers))))
+
+    def layer_bytes(self, layer: int) -> int:
+        """See `KVHandle`."""
+        return sum(x_HTD.nbytes for x_HTD in self.layers[layer])
+
+    def read_layer(self, layer: int) -> LayerPair:
+        """See `KVHandle`: the layer's own tensors, on their device."""
+        return self.layers[layer]
+
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """See `KVHandle`."""
+        kv_heads, head_dim = self.heads(layer)
+        needed = (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize)
+        check_shape(f"the KV of {len(self.token_ids)} tokens", layer, needed, to_2HTB)
+        for to_HTB, x_HTD in zip(to_2HTB, self.layers[layer], strict=True):
+            x_HTD = x_HTD.detach().cpu()
+            # A copy by PyTorch would give this thread a team of its own for parallel regions, which slows everybody else's.
+            np.copyto(to_HTB, host_bytes(x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()))
+
+    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
+        """See `KVHandle`."""
+        for to_HTD, x_HTD in zip(to_2HTD, self.layers[layer], strict=True):
+            to_HTD.copy_(x_HTD)
+
+    def encoded_layer(self, layer: int) -> EncodedLayer | None:
+        """See `KVHandle`."""
+        return None
 
 
 def _ids(ids: Iterable[int]) -> tuple[int, ...]:

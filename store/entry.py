@@ -150,7 +150,7 @@ class EntryInfo:
             object.__setattr__(self, name, value)
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """Number of layers."""
         return len(self.heads)
 
@@ -180,7 +180,7 @@ def _layers_by_piece(info: EntryInfo) -> list[list[int]]:
     """Runs of layers that end on a block, of `PIECE_BYTES` and more where it can be; the last one may end anywhere."""
     pieces: list[list[int]] = [[]]
     at = begun = 0
-    for layer in range(info.layers):
+    for layer in range(info.num_layers):
         if at - begun >= PIECE_BYTES and at % BLOCK_BYTES == 0:
             pieces.append([])
             begun = at
@@ -293,7 +293,7 @@ class EncodedEntry:
 
     def chunk(self, *, copy: bool) -> ChunkKV:
         """The chunk's KV; with `copy` it shares no memory with this entry."""
-        pairs = [self.info.decode(layer, self.read_layer(layer)) for layer in range(self.info.layers)]
+        pairs = [self.info.decode(layer, self.read_layer(layer)) for layer in range(self.info.num_layers)]
         if copy:
             pairs = [(k_HTD.clone(), v_HTD.clone()) for k_HTD, v_HTD in pairs]
         return ChunkKV(pairs, self.info.token_ids, self.info.prefix_ids, self.info.model, self.info.context)
@@ -381,7 +381,7 @@ class EntryHeader:
             if table != _table(info):
                 raise ValueError("the table of tensors is not the one of the entry")
             checksums = entry["checksums"]
-            if not isinstance(checksums, list) or [type(each) for each in checksums] != [str] * info.layers:
+            if not isinstance(checksums, list) or [type(each) for each in checksums] != [str] * info.num_layers:
                 raise ValueError("there is not a checksum for each layer")
             for name, kind in (("token_ids", int), ("prefix_ids", int), ("model", str), ("namespace", str)):
                 values = entry[name] if kind is int else [entry[name]]
@@ -403,7 +403,7 @@ def _table(info: EntryInfo) -> dict[str, dict[str, object]]:
     """The table of tensors; names are zero-padded, so that readers that sort them keep the layers' order."""
     table: dict[str, dict[str, object]] = {}
     offset = 0
-    for layer in range(info.layers):
+    for layer in range(info.num_layers):
         shape = info.encoded_shape(layer)
         offsets = [offset, offset + shape.nbytes]
         table[f"layer_{layer:05d}"] = {"dtype": _STORED_NAMES[shape.dtype], "shape": list(shape.shape), "data_offsets": offsets}

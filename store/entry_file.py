@@ -45,7 +45,7 @@ class EntryFile:
 
     def __init__(self, fd: int, path: Path, header: EntryHeader, data_start: int, *, direct: bool) -> None:
         self.info, self._fd, self._path, self._checksums, self._direct = header.info, fd, path, header.checksums, direct
-        sizes = (self.info.layer_bytes(layer) for layer in range(self.info.layers))
+        sizes = (self.info.layer_bytes(layer) for layer in range(self.info.num_layers))
         self._offsets = list(itertools.accumulate(sizes, initial=data_start))
         self._lock = threading.Lock()
         self._readers, self._closed = 0, False

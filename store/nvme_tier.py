@@ -132,7 +132,7 @@ class NvmeTier:
             try:
                 return file.load()
             except DamagedEntryError:
-                self.set_aside(digest, range(file.info.layers))
+                self.set_aside(digest, range(file.info.num_layers))
                 return None
 
     def write(self, writes: Sequence[PendingWrite]) -> Sequence[str]:
@@ -246,7 +246,7 @@ class NvmeTier:
         if path != self.folder.entry_path(info.key.digest):
             raise DamagedEntryError(f"{path} is not where its entry belongs")
         written_ns = min(file.written_ns, time.time_ns())
-        return CatalogueEntry(info.key, len(info.token_ids), info.layers, file.file_bytes, written_ns, written_ns)
+        return CatalogueEntry(info.key, len(info.token_ids), info.num_layers, file.file_bytes, written_ns, written_ns)
 
     def _has_document(self, write: PendingWrite) -> bool:
         """Whether an entry may be stored as far as its document goes; under the lock, without which no document changes."""
@@ -273,7 +273,7 @@ class NvmeTier:
 
     def _row(self, entry: EncodedEntry, header_bytes: int) -> CatalogueEntry:
         info, now_ns = entry.info, self.catalogue.now_ns()
-        return CatalogueEntry(info.key, len(info.token_ids), info.layers, header_bytes + entry.nbytes, now_ns, now_ns)
+        return CatalogueEntry(info.key, len(info.token_ids), info.num_layers, header_bytes + entry.nbytes, now_ns, now_ns)
 
     @contextmanager
     def _making_room(self, namespace: str | None, file_bytes: int) -> Iterator[list[str]]:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 
-from cacheblend.base.errors import DamagedEntryError, InputError, StoreError
+from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.base.memory import Bytes, host_bytes
 
-from .chunk import LayerPair
+from .chunk import EncodedLayer, LayerPair, check_shape
 from .entry import EncodedEntry
 from .entry_file import EntryFile
 from .key import ChunkKey
@@ -60,11 +61,6 @@ class Placement:
         return self._info.context
 
     @property
-    def raw(self) -> bool:
-        """Whether what is stored is the keys and values themselves, in the model's dtype."""
-        return self._info.key.codec == "raw"
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the keys and values that `read_layer` gives."""
         return self._info.dtype
@@ -75,9 +71,19 @@ class Placement:
         return len(self._info.token_ids)
 
     @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self._info.layers
+    def num_layers(self) -> int:
+        """See `KVHandle`."""
+        return self._info.num_layers
+
+    @property
+    def rotated(self) -> bool:
+        """See `KVHandle`."""
+        return False
+
+    @property
+    def in_memory(self) -> bool:
+        """See `KVHandle`."""
+        return self.tier == "ram"
 
     def heads(self, layer: int) -> tuple[int, int]:
         """KV heads and head size of one layer."""
@@ -100,38 +106,15 @@ class Placement:
             StoreError: the pin was released.
 
         """
-        return self.decode(layer, self.read_encoded(layer))
-
-    def read_encoded(self, layer: int) -> torch.Tensor:
-        """The stored tensor of one layer on the CPU, which is not to be written to; raises as `read_layer` does."""
-        entry = self._held()
-        if isinstance(entry, EncodedEntry):
-            return entry.read_layer(layer)
-        with self._reporting(layer):
-            return entry.read_layer(layer)
-
-    def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
-        """`k_HTD` and `v_HTD` of one layer's stored tensor, on the device that it was brought to."""
-        return self._info.decode(layer, encoded)
+        return self._info.decode(layer, self._read_encoded(layer))
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """Read one layer to where it is needed: raw bytes of a file go straight there, others are decoded and copied.
-
-        Args:
-            layer: its index.
-            to_2HTB: the bytes of CPU memory for keys and values of the entry's dtype; each head's (T, B) is contiguous.
-
-        Raises:
-            InputError: the memory has another shape than the layer.
-            DamagedEntryError, StoreError: see `read_layer`.
-
-        """
+        """See `KVHandle`: raw bytes of a file go straight there, others are decoded and copied."""
         entry = self._held()
         kv_heads, head_dim = self._info.heads[layer]
         needed = (2, kv_heads, len(self._info.token_ids), head_dim * self._info.dtype.itemsize)
-        if to_2HTB.shape != needed:
-            raise InputError(f"layer {layer} of {self.key} has bytes {needed}, and the memory for it {to_2HTB.shape}")
-        if not self.raw:
+        check_shape(str(self.key), layer, needed, to_2HTB)
+        if not self._is_raw:
             for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
                 np.copyto(to_HTB, host_bytes(x_HTD.contiguous()))
         elif isinstance(entry, EntryFile):
@@ -139,6 +122,27 @@ class Placement:
                 entry.read_layer_into(layer, to_2HTB)
         else:
             np.copyto(to_2HTB, entry.bytes[layer])
+
+    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
+        """See `KVHandle`."""
+        if self._is_raw:
+            to_2HTD.copy_(self._read_encoded(layer))
+        else:
+            for to_HTD, x_HTD in zip(to_2HTD, self.read_layer(layer), strict=True):
+                to_HTD.copy_(x_HTD)
+
+    def encoded_layer(self, layer: int) -> EncodedLayer | None:
+        """See `KVHandle`."""
+        return None if self._is_raw else EncodedLayer(self._read_encoded(layer), partial(self._info.decode, layer))
+
+    @property
+    def _is_raw(self) -> bool:
+        return self._info.key.codec == "raw"
+
+    def _read_encoded(self, layer: int) -> torch.Tensor:
+        entry = self._held()
+        with self._reporting(layer):
+            return entry.read_layer(layer)
 
     def _held(self) -> EncodedEntry | EntryFile:
         entry = self._entry

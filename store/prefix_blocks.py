@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from cacheblend.base.errors import ConfigError, InputError, StoreError
-from cacheblend.base.memory import Bytes, host_bytes
+from cacheblend.base.errors import ConfigError, StoreError
+from cacheblend.base.memory import Bytes
 
-from .chunk import LayerPair
+from .chunk import EncodedLayer, LayerPair, check_shape
 from .eviction import Evictable, TierBudget
 
 BLOCK_TOKENS = 16
@@ -110,41 +110,61 @@ class PrefixRun:
         return self._blocks(0)[-1].dtype
 
     @property
-    def layers(self) -> int:
-        """Number of layers."""
+    def num_layers(self) -> int:
+        """See `KVHandle`."""
         return len(self.windows)
+
+    @property
+    def rotated(self) -> bool:
+        """See `KVHandle`."""
+        return True
+
+    @property
+    def tier(self) -> str:
+        """See `KVHandle`."""
+        return "memory"
+
+    @property
+    def in_memory(self) -> bool:
+        """See `KVHandle`."""
+        return True
 
     def heads(self, layer: int) -> tuple[int, int]:
         """KV heads and head size of one layer."""
         _, heads, _, size = self._blocks(layer)[-1].shape
         return heads, size
 
+    def layer_bytes(self, layer: int) -> int:
+        """See `KVHandle`: of all T tokens."""
+        kv_heads, head_dim = self.heads(layer)
+        return 2 * kv_heads * len(self.token_ids) * head_dim * self.dtype.itemsize
+
     def read_layer(self, layer: int) -> LayerPair:
-        """`k_HTD` and `v_HTD` of one layer on the CPU."""
+        """See `KVHandle`."""
         kv_heads, head_dim = self.heads(layer)
         pair_2HTD = torch.empty((2, kv_heads, len(self.token_ids), head_dim), dtype=self.dtype)
-        self.read_layer_into(layer, host_bytes(pair_2HTD))
+        self.copy_layer(layer, pair_2HTD)
         return pair_2HTD[0], pair_2HTD[1]
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """Copy one layer's keys and values to where they are needed.
-
-        Args:
-            layer: its index.
-            to_2HTB: the bytes of CPU memory for keys and values of the run's dtype, B to a head's vector.
-
-        Raises:
-            InputError: the memory has another shape than the layer.
-            StoreError: the run was released.
-        """
-        blocks = self._blocks(layer)
+        """See `KVHandle`."""
         kv_heads, head_dim = self.heads(layer)
+        check_shape("a prefix", layer, (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize), to_2HTB)
+        self.copy_layer(layer, torch.from_numpy(to_2HTB).view(self.dtype))
+
+    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
+        """See `KVHandle`."""
+        blocks = self._blocks(layer)
         start = len(self.token_ids) - len(blocks) * blocks[0].shape[2]
-        wanted = (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize)
-        if to_2HTB.shape != wanted:
-            raise InputError(f"layer {layer} of a prefix has bytes {wanted}, and the memory for it {to_2HTB.shape}")
-        to_2HTB[:, :, :start] = 0
-        torch.cat(blocks, dim=2, out=torch.from_numpy(to_2HTB).view(self.dtype)[:, :, start:])
+        to_2HTD[:, :, :start] = 0
+        if to_2HTD.is_cpu:
+            torch.cat(blocks, dim=2, out=to_2HTD[:, :, start:])
+        else:
+            to_2HTD[:, :, start:].copy_(torch.cat(blocks, dim=2))
+
+    def encoded_layer(self, layer: int) -> EncodedLayer | None:
+        """See `KVHandle`."""
+        return None
 
     def _blocks(self, layer: int) -> list[torch.Tensor]:
         """The layer's keys and values (2, H, T, D) of the blocks that are needed, in order."""

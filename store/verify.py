@@ -101,7 +101,7 @@ def _trouble(nvme: NvmeTier, row: CatalogueEntry) -> str | None:
     path = nvme.folder.entry_path(row.key.digest)
     try:
         with EntryFile.open(path, row.key.digest) as file:
-            for layer in range(file.info.layers):
+            for layer in range(file.info.num_layers):
                 file.read_layer(layer)
             told = nvme.row_of(file, path)
     except DamagedEntryError:

@@ -60,18 +60,18 @@ def test_each_layer_is_read_once(
 ) -> None:
     """Layer 0 of the store is read where not all tokens run through it, and every other layer of every chunk exactly once."""
     reads: Counter[tuple[str, int]] = Counter()
-    read_layer_into, read_encoded = Placement.read_layer_into, Placement.read_encoded
+    read_layer_into, copy_layer = Placement.read_layer_into, Placement.copy_layer
 
     def counted_into(placement: Placement, layer: int, to_2HTB: Bytes) -> None:
         reads[placement.key.digest, layer] += 1
         read_layer_into(placement, layer, to_2HTB)
 
-    def counted(placement: Placement, layer: int) -> torch.Tensor:
+    def counted(placement: Placement, layer: int, to_2HTD: torch.Tensor) -> None:
         reads[placement.key.digest, layer] += 1
-        return read_encoded(placement, layer)
+        copy_layer(placement, layer, to_2HTD)
 
     monkeypatch.setattr(Placement, "read_layer_into", counted_into)  # from NVMe
-    monkeypatch.setattr(Placement, "read_encoded", counted)  # from RAM
+    monkeypatch.setattr(Placement, "copy_layer", counted)  # from RAM
     with prompts(fusor, stores, ["nvme", "ram", "nvme", "ram"]) as (spread, _), LayerLoader() as loader:
         fusor.fuse(spread, FusionConfig(recompute_ratio=ratio, selector=selector), loader)
         keys = [segment.kv.key.digest for segment in spread if isinstance(segment.kv, Placement)]

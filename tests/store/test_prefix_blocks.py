@@ -38,7 +38,7 @@ def test_a_run_holds_what_was_inserted(windows: tuple[int | None, ...], seen: tu
     with blocks.match(tokens_of("abcx"), [chain("abcx")]) as run:
         assert run is not None
         assert run.token_ids == tuple(tokens_of("abc"))
-        assert (run.model, run.layers, run.dtype) == ("model", len(windows), torch.float32)
+        assert (run.model, run.num_layers, run.dtype) == ("model", len(windows), torch.float32)
         for layer, last in enumerate(seen):
             start = 0 if last is None else 3 * BLOCK_TOKENS - last
             for got_HTD, whole_HTD in zip(run.read_layer(layer), layer_kv("abcd", layer), strict=True):

@@ -87,7 +87,7 @@ def test_damage_that_stays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     def damaged(*_: object) -> None:
         raise DamagedEntryError("damaged, and still there")
 
-    for read in ("read_layer", "read_layer_into", "read_encoded"):
+    for read in ("read_layer", "read_layer_into", "copy_layer"):
         monkeypatch.setattr(f"cacheblend.store.Placement.{read}", damaged)
     answer = ask(engine)
     assert (answer.plan.hits, answer.plan.recompute_ratio) == (0, None)
