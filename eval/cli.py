@@ -1,20 +1,11 @@
-"""The whole command line: the service's commands, and those of the floor above: `demo`, `calibrate`, `eval`."""
+"""The evaluation's commands, as `cacheblend` lists them; see the entry point in pyproject.toml."""
 
 from __future__ import annotations
 
-from cacheblend.service.cli import main as service_cli
+from cacheblend.service.cli.main import Command
 
-from . import cli_calibrate, cli_demo, cli_eval
-
-service_cli.app.command("demo")(cli_demo.demo)
-service_cli.app.command("calibrate")(cli_calibrate.calibrate)
-service_cli.app.add_typer(cli_eval.app, name="eval")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; see `cacheblend.service.cli.main.main`."""
-    service_cli.main(arguments)
-
-
-if __name__ == "__main__":
-    main()
+COMMANDS = (
+    Command("demo", "cacheblend.eval.cli_demo:demo", "Ingest documents, ask, and print the methods side by side."),
+    Command("calibrate", "cacheblend.eval.cli_calibrate:calibrate", "Measure what blending loses on your documents."),
+    Command("eval", "cacheblend.eval.cli_eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
+)

@@ -12,7 +12,7 @@ from rich.table import Table
 from cacheblend.base.files import make_folder
 from cacheblend.eval.data.source import SEARCHED_TOP_K
 from cacheblend.loader import Thresholds, write_calibration
-from cacheblend.service.cli import options
+from cacheblend.service.cli import options, terminal
 
 from .data import DocumentsSource, Preset
 from .methods import CONTEXTS, METHOD_OF_SELECTOR
@@ -64,7 +64,7 @@ def calibrate(
 
         cacheblend calibrate smollm2-135m ./handbook --questions questions.jsonl --max-kl 0.02 --json
     """
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.service import EngineConfig
 
     from .run import calibrate as run_calibration
@@ -93,11 +93,11 @@ def calibrate(
     run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"
     make_folder(engine.profile_dir)  # what cannot be kept shows before it is measured
     fusor = load_fusor(config)
-    with options.progress_bars() as progress:
+    with terminal.progress_bars() as progress:
         run = run_calibration(config, thresholds, run_folder, fusor, selectors=measured, on_progress=progress)
     path = write_calibration(engine.profile_dir, run.calibration)
     if as_json:
-        options.print_json(_as_json(run, path))
+        terminal.print_json(_as_json(run, path))
     else:
         _print(run, path)
 
@@ -132,7 +132,7 @@ def _print(run: CalibrationRun, path: Path) -> None:
             f"{found.compute_share:.3f}",
             f"{found.ttft_s_median:.3f}",
         )
-    options.stdout.print(table)
+    terminal.stdout.print(table)
     chosen, thresholds = run.calibration, run.calibration.thresholds
     high = chosen.measures.first_token_kl_high_nats
     said = [
@@ -146,4 +146,4 @@ def _print(run: CalibrationRun, path: Path) -> None:
     if not run.is_within:
         said.insert(2, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")
     for line in said:
-        options.stdout.print(line, highlight=False, markup=False, soft_wrap=True)
+        terminal.stdout.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.base.errors import InputError, ModelFetchError
-from cacheblend.service.cli import options
+from cacheblend.service.cli import options, terminal
 from cacheblend.service.cli.model import fetch
 from cacheblend.service.cli.options import DEFAULTS
 from cacheblend.service.engine.document_sources import read_documents
@@ -92,7 +92,7 @@ def demo(
 
         cacheblend demo ./model --passages passages.jsonl --question "Who wrote it?" --json
     """
-    options.hush_libraries()
+    terminal.hush_libraries()
     if reader:
         _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_PASSAGES))
         _reader_demo(embedder, top_k, recompute_ratio, as_json)
@@ -151,7 +151,7 @@ def _fetched_model() -> str | None:
         fetch(find_model(MODEL))
     except (ModelFetchError, InputError) as error:
         why = f"{MODEL} cannot be fetched, so the packaged reader is asked instead: {error}"
-        options.stderr.print(why, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        terminal.stderr.print(why, style="yellow", highlight=False, markup=False, soft_wrap=True)
         return None
     return MODEL
 
@@ -172,7 +172,7 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
         folder = stack.enter_context(_store_folder(store_dir))
         engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, **settings)))
         setup_s = time.perf_counter() - started
-        progress = stack.enter_context(options.progress_bars())
+        progress = stack.enter_context(terminal.progress_bars())
         report = engine.ingest(handbook_documents(), progress)
         kv_bytes = engine.store.stats().nvme.bytes
         asked = ask_handbook(engine, handbook_questions(), top_k=top_k, on_progress=progress)
@@ -182,7 +182,7 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
     total_s = time.perf_counter() - started
     tokens_per_s = report.tokens / report.seconds if report.computed else None
     if as_json:
-        options.print_json(
+        terminal.print_json(
             {
                 "model": settings["model"],
                 "dtype": dtype,
@@ -194,7 +194,7 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
             }
         )
         return
-    out = options.stdout
+    out = terminal.stdout
     speed = "no KV to compute" if tokens_per_s is None else f"{report.tokens:,} tokens at {tokens_per_s:,.0f} tokens/s"
     out.print(
         f"{settings['model']} ({dtype}): {report.documents} documents, {report.chunks} chunks, {speed}, "
@@ -212,7 +212,7 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
 
 
 def _print_question(asked: AskedQuestion) -> None:
-    item, out = asked.question, options.stdout
+    item, out = asked.question, terminal.stdout
     asks = f"\n[{item.question_class}] {item.question}   (right: {item.answers[0]})"
     out.print(asks, highlight=False, markup=False, soft_wrap=True)
     for method, reply in asked.replies.items():
@@ -249,17 +249,18 @@ def _passages_demo(
     as_json: bool,
 ) -> None:
     from cacheblend.service import Engine, EngineConfig
-    from cacheblend.service.cli.demo import QUESTIONS, compare_methods
 
-    questions = asked or list(QUESTIONS)
+    from .demo import PASSAGE_QUESTIONS, compare_methods
+
+    questions = asked or list(PASSAGE_QUESTIONS)
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
         engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, **settings)))
-        progress = stack.enter_context(options.progress_bars())
+        progress = stack.enter_context(terminal.progress_bars())
         report = engine.ingest(corpus, progress)
         rows = compare_methods(engine, questions, top_k=top_k, repeats=repeats, on_progress=progress)
     if as_json:
-        options.print_json(
+        terminal.print_json(
             {
                 "ingest": report.as_dict(),
                 "questions": questions,
@@ -268,7 +269,7 @@ def _passages_demo(
             }
         )
         return
-    out = options.stdout
+    out = terminal.stdout
     out.print(
         f"{report.documents} documents, {report.chunks} chunks precomputed in {report.seconds:.1f} s; "
         f"{len(questions)} questions over {top_k} chunks each, {rows[0].prompt_tokens:,.0f} prompt tokens",
@@ -295,7 +296,7 @@ def _reader_demo(embedder: str, top_k: int, recompute_ratio: float | None, as_js
     from .demo import CLASSES, ask_all, bundled_questions, marked_tokens
 
     corpus, questions = bundled_corpus(), bundled_questions()
-    with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder, options.progress_bars() as progress:
+    with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder, terminal.progress_bars() as progress:
         config = EngineConfig(
             model=default_model(), store_dir=Path(folder), chunk_tokens=CHUNK_TOKENS, embedder=embedder, max_tokens=16
         )
@@ -306,9 +307,9 @@ def _reader_demo(embedder: str, top_k: int, recompute_ratio: float | None, as_js
             answer = engine.answer(shown.question, top_k=top_k, method="blend", recompute_ratio=recompute_ratio)
             marks = marked_tokens(engine, answer)
     if as_json:
-        options.print_json({"ingest": report.as_dict(), **result.as_dict(), "question": shown.question, "answer": answer.text})
+        terminal.print_json({"ingest": report.as_dict(), **result.as_dict(), "question": shown.question, "answer": answer.text})
         return
-    out = options.stdout
+    out = terminal.stdout
     out.print(
         f"{report.documents} articles, {report.chunks} chunks in {report.seconds:.1f} s; {len(questions)} questions, "
         f"{top_k} chunks retrieved for each: F1, and the median TTFT",

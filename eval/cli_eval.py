@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.service.cli import options
+from cacheblend.service.cli import options, terminal
 
 from . import cli_load
 from .data import (
@@ -280,10 +280,10 @@ def figures(
     )
     from .figures import draw_figures
 
-    with options.progress_bars() as progress:
+    with terminal.progress_bars() as progress:
         made = draw_figures(config, out, on_progress=progress)
     if as_json:
-        options.print_json(made)
+        terminal.print_json(made)
     else:
         typer.echo("\n".join(f"{figure}: {what}" for figure, what in made.items()))
 
@@ -305,7 +305,7 @@ def _config(
     allow_unverified: bool,
 ) -> EvalConfig:
     """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.service import EngineConfig
     from cacheblend.service.cli.model import default_model
 
@@ -331,9 +331,9 @@ def _run(config: EvalConfig, out: Path | None, resume: bool, as_json: bool) -> N
     if resume and out is None:
         raise ConfigError("resume", resume, "only with --out, the folder of the run to go on with")
     folder = out or Path("runs") / f"{config.source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with options.progress_bars() as progress:
+    with terminal.progress_bars() as progress:
         summary = evaluate(config, folder, resume=resume, on_progress=progress)
     if as_json:
-        options.print_json(summary)
+        terminal.print_json(summary)
     else:
         typer.echo(report([folder]), nl=False)

@@ -15,7 +15,7 @@ import typer
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.eval.load.sweep import LoadConfig
-from cacheblend.service.cli import options
+from cacheblend.service.cli import options, terminal
 
 from .data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
 
@@ -92,7 +92,7 @@ def load(
 
         cacheblend eval load --address http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:8001
     """
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.service.cli.model import default_model
 
     from .load import load_report, run_load
@@ -116,7 +116,7 @@ def load(
     if not wanted and not peers:
         raise ConfigError("methods", methods, "at least one, or a --peer")
     folder = out or Path("runs") / f"load-{source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with ExitStack() as running, options.progress_bars() as progress:
+    with ExitStack() as running, terminal.progress_bars() as progress:
         first, by_rate = _requests(config, model, progress)
         chunk_tokens = max(request.chunk_tokens for group in (first, *by_rate) for request in group)
         targets: list[Target] = []
@@ -126,7 +126,7 @@ def load(
         targets += _peers(peers, source, peer_completions, peer_api_key)
         summary = run_load(config, targets, first, by_rate, folder, on_progress=progress)
     if as_json:
-        options.print_json(summary)
+        terminal.print_json(summary)
     else:
         typer.echo(load_report(summary), nl=False)
     if summary["interrupted"]:

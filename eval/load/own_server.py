@@ -35,7 +35,18 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "cacheblend.eval.cli", "serve", *options, "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "cacheblend.service.cli.main",
+        "serve",
+        *options,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryDirectory(prefix="cacheblend-load-") as folder:
         log = Path(folder) / "serve.log"
         with log.open("wb") as file:

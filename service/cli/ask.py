@@ -8,7 +8,7 @@ import typer
 
 from cacheblend.base.errors import InputError, RetrieverError
 
-from . import options
+from . import options, terminal
 from .options import DEFAULTS
 
 
@@ -50,7 +50,7 @@ def ask(
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.service.engine.config import EngineConfig
     from cacheblend.service.engine.engine import Engine
 
@@ -86,7 +86,7 @@ def ask(
         raise InputError(f"{error}. {hint}") from error
     with opened as engine:
         if chosen.wants_corpus:
-            with options.progress_bars() as progress:
+            with terminal.progress_bars() as progress:
                 engine.ingest(bundled_corpus(), progress)
         answer = engine.answer(
             question,
@@ -98,9 +98,9 @@ def ask(
         )
         engine.drain()
     if as_json:
-        options.print_json(answer.as_dict())
+        terminal.print_json(answer.as_dict())
         return
-    out, plan, timings = options.stdout, answer.plan, answer.timings
+    out, plan, timings = terminal.stdout, answer.plan, answer.timings
     out.print(answer.text, markup=False, highlight=False)
     for scored in answer.chunks:
         title = scored.chunk.title or scored.chunk.document_id

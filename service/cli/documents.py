@@ -15,7 +15,7 @@ from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.documents import Documents, DocumentStatus
 from cacheblend.service.engine.ingest import IngestProgress
 
-from . import options
+from . import options, terminal
 from .options import DEFAULTS
 from .store import UNBOUNDED, open_store
 
@@ -40,7 +40,7 @@ def ls(
         else:
             found, has_more = documents.page(limit or UNBOUNDED, after)
     if as_json:
-        options.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
+        terminal.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
         return
     table = Table("id", "title", "chunks", "KV stored", "shared", "bytes", "pinned")
     for status in found:
@@ -53,8 +53,8 @@ def ls(
             f"{status.stored_bytes:,}",
             "yes" if status.pinned else "",
         )
-    options.stdout.print(table)
-    options.stdout.print(f"{len(found)} documents{'; there are more' if has_more else ''}")
+    terminal.stdout.print(table)
+    terminal.stdout.print(f"{len(found)} documents{'; there are more' if has_more else ''}")
 
 
 @app.command("show")
@@ -67,13 +67,13 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
         status, chunks = documents.show(id_)
     if as_json:
         texts = [{"position": chunk.position, "tokens": len(chunk.token_ids), "text": chunk.text} for chunk in chunks]
-        options.print_json({**status.as_dict(), "texts": texts})
+        terminal.print_json({**status.as_dict(), "texts": texts})
         return
     for name, value in status.as_dict().items():
-        options.stdout.print(f"{name}: {value}", highlight=False, markup=False)
+        terminal.stdout.print(f"{name}: {value}", highlight=False, markup=False)
     for chunk in chunks:
-        options.stdout.print(f"\n[{chunk.position}] {len(chunk.token_ids)} tokens", markup=False)
-        options.stdout.print(chunk.text, highlight=False, markup=False)
+        terminal.stdout.print(f"\n[{chunk.position}] {len(chunk.token_ids)} tokens", markup=False)
+        terminal.stdout.print(chunk.text, highlight=False, markup=False)
 
 
 @app.command("delete")
@@ -90,7 +90,7 @@ def delete(
     with _open(store_dir) as documents:
         if not yes:
             status = documents.status(id_)
-            options.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?")
+            terminal.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?")
         _tell(documents.delete(id_), "deleted", as_json)
 
 
@@ -124,9 +124,9 @@ def _open(store_dir: Path) -> Iterator[Documents]:
 
 def _tell(status: DocumentStatus, done: str, as_json: bool) -> None:
     if as_json:
-        options.print_json(status.as_dict())
+        terminal.print_json(status.as_dict())
         return
-    options.stdout.print(
+    terminal.stdout.print(
         f"{done} {status.id}: KV of {status.stored_chunks} chunks, {status.stored_bytes:,} bytes", highlight=False, markup=False
     )
 
@@ -167,7 +167,7 @@ def ingest(
     """
     stream = DocumentStream(sources, Shard.parse(shard))
     size = stream.measure()
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.service.engine.config import EngineConfig
     from cacheblend.service.engine.engine import Engine
 
@@ -187,16 +187,16 @@ def ingest(
         context_document_tokens=context_document_tokens,
     )
     try:
-        with Engine(config) as engine, IngestProgress(options.stderr, stream, size) as progress:
+        with Engine(config) as engine, IngestProgress(terminal.stderr, stream, size) as progress:
             report = engine.ingest_stream(stream, progress.update)
     except KeyboardInterrupt:
-        options.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
+        terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
         raise
     if as_json:
-        options.print_json(report.as_dict())
+        terminal.print_json(report.as_dict())
         return
     speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
-    options.stdout.print(
+    terminal.stdout.print(
         f"{report.documents} documents ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged), "
         f"{report.chunks} chunks: KV of {report.computed} computed, {report.already_stored} stored before "
         f"({report.seconds:.1f} s{speed})",

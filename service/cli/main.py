@@ -1,44 +1,117 @@
-"""The command line: `cacheblend ingest | ask | serve | api-key | demo | profile | plan | model | documents | store`."""
+"""The command line. A command's module is imported when it is used, so that `--help` costs no model library."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from importlib.metadata import version
-from typing import Annotated
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points, version
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
 
-from . import ask as cli_ask
-from . import documents, model, profile, serve
-from . import store as cli_store
-from .options import stderr, stdout
-from .terminal import VisibleFormatter, visible
+from . import terminal
+
+ENTRY_POINTS = "cacheblend.commands"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the command line.
+
+    Args:
+        name: what the user types.
+        target: `module:attribute` of a function or a `typer.Typer`.
+        help: its line in `cacheblend --help`: the first of its own help.
+    """
+
+    name: str
+    target: str
+    help: str
+
+
+_HERE = "cacheblend.service.cli"
+COMMANDS = (
+    Command("ingest", f"{_HERE}.documents:ingest", "Split, index and precompute documents."),
+    Command("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
+    Command("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
+    Command("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),
+    Command("profile", f"{_HERE}.profile:profile", "Measure prefill, recompute and each tier's throughput."),
+    Command("plan", f"{_HERE}.profile:plan", "Compare storage devices for a model's KV."),
+    Command("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),
+    Command("documents", f"{_HERE}.documents:app", "List, show, pin and delete ingested documents."),
+    Command("store", f"{_HERE}.store:app", "List, measure, check, empty and merge stores of chunk KV."),
+)
+
+
+class _LazyCommand(TyperCommand):
+    """A command whose module is imported when it is invoked."""
+
+    def __init__(self, command: Command) -> None:
+        super().__init__(name=command.name, help=command.help)
+        self._target = command.target
+
+    def load(self) -> Any:
+        """The command itself, or the group of them."""
+        module, _, attribute = self._target.partition(":")
+        target = getattr(import_module(module), attribute)
+        holder = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        if isinstance(target, typer.Typer):
+            holder.add_typer(target, name=self.name)
+        else:
+            holder.command(self.name)(target)
+        return get_group(holder).commands[str(self.name)]
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the arguments of the command itself; its context names it, so that it is what is invoked."""
+        return self.load().make_context(info_name, args, parent=parent, **extra)
+
+
+class _LazyGroup(TyperGroup):
+    """The package's commands, and those that the entry points of `ENTRY_POINTS` name."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for command in COMMANDS:
+            self.add_command(_LazyCommand(command))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command by name; the entry points are looked at only for those of others."""
+        if cmd_name not in self.commands:
+            self._add_others()
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, the package's own first."""
+        self._add_others()
+        return super().list_commands(ctx)
+
+    def _add_others(self) -> None:
+        for entry in entry_points(group=ENTRY_POINTS):
+            for command in entry.load():
+                if command.name not in self.commands:
+                    self.add_command(_LazyCommand(command))
+
 
 app = typer.Typer(
     name="cacheblend",
+    cls=_LazyGroup,
     help="Answer questions over documents several times sooner: every chunk's KV cache is kept and blended into the prompt.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("ingest")(documents.ingest)
-app.command("ask")(cli_ask.ask)
-app.command("serve")(serve.serve)
-app.command("api-key")(serve.api_key)
-app.command("profile")(profile.profile)
-app.command("plan")(profile.plan)
-app.add_typer(model.app, name="model")
-app.add_typer(documents.app, name="documents")
-app.add_typer(cli_store.app, name="store")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        stdout.print(f"cacheblend {version('cacheblend')}", highlight=False)
+        terminal.stdout.print(f"cacheblend {version('cacheblend')}", highlight=False)
         raise typer.Exit
 
 
@@ -50,9 +123,9 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    stderr.quiet = quiet
+    terminal.stderr.quiet = quiet
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(terminal.VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING, handlers=[handler])
 
 
@@ -65,13 +138,13 @@ def main(arguments: list[str] | None = None) -> None:
     except (CacheBlendError, OSError) as error:
         if debug:
             raise
-        print(visible(f"error: {error}"), file=sys.stderr)
+        print(terminal.visible(f"error: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
     except Exception as error:
         if debug:
             raise
         unforeseen = f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)"
-        print(visible(unforeseen), file=sys.stderr)
+        print(terminal.visible(unforeseen), file=sys.stderr)
         sys.exit(1)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cacheblend.base.errors import InputError
 
-from . import options
+from . import options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.blend.models import KnownModel
@@ -38,17 +38,17 @@ def get(
 
         cacheblend model get gemma3-270m --accept-licence --json
     """
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.blend.models import find_model
 
     model = find_model(name)
     fetched = fetch(model, accept_licence=accept_licence or accept_license)
     if as_json:
-        options.print_json({**_row(model), "already_there": not fetched})
+        terminal.print_json({**_row(model), "already_there": not fetched})
         return
     state = "fetched" if fetched else "is there already"
-    options.stdout.print(f"{name} {state}: {model.folder}", highlight=False, soft_wrap=True)
-    options.stdout.print(f"licence: {model.licence} ({model.licence_url})", highlight=False, soft_wrap=True)
+    terminal.stdout.print(f"{name} {state}: {model.folder}", highlight=False, soft_wrap=True)
+    terminal.stdout.print(f"licence: {model.licence} ({model.licence_url})", highlight=False, soft_wrap=True)
 
 
 def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
@@ -62,8 +62,8 @@ def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
     if not model.is_fetched:
         size = f"{model.download_bytes / 1e6:,.0f} MB"
         terms = f"{model.licence} ({model.licence_url})"
-        options.stderr.print(f"{model.name}: {size} to download; {terms}", highlight=False, soft_wrap=True)
-    with options.progress_bars() as progress:
+        terminal.stderr.print(f"{model.name}: {size} to download; {terms}", highlight=False, soft_wrap=True)
+    with terminal.progress_bars() as progress:
         return fetch_model(model, accept_licence=accept_licence, on_progress=progress)
 
 
@@ -77,14 +77,14 @@ def ls(as_json: options.Json = False) -> None:
 
     rows = [_row(model) for model in KNOWN_MODELS.values()]
     if as_json:
-        options.print_json({"models": rows})
+        terminal.print_json({"models": rows})
         return
     table = Table("model", "family", "parameters", "licence", "download", "on disk")
     for row in rows:
         on_disk = f"{row['bytes'] / 1e6:,.0f} MB" if row["fetched"] else "-"
         download = f"{row['download_bytes'] / 1e6:,.0f} MB"
         table.add_row(row["name"], row["family"], f"{row['parameters'] / 1e6:,.0f} M", row["licence"], download, on_disk)
-    options.stdout.print(table)
+    terminal.stdout.print(table)
 
 
 def _row(model: KnownModel) -> dict[str, Any]:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, FusionConfig
 from cacheblend.service.engine.config import EngineConfig
-from cacheblend.service.engine.ingest import Progress as OnProgress
-
-from .terminal import PlainConsole, visible, visible_json
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 ENGINE = "Engine"
@@ -158,55 +149,6 @@ AllowUnverified = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress and logs on stderr.")]
-
-stderr = PlainConsole(stderr=True)
-stdout = PlainConsole()
-
-
-def print_json(value: Mapping[str, object]) -> None:
-    """One JSON object on stdout."""
-    sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")
-
-
-def confirm(question: str) -> None:
-    """Ask on the terminal, and end the command unless the answer is yes.
-
-    Raises:
-        InputError: nobody can be asked.
-    """
-    if not sys.stdin.isatty():
-        raise InputError(f"{question} There is no terminal to ask on; give --yes")
-    typer.confirm(visible(question), abort=True, err=True)
-
-
-def hush_libraries() -> None:
-    """No progress bars and advice of other libraries between ours."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-
-
-@contextmanager
-def progress_bars() -> Iterator[OnProgress]:
-    """A bar a stage on stderr, where that is a terminal and `--quiet` was not given."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
-        tasks: dict[str, Any] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield report
 
 
 def listed(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from cacheblend.base.errors import InputError, ProfileError
 from cacheblend.loader import LoaderConfig, Profile, compare_devices, load_profile, read_price_table
 from cacheblend.loader.profiler import LENGTHS, RATIOS
 
-from . import options
+from . import options, terminal
 from .options import DEFAULTS
 
 
@@ -44,7 +44,7 @@ def profile(
 
         cacheblend profile ./model --length 512 --length 2048 --repeats 5 --json
     """
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.blend import Fusor
     from cacheblend.loader.profile import profile_name
     from cacheblend.service.engine.config import DTYPES, EngineConfig
@@ -59,7 +59,7 @@ def profile(
         allow_unverified=allow_unverified,
     )
     fusor = Fusor.from_pretrained(model, config.resolve_device(), DTYPES[dtype], allow_unverified=allow_unverified)
-    with options.progress_bars() as progress:
+    with terminal.progress_bars() as progress:
         measured = measure_and_keep(
             config,
             fusor,
@@ -70,7 +70,7 @@ def profile(
         )
     path = config.profile_dir / profile_name(measured.model, measured.device)
     if as_json:
-        options.print_json({**measured.as_dict(), "file": str(path)})
+        terminal.print_json({**measured.as_dict(), "file": str(path)})
         return
     table = Table("measured", "seconds")
     for sample in measured.prefill:
@@ -78,12 +78,12 @@ def profile(
     for layer in measured.blend:
         ratio = f"{layer.rows:,} of {layer.tokens:,} rows" + (f", {layer.projected:,} checked" if layer.projected else "")
         table.add_row(f"layer {layer.layer} of a blend, {ratio}", f"{layer.seconds:.5f}")
-    options.stdout.print(table)
+    terminal.stdout.print(table)
     for tier, speed in measured.tiers.items():
-        options.stdout.print(
+        terminal.stdout.print(
             f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read", highlight=False
         )
-    options.stdout.print(f"{measured.device}; kept in {path}", highlight=False, soft_wrap=True)
+    terminal.stdout.print(f"{measured.device}; kept in {path}", highlight=False, soft_wrap=True)
 
 
 def plan(
@@ -128,7 +128,7 @@ def plan(
     )
     cheapest = next((choice.device.device for choice in choices if choice.adds_no_delay), None)
     if as_json:
-        options.print_json(
+        terminal.print_json(
             {
                 "cheapest": cheapest,
                 "tokens": tokens,
@@ -139,7 +139,7 @@ def plan(
             }
         )
         return
-    out = options.stdout
+    out = terminal.stdout
     rows = Table("device", "price a month", "load a layer", "recompute a layer", "TTFT", "delay", "full prefill", "")
     for choice in choices:
         rows.add_row(
@@ -159,7 +159,7 @@ def plan(
 
 
 def _profile_of(model: str, store_dir: Path, device: str, dtype: str, *, allow_unverified: bool) -> Profile:
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.blend import Fusor
     from cacheblend.service.engine.config import DTYPES, EngineConfig
     from cacheblend.service.engine.profiles import find_profile

@@ -19,7 +19,7 @@ from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.tenants import TenantConfig, hash_key, new_key
 from cacheblend.service.serving.config import ServingConfig
 
-from . import options
+from . import options, terminal
 from .options import DEFAULTS
 
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
@@ -191,7 +191,7 @@ def serve(
 
         cacheblend serve --config cacheblend.toml --port 9000
     """
-    options.hush_libraries()
+    terminal.hush_libraries()
     from cacheblend.base.process import hold_freed_memory, in_own_thread
     from cacheblend.service.engine.config import EngineConfig
     from cacheblend.service.http import HttpConfig, Server
@@ -283,7 +283,7 @@ def api_key(as_json: options.Json = False) -> None:
     key = new_key()
     digest = hash_key(key)
     if as_json:
-        options.print_json({"key": key, "api_key_sha256": digest})
+        terminal.print_json({"key": key, "api_key_sha256": digest})
         return
-    options.stdout.print(f"key             {key}\napi_key_sha256  {digest}", highlight=False, markup=False, soft_wrap=True)
-    options.stdout.print("Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere.")
+    terminal.stdout.print(f"key             {key}\napi_key_sha256  {digest}", highlight=False, markup=False, soft_wrap=True)
+    terminal.stdout.print("Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere.")

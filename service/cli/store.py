@@ -17,7 +17,7 @@ from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
 from cacheblend.service.engine.ingest import merge_stores
 from cacheblend.store import KVStore, StoreConfig
 
-from . import options
+from . import options, terminal
 
 app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
 UNBOUNDED = 2**62  # looking at a store must not evict from it
@@ -46,7 +46,7 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
         for entry in entries
     ]
     if as_json:
-        options.print_json({"entries": rows})
+        terminal.print_json({"entries": rows})
         return
     table = Table("key", "tokens", "layers", "bytes", "codec", "last used")
     for row in rows:
@@ -58,8 +58,8 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
             str(row["codec"]),
             str(row["last_used"]),
         )
-    options.stdout.print(table)
-    options.stdout.print(f"{len(rows)} entries")
+    terminal.stdout.print(table)
+    terminal.stdout.print(f"{len(rows)} entries")
 
 
 @app.command("stat")
@@ -83,11 +83,11 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
         "models": by_model,
     }
     if as_json:
-        options.print_json(summary)
+        terminal.print_json(summary)
         return
-    options.stdout.print(f"{summary['entries']} entries, {summary['tokens']:,} tokens, {summary['bytes']:,} bytes")
+    terminal.stdout.print(f"{summary['entries']} entries, {summary['tokens']:,} tokens, {summary['bytes']:,} bytes")
     for model, total in by_model.items():
-        options.stdout.print(f"  model {model[:16]}: {total['entries']} entries, {total['bytes']:,} bytes")
+        terminal.stdout.print(f"  model {model[:16]}: {total['entries']} entries, {total['bytes']:,} bytes")
 
 
 @app.command("verify")
@@ -106,7 +106,7 @@ def verify(
 
     Example: cacheblend store verify --store-dir ./store --repair
     """
-    with open_store(store_dir) as store, options.progress_bars() as progress:
+    with open_store(store_dir) as store, terminal.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
     index = None
     if (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
@@ -114,18 +114,18 @@ def verify(
             index = documents.verify(repair=repair)
     ok = report.ok and (index is None or index.ok)
     if as_json:
-        options.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
+        terminal.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
     else:
         found = (
             f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.misstated)} listed wrongly, "
             f"{len(report.orphans)} files without an entry, {report.leftovers} half written"
             f"{', totals miscounted' if report.miscounted else ''}"
         )
-        options.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
+        terminal.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
         if index is not None:
             _print_index(index)
         if not ok:
-            options.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
+            terminal.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
     if not ok and not report.repaired:
         raise typer.Exit(1)
 
@@ -134,12 +134,12 @@ def _print_index(index: IndexReport) -> None:
     found = (
         f"{len(index.damaged)} damaged, {index.strays} chunks of no document{', its structure broken' if index.broken else ''}"
     )
-    options.stdout.print(
+    terminal.stdout.print(
         f"index: {index.documents} documents, {index.chunks} chunks: {'all whole' if index.ok else found}", highlight=False
     )
     for id_ in index.damaged:
         what = "removed from the index; ingest it again" if index.repaired else "damaged in the index; ingest it again"
-        options.stdout.print(f"  {id_}: {what}", highlight=False, markup=False)
+        terminal.stdout.print(f"  {id_}: {what}", highlight=False, markup=False)
 
 
 @app.command("clear")
@@ -155,12 +155,12 @@ def clear(
     with open_store(store_dir) as store:
         entries = len(store.ls())
         if not yes:
-            options.confirm(f"Remove {entries} entries from {store_dir}?")
+            terminal.confirm(f"Remove {entries} entries from {store_dir}?")
         store.clear()
     if as_json:
-        options.print_json({"removed": entries})
+        terminal.print_json({"removed": entries})
     else:
-        options.stdout.print(f"{entries} entries removed")
+        terminal.stdout.print(f"{entries} entries removed")
 
 
 @app.command("merge")
@@ -178,13 +178,13 @@ def merge(
 
     Example: cacheblend store merge shard-1 shard-2 --store-dir ./store
     """
-    with options.progress_bars() as progress:
+    with terminal.progress_bars() as progress:
         report = merge_stores(sources, store_dir, progress)
     if as_json:
-        options.print_json(report.as_dict())
+        terminal.print_json(report.as_dict())
         return
     kv = report.kv
-    options.stdout.print(
+    terminal.stdout.print(
         f"{kv.entries} entries copied ({kv.bytes:,} bytes), {kv.already_stored} there before, {kv.damaged} damaged; "
         f"{kv.documents} documents, {report.indexed} of them new in the index",
         highlight=False,

@@ -6,14 +6,24 @@ an escape sequence clears the screen or writes to the clipboard, also when the o
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
+
+from cacheblend.base.errors import InputError
+
+OnProgress = Callable[[str, int, int], None]
 
 # C0 but for tab and line feed, DEL, C1, what turns the direction of writing, and halves of surrogate pairs.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -53,3 +63,53 @@ class VisibleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Write a record."""
         return visible(super().format(record))
+
+
+stderr = PlainConsole(stderr=True)
+stdout = PlainConsole()
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One JSON object on stdout."""
+    sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")
+
+
+def confirm(question: str) -> None:
+    """Ask on the terminal, and end the command unless the answer is yes.
+
+    Raises:
+        InputError: nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        raise InputError(f"{question} There is no terminal to ask on; give --yes")
+    typer.confirm(visible(question), abort=True, err=True)
+
+
+def hush_libraries() -> None:
+    """No progress bars and advice of other libraries between ours."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+@contextmanager
+def progress_bars() -> Iterator[OnProgress]:
+    """A bar a stage on stderr, where that is a terminal and `--quiet` was not given."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield report

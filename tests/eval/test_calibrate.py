@@ -14,7 +14,6 @@ from fakes import FakeEmbedder
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, Fusor
 from cacheblend.blend.deviation import equal_tokens_share, first_token_kl_nats
-from cacheblend.eval import cli
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
 from cacheblend.eval.methods import METHOD_OF_SELECTOR
@@ -23,6 +22,7 @@ from cacheblend.eval.run.calibration import Setting, choose, selector_beyond
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.cli import main as cli
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -11,11 +11,12 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
-from cacheblend.eval import cli, cli_demo
+from cacheblend.eval import cli_demo
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import METHODS, ask_handbook, closing_note, has_answer, shown_questions, summarize
 from cacheblend.retriever import DEFAULT_EMBEDDER
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.cli import main as cli
 
 QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]
 DOCUMENTS = [document for document in handbook_documents() if document["id"] in {item.gold[0] for item in QUESTIONS}]

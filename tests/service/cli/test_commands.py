@@ -12,8 +12,8 @@ import pytest
 from engines import DOCUMENTS, POSITIONS, QUESTION
 
 from cacheblend.base.errors import CacheBlendError
-from cacheblend.eval import cli
 from cacheblend.retriever import DEFAULT_EMBEDDER
+from cacheblend.service.cli import main as cli
 from cacheblend.service.cli.model import bundled_corpus
 
 EOS = 1  # of the tiny model
