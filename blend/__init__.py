@@ -4,10 +4,10 @@ from cacheblend.base.errors import IncompatibleKVError, UnsupportedModelError
 
 from .fusor import Fusor
 from .generation import NextToken, SequenceKV
-from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers
+from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers, check_shape
 from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext
-from .prompt import Prompt, Segment, SegmentKV
+from .prompt import Prompt, Segment
 from .result import FusedPrompt, LayerReport
 from .selection import SELECTORS, ExplicitPositions, FusionConfig, Schedule, SelectionStep, Selector, TopDeviation
 
@@ -30,10 +30,10 @@ __all__ = [
     "ResidentLayers",
     "Schedule",
     "Segment",
-    "SegmentKV",
     "SelectionStep",
     "Selector",
     "SequenceKV",
     "TopDeviation",
     "UnsupportedModelError",
+    "check_shape",
 ]

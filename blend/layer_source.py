@@ -13,7 +13,6 @@ import torch
 
 from cacheblend.base.errors import IncompatibleKVError
 from cacheblend.base.memory import HUGE_PAGE_BYTES, KeptMemory
-from cacheblend.store import ChunkKV, PrefixRun
 
 from .prompt import Prompt
 
@@ -95,8 +94,24 @@ class LayerSource(Protocol):
         """Wait until this layer's KV is on the device, and hand it over (the paper's `synchronize`, §6)."""
 
 
+def check_shape(prompt: Prompt, geometry: KVGeometry) -> None:
+    """Refuse KV of another shape than the model's: what is loaded is bytes.
+
+    Raises:
+        IncompatibleKVError: another number of layers, of heads, head size or dtype.
+    """
+    needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
+    for start, _, kv in prompt.cached():
+        shapes = {(kv.num_layers, *kv.heads(layer), kv.dtype) for layer in range(kv.num_layers)}
+        if shapes != {needed}:
+            raise IncompatibleKVError(
+                f"the KV at position {start} has (layers, heads, head size, dtype) {sorted(shapes, key=str)} and the model "
+                f"{needed}; precompute it with this model"
+            )
+
+
 class ResidentLayers:
-    """A source over `ChunkKV`s and `PrefixRun`s, which are already in memory: nothing to wait for."""
+    """A source that copies a layer when it is asked for, reading nothing ahead: for KV in memory."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """See `LayerSource.start`.
@@ -104,22 +119,12 @@ class ResidentLayers:
         Raises:
             IncompatibleKVError: a chunk's KV does not have the model's shape.
         """
-        for start, _, kv in prompt.cached():
-            if not isinstance(kv, ChunkKV | PrefixRun):
-                raise TypeError(f"segments without a LayerSource must bring KV in memory, not a {type(kv).__name__}")
-            layers = kv.num_layers
-            shapes = {kv.heads(layer) for layer in range(layers)}
-            if layers != geometry.layers or shapes != {(geometry.kv_heads, geometry.head_dim)}:
-                raise IncompatibleKVError(
-                    f"the KV at position {start} has {layers} layers of (heads, head size) {sorted(shapes)}; the model "
-                    f"has {geometry.layers} layers of {(geometry.kv_heads, geometry.head_dim)}; precompute it with this model"
-                )
+        check_shape(prompt, geometry)
         self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
 
     def synchronize(self, layer: int) -> LayerKV:
         """Copy the layer of every cached segment to its place."""
         whole = LayerKV.empty(self._geometry, len(self._prompt))
-        for start, _, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
-            assert isinstance(kv, ChunkKV | PrefixRun)  # checked in start
-            whole.place(start, *kv.read_layer(layer))
+        for start, stop, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
+            kv.copy_layer(layer, whole.kv_21HND[:, 0, :, start:stop])
         return whole

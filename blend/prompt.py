@@ -7,32 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from cacheblend.base.errors import IncompatibleKVError, InputError
-from cacheblend.store import PrefixRun
-
-
-class SegmentKV(Protocol):
-    """What a segment must know of its KV before a layer of it is read; `ChunkKV` and `Placement` both do."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The T token ids that the KV is of."""
-
-    @property
-    def prefix_ids(self) -> Sequence[int]:
-        """The token ids that stood before them when it was computed."""
-
-    @property
-    def model(self) -> str | None:
-        """Fingerprint of the model that computed it; None where unknown."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of keys and values."""
+from cacheblend.store import KVHandle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,21 +26,21 @@ class Segment:
             the ratio; allowed only as an unbroken run at the prompt's start.
 
     Raises:
-        InputError: `exact` without `kv`, or a `PrefixRun` that is not `exact`.
+        InputError: `exact` without `kv`, or rotated keys that are not `exact`.
         IncompatibleKVError: the KV is of other tokens.
 
     """
 
     token_ids: Sequence[int]
-    kv: SegmentKV | None = None
+    kv: KVHandle | None = None
     exact: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", tuple(int(token) for token in self.token_ids))
         if self.exact and self.kv is None:
             raise InputError("Segment(exact=True) needs its kv: exact says that the kv is full prefill's own")
-        if isinstance(self.kv, PrefixRun) and not self.exact:
-            raise InputError("a PrefixRun's keys are rotated, and right at the prompt's start alone: use Segment(exact=True)")
+        if self.kv is not None and self.kv.rotated and not self.exact:
+            raise InputError("KV whose keys are rotated is right at the prompt's start alone: use Segment(exact=True)")
         if self.kv is not None and tuple(self.kv.token_ids) != self.token_ids:
             raise IncompatibleKVError(
                 f"a segment of {len(self.token_ids)} tokens brings the KV of {len(self.kv.token_ids)} other tokens; "
@@ -123,7 +102,7 @@ class Prompt:
         """How many tokens the recompute ratio counts."""
         return int(self.reusable_N.sum())
 
-    def cached(self, *, exact_only: bool = False) -> list[tuple[int, int, SegmentKV]]:
+    def cached(self, *, exact_only: bool = False) -> list[tuple[int, int, KVHandle]]:
         """(start, stop, kv) of every segment whose KV is read, in order."""
         return [
             (start, start + len(segment.token_ids), segment.kv)
@@ -135,7 +114,7 @@ class Prompt:
         """(start, stop) of the positions whose KV is read with keys that are not rotated yet, adjoining segments joined."""
         runs: list[tuple[int, int]] = []
         for start, stop, kv in self.cached(exact_only=exact_only):
-            if isinstance(kv, PrefixRun):
+            if kv.rotated:
                 continue
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop)

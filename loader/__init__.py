@@ -1,4 +1,4 @@
-"""The threads that bring layer i+1 while layer i is computed, and the controller that picks the ratio."""
+"""Layer-wise prefetch of stored KV, and the controller that picks the recompute ratio."""
 
 from .calibration import Calibration, Measures, Thresholds, read_calibration, write_calibration
 from .controller import LoadingController, LoadingPlan

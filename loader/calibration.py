@@ -1,4 +1,4 @@
-"""What `cacheblend calibrate` settles for a model on a user's documents, and its file beside the profiles.
+"""A calibration: what `cacheblend calibrate` settles for a model on a user's documents, and its file beside the profiles.
 
 {"format", "model", "prefix", "context", "selector", "ratio", "measures": {..}, "thresholds": {..}}
 """

@@ -1,4 +1,4 @@
-"""The loading controller: the recompute ratio that hides behind the loading (paper §5.1)."""
+"""The loading controller: the recompute ratio that hides behind the loading (paper §5.1), and what it learns from requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's two estimators: how long a request's KV takes to load, and how long its recompute takes (§5.1)."""
+"""The paper's two estimators, of a request's loading and of its recompute (§5.1), and both on one clock (figure 10a)."""
 
 from __future__ import annotations
 

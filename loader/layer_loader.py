@@ -1,4 +1,7 @@
-"""The threads that bring layer i+1's stored KV while layer i is computed, but for what a CPU has in RAM (paper §5, §6).
+"""Layer-wise prefetch: stored KV of layer i+1 is read while layer i is computed (paper §5, §6).
+
+Threads read every file's layer straight into the layer's final buffer. On a CPU, what is in RAM already is copied by the fusor
+when it comes to the layer; on CUDA, threads bring both through pinned memory on a copy stream.
 
 Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 """
@@ -19,23 +22,23 @@ from typing import NamedTuple, Self
 
 import torch
 
-from cacheblend.base.errors import ConfigError, FusionCancelledError, IncompatibleKVError
+from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.memory import Bytes, host_bytes
-from cacheblend.blend import KVGeometry, LayerKV, Prompt, SegmentKV
-from cacheblend.store import ChunkKV, Placement, PrefixRun
+from cacheblend.blend import KVGeometry, LayerKV, Prompt, check_shape
+from cacheblend.store import KVHandle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
-    """Room for a prompt's layer; on the CPU also as the bytes of its keys and values, B to a head's vector."""
+class LayerBuffer:
+    """Memory for a prompt's layer; on the CPU also as the bytes of its keys and values, B to a head's vector."""
 
     whole: LayerKV
     bytes_2HNB: Bytes | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
-    """A layer that is on its way: `wait` makes the caller's stream wait for the copy, not the host."""
+class PendingLayer:
+    """A layer that is being loaded: `wait` makes the caller's stream wait for the copy, not the host."""
 
     whole: LayerKV
     copied: torch.cuda.Event | None
@@ -51,7 +54,7 @@ class Arrival:
 
 
 class Staging:
-    """Brings chunks to their place: on the CPU straight there, on CUDA through pinned memory on a stream of its own.
+    """Loads chunks to their place: on the CPU straight there, on CUDA through pinned memory on a stream of its own.
 
     Used by several threads at once, each for chunks of its own. The caching host allocator keeps a pinned block from reuse
     until the copies recorded on it are done, so staging memory is returned without a device-wide synchronise.
@@ -61,28 +64,25 @@ class Staging:
         self._geometry = geometry
         self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
 
-    def room(self, tokens: int) -> Room:
-        """Room for a layer, safe to copy to.
+    def buffer(self, tokens: int) -> LayerBuffer:
+        """Memory for a layer, safe to copy to.
 
         On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
         still write to it, and the copies do not wait for them.
         """
         if self._stream is None:
             whole = LayerKV.empty(self._geometry, tokens)
-            return Room(whole, host_bytes(whole.kv_21HND)[:, 0])
+            return LayerBuffer(whole, host_bytes(whole.kv_21HND)[:, 0])
         with torch.cuda.stream(self._stream):
-            return Room(LayerKV.empty(self._geometry, tokens), None)
+            return LayerBuffer(LayerKV.empty(self._geometry, tokens), None)
 
-    def bring(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
-        """Read a chunk's layer to the positions from `start` to `stop`.
-
-        Encoded KV goes to a GPU as it is stored, and is decoded there.
-        """
-        if room.bytes_2HNB is not None:
-            kv.read_layer_into(layer, room.bytes_2HNB[:, :, start:stop])
+    def load(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
+        """Read a chunk's layer to the positions from `start` to `stop`, by this thread alone."""
+        if buffer.bytes_2HNB is not None:
+            kv.read_layer_into(layer, buffer.bytes_2HNB[:, :, start:stop])
             return
-        kv_2HTD = room.whole.kv_21HND[:, 0, :, start:stop]
-        if (encoded := kv.encoded_layer(layer)) is not None:
+        kv_2HTD = buffer.whole.kv_21HND[:, 0, :, start:stop]
+        if (encoded := kv.encoded_layer(layer)) is not None:  # goes to a GPU as it is stored, and is decoded there
             pinned = encoded.tensor.pin_memory()
             with torch.cuda.stream(self._stream):
                 decoded = encoded.decode(pinned.to(kv_2HTD.device, non_blocking=True))
@@ -94,13 +94,9 @@ class Staging:
         with torch.cuda.stream(self._stream):
             kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
 
-    def copy(self, kv: Placement | PrefixRun | ChunkKV, layer: int, room: Room, start: int, stop: int) -> None:
-        """`bring` for KV in memory and a room on the CPU, by all processors that PyTorch computes with in this thread."""
-        kv.copy_layer(layer, room.whole.kv_21HND[:, 0, :, start:stop])
-
-    def arrive(self, room: Room) -> Arrival:
+    def finish(self, buffer: LayerBuffer) -> PendingLayer:
         """Close a layer: all of its copies have been issued."""
-        return Arrival(room.whole, None if self._stream is None else self._stream.record_event())
+        return PendingLayer(buffer.whole, None if self._stream is None else self._stream.record_event())
 
 
 @functools.cache
@@ -201,7 +197,7 @@ class _Read(NamedTuple):
     layer: int
     start: int
     stop: int
-    kv: SegmentKV
+    kv: KVHandle
 
 
 class LayerLoader:
@@ -210,7 +206,7 @@ class LayerLoader:
     On a CPU what is in memory already is copied by who waits for the layer, with all of the processors that it computes with:
     a thread that copied ahead would take one from computing, for longer.
 
-    A `LayerSource` for `Fusor.fuse`: segments may bring `Placement`s of either tier, or `ChunkKV`s in memory, mixed. The
+    A `LayerSource` for `Fusor.fuse`: segments may bring KV of any tier and KV in memory, mixed. The
     paper's three calls are `fetch_kv` and `synchronize` here, and `Decoder.run_rows` (`prefill_layer`) in the fusor. An error
     while loading is raised by `synchronize`; closing stops the threads. Use it as a context manager, inside the stores' pin.
 
@@ -226,8 +222,8 @@ class LayerLoader:
         self._next_read = 0
         self._copies: list[list[_Read]] = []  # of each layer
         self._missing: Counter[int] = Counter()
-        self._rooms: dict[int, Room] = {}
-        self._ready: dict[int, Arrival] = {}
+        self._buffers: dict[int, LayerBuffer] = {}
+        self._ready: dict[int, PendingLayer] = {}
         self._consumed, self._under_way, self._under_way_since = 0, 0, 0.0
         self._stopped = False
         self._error: BaseException | None = None
@@ -237,13 +233,10 @@ class LayerLoader:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes that were read from "ram", "nvme", and "memory" that is no store's, up to now."""
+        """Bytes that were read from each tier, and from "memory" that is no store's, up to now."""
         counts: Counter[str] = Counter()
         for read in tuple(self._done):
-            if isinstance(read.kv, Placement):
-                counts[read.kv.tier] += read.kv.layer_bytes(read.layer)
-            else:
-                counts["memory"] += self._geometry.layer_bytes(read.stop - read.start)
+            counts[read.kv.tier] += read.kv.layer_bytes(read.layer)
         return dict(counts)
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
@@ -252,24 +245,12 @@ class LayerLoader:
         Raises:
             FusionCancelledError: the loader was closed before.
             IncompatibleKVError: a chunk's KV does not have the model's number of layers, shape or dtype.
-            TypeError: KV that is neither a placement nor in memory.
         """
         if self._started:
             raise RuntimeError("a LayerLoader serves one fusion; make one for each")
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
-        for start, _, kv in prompt.cached():
-            if not isinstance(kv, Placement | PrefixRun | ChunkKV):
-                raise TypeError(f"segments must bring a Placement, a PrefixRun or a ChunkKV, not {type(kv).__name__}")
-            layers = kv.num_layers
-            heads = {kv.heads(layer) for layer in range(layers)}  # what is copied is bytes
-            shapes = {(layers, kv_heads, head_dim, kv.dtype) for kv_heads, head_dim in heads}
-            needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
-            if shapes != {needed}:
-                raise IncompatibleKVError(
-                    f"the KV at position {start} has (layers, heads, head size, dtype) {sorted(shapes, key=str)} and the model "
-                    f"{needed}; precompute it with this model"
-                )
+        check_shape(prompt, geometry)
         self._started = True
         stored, at_layer_0 = prompt.cached(), prompt.cached(exact_only=not reuse_layer_0)
         copied = {start for start, _, kv in stored if self._is_copy(kv, geometry)}
@@ -282,30 +263,31 @@ class LayerLoader:
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
         for layer in range(min(self._lookahead, geometry.layers)):
-            self._make_room(layer)
+            self._allocate(layer)
         threads = min(self._config.reads_in_flight, len(stored) - len(copied))
         load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
 
-    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
-        """Bring one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
+    def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
+        """Load one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
 
         Args:
             kv: the chunk's.
             layer: which.
-            room: the layer of the whole prompt, on the device.
+            buffer: the layer of the whole prompt, on the device.
             start: the chunk's first position.
             stop: the one after its last.
         """
-        assert isinstance(kv, Placement | PrefixRun | ChunkKV)  # checked in start
-        bring = self._staging.copy if self._is_copy(kv, self._geometry) else self._staging.bring
-        bring(kv, layer, room, start, stop)
+        if self._is_copy(kv, self._geometry):
+            kv.copy_layer(layer, buffer.whole.kv_21HND[:, 0, :, start:stop])
+        else:
+            self._staging.load(kv, layer, buffer, start, stop)
 
-    def waits_for_device(self, kv: SegmentKV) -> bool:
-        """Whether bringing a chunk's layer means to wait for a device, so that threads do it ahead."""
-        return isinstance(kv, Placement) and kv.tier == "nvme"
+    def waits_for_device(self, kv: KVHandle) -> bool:
+        """Whether loading a chunk's layer means to wait for a device, so that threads do it ahead."""
+        return not kv.in_memory
 
-    def _is_copy(self, kv: SegmentKV, geometry: KVGeometry) -> bool:
+    def _is_copy(self, kv: KVHandle, geometry: KVGeometry) -> bool:
         return geometry.device.type == "cpu" and not self.waits_for_device(kv)
 
     def synchronize(self, layer: int) -> LayerKV:
@@ -326,13 +308,13 @@ class LayerLoader:
                 raise self._error
             if self._stopped:
                 raise FusionCancelledError(f"loading was stopped before layer {layer} arrived")
-            arrival = self._ready.pop(layer)
-            del self._rooms[layer]
+            pending = self._ready.pop(layer)
+            del self._buffers[layer]
             self._consumed = layer + 1
             if layer + self._lookahead < self._geometry.layers:
-                self._make_room(layer + self._lookahead)
+                self._allocate(layer + self._lookahead)
             self._changed.notify_all()
-        return arrival.wait()
+        return pending.wait()
 
     def close(self) -> None:
         """Stop loading, wait for the threads to be done, and drop what was loaded. Reads under way are read to their end."""
@@ -344,7 +326,7 @@ class LayerLoader:
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way)  # one may be the fusor's own
         self._ready.clear()
-        self._rooms.clear()
+        self._buffers.clear()
         self._error = None  # its traceback holds a layer and this loader
 
     def __enter__(self) -> Self:
@@ -367,22 +349,22 @@ class LayerLoader:
     def _over(self) -> bool:
         return self._stopped or self._error is not None or self._next_read == len(self._reads)
 
-    def _make_room(self, layer: int) -> None:
-        """Room for a layer; one that no thread reads anything of is ready with it, before others' copies are issued."""
-        self._rooms[layer] = self._staging.room(self._tokens)
+    def _allocate(self, layer: int) -> None:
+        """Memory for a layer; one that no thread reads anything of is ready with it, before others' copies are issued."""
+        self._buffers[layer] = self._staging.buffer(self._tokens)
         if not self._missing[layer]:
-            self._ready[layer] = self._staging.arrive(self._rooms[layer])
+            self._ready[layer] = self._staging.finish(self._buffers[layer])
 
     def _copy(self, layer: int) -> None:
         """Copy what is in memory of a layer, in this thread."""
         with self._changed:
             if self._stopped or self._error is not None or not self._copies[layer]:
                 return
-            room = self._rooms[layer]
+            buffer = self._buffers[layer]
             self._begin()
         try:
             for read in self._copies[layer]:
-                self.fetch_kv(read.kv, layer, room, read.start, read.stop)
+                self.fetch_kv(read.kv, layer, buffer, read.start, read.stop)
             self._done += self._copies[layer]
         except BaseException as error:
             self._error = error  # threads read no further
@@ -402,7 +384,7 @@ class LayerLoader:
         while read is not None:
             failed: BaseException | None = None
             try:
-                self.fetch_kv(read.kv, read.layer, self._rooms[read.layer], read.start, read.stop)
+                self.fetch_kv(read.kv, read.layer, self._buffers[read.layer], read.start, read.stop)
             except BaseException as error:  # travels to the fusor, which raises it
                 failed = error
             with self._changed:
@@ -427,7 +409,7 @@ class LayerLoader:
         self._done.append(read)
         self._missing[read.layer] -= 1
         if not self._missing[read.layer]:
-            self._ready[read.layer] = self._staging.arrive(self._rooms[read.layer])
+            self._ready[read.layer] = self._staging.finish(self._buffers[read.layer])
             self._changed.notify_all()
 
     def _begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What a model costs on a device, and a tier on its disk: measured once, kept on disk, read at every start (paper §5.1)."""
+"""A profile: what a model costs on a device and a tier on its disk; measured once, kept as JSON (paper §5.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures what a model costs on its device: full prefills over lengths, layers of blends over ratios (paper §5.1)."""
+"""Measurements for a profile: full prefills, layers of blends, and each tier's reads with the loader itself (paper §5.1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -197,16 +197,6 @@ def measure_profile(
     return profile
 
 
-@dataclass(frozen=True, slots=True)
-class _NoKV:
-    """Stands for stored KV where nothing is loaded."""
-
-    token_ids: Sequence[int]
-    model: str
-    dtype: torch.dtype
-    prefix_ids: Sequence[int] = ()
-
-
 class _OneLayer:
     """A source whose every layer is the same memory on the device, there at once: what is timed is computing alone."""
 
@@ -237,7 +227,10 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
     stored = [0] * (tokens - question)
     segments = [Segment([0] * question)]
     if stored:
-        segments.insert(0, Segment(stored, _NoKV(stored, fusor.fingerprint, fusor.decoder.dtype)))
+        geometry = fusor.runner.geometry
+        nothing_HTD = torch.empty((geometry.kv_heads, 1, geometry.head_dim), dtype=geometry.dtype).expand(-1, len(stored), -1)
+        nothing = [(nothing_HTD, nothing_HTD)] * geometry.layers  # one token's memory: what is timed is computing alone
+        segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
     samples: list[LayerSample] = []
     before = 0
     with closing(fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio, selector="gradual"), _OneLayer())) as steps:

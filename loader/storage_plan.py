@@ -1,4 +1,4 @@
-"""Which storage device is the cheapest that adds no delay, at a given ratio (paper §5.1, figure 10b)."""
+"""A storage plan: the cheapest device of a price table that adds no delay at a given ratio (paper §5.1, figure 10b)."""
 
 from __future__ import annotations
 

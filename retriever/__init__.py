@@ -1,6 +1,6 @@
 """Text -> chunks -> vectors -> the chunks nearest a question."""
 
-from .catalogue import CataloguedDocument
+from .catalog import CatalogedDocument
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Chunk, Document, ScoredChunk, in_reading_order
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
@@ -10,7 +10,7 @@ from .splitter import PlainTokenizer, Splitter
 __all__ = [
     "DEFAULT_EMBEDDER",
     "AddReport",
-    "CataloguedDocument",
+    "CatalogedDocument",
     "Chunk",
     "Document",
     "EmbeddedDocument",

@@ -1,4 +1,4 @@
-"""How the retriever splits, embeds and stores."""
+"""The retriever's configuration: how it splits, embeds and stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RetrieverConfig:
     """Settings of a `Retriever`; those that shape the chunks are fixed for the life of a directory.
 
     Args:
-        directory: where the catalogue and the index live, made when missing; None keeps both in memory.
+        directory: where the catalog and the index live, made when missing; None keeps both in memory.
         chunk_tokens: tokens of the model in one chunk, before its separator.
         chunk_overlap_tokens: tokens that a chunk repeats from the end of the one before.
         separator: text behind every chunk, tokenised together with it.

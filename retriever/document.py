@@ -1,4 +1,4 @@
-"""A document as a caller brings it: an id, a title and a text."""
+"""A document as a caller brings it, and a chunk: the piece of it that is embedded, found, and whose KV is cached."""
 
 from __future__ import annotations
 

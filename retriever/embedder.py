@@ -1,4 +1,4 @@
-"""Texts become vectors.
+"""Sentence embeddings, long texts pooled over windows; the model is the offline package's, a local folder's or the hub's.
 
 Shapes: N texts, W windows, D dimensions.
 """

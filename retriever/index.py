@@ -1,4 +1,4 @@
-"""The nearest vectors, by FAISS.
+"""The flat FAISS index, its copy on disk, and how it follows the catalog.
 
 Shapes: N vectors, D dimensions, K results.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cacheblend.base.errors import RetrieverError, StoreFullError
 from cacheblend.base.files import private_opener
 
-from .catalogue import Catalogue, Change
+from .catalog import Catalog, Change
 
 _HEADER = struct.Struct("<8sq16s")  # magic, generation, xxh3-128 of what follows
 _MAGIC = b"CBINDEX1"
@@ -57,7 +57,7 @@ class VectorIndex:
         return [id_ for _, id_ in found], [distance for distance, _ in found]
 
     def save(self, path: Path, generation: int) -> None:
-        """Write the index and the generation of the catalogue that it shows; a crash leaves the old file or the new one.
+        """Write the index and the generation of the catalog that it shows; a crash leaves the old file or the new one.
 
         Raises:
             OSError: the file cannot be written.
@@ -77,7 +77,7 @@ class VectorIndex:
 
     @classmethod
     def load(cls, path: Path) -> tuple[VectorIndex, int]:
-        """Read an index, and the generation of the catalogue that it shows.
+        """Read an index, and the generation of the catalog that it shows.
 
         Raises:
             RetrieverError: the file is missing or damaged.
@@ -100,59 +100,59 @@ _log = logging.getLogger(__name__)
 
 
 class SyncedIndex:
-    """The index of what a catalogue holds, kept in step by its generation.
+    """The index of what a catalog holds, kept in step by its generation.
 
-    It is read from its file, or built from the catalogue's vectors where the file is missing, damaged or older, and again when
-    another process has changed the catalogue. Not thread-safe by itself.
+    It is read from its file, or built from the catalog's vectors where the file is missing, damaged or older, and again when
+    another process has changed the catalog. Not thread-safe by itself.
 
     Args:
-        catalogue: the truth.
+        catalog: the truth.
         path: the index's file; None keeps it in memory.
 
     """
 
-    def __init__(self, catalogue: Catalogue, path: Path | None) -> None:
-        self._catalogue = catalogue
+    def __init__(self, catalog: Catalog, path: Path | None) -> None:
+        self._catalog = catalog
         self._path = path
         self._index: VectorIndex | None = None  # None before the first document
-        self._generation = -1  # of the catalogue that the index shows; -1 is nothing yet
+        self._generation = -1  # of the catalog that the index shows; -1 is nothing yet
         self._file_generation = -1  # the same of the file
 
     def current(self) -> VectorIndex | None:
-        """The index of what the catalogue holds now; None where there has never been a document.
+        """The index of what the catalog holds now; None where there has never been a document.
 
         Raises:
-            RetrieverError: the catalogue cannot be read.
+            RetrieverError: the catalog cannot be read.
 
         """
-        generation, dimensions = self._catalogue.generation, self._catalogue.dimensions
+        generation, dimensions = self._catalog.generation, self._catalog.dimensions
         if generation != self._generation:
             self._index = None if dimensions is None else self._read(generation, dimensions)
             self._generation = generation
         return self._index
 
     def apply(self, change: Change, vectors_ND: NDArray[np.float32]) -> None:
-        """Follow a change of the catalogue; an index that was behind already stays so until `current` builds it anew."""
+        """Follow a change of the catalog; an index that was behind already stays so until `current` builds it anew."""
         if change.generation != self._generation + 1:
             return
         self._generation = -1  # should this fail half-way, the index is built anew
         if self._index is not None:
             self._index.remove(change.removed_ids)
         if change.added_ids:
-            if self._index is None or len(self._index) == 0:  # an emptied catalogue may go on with other dimensions
+            if self._index is None or len(self._index) == 0:  # an emptied catalog may go on with other dimensions
                 self._index = VectorIndex(vectors_ND.shape[1])
             self._index.add(change.added_ids, vectors_ND)
         self._generation = change.generation
 
     def rebuild(self) -> None:
-        """Build the index from the catalogue, whatever its file holds."""
+        """Build the index from the catalog, whatever its file holds."""
         self._file_generation = -1
-        self._index = None if self._catalogue.dimensions is None else self._build(self._catalogue.dimensions)
+        self._index = None if self._catalog.dimensions is None else self._build(self._catalog.dimensions)
 
     def save(self) -> None:
-        """Write the file, unless it shows the catalogue's generation already.
+        """Write the file, unless it shows the catalog's generation already.
 
-        Where writing fails, a warning is logged: nothing is lost, the next opening builds the index from the catalogue.
+        Where writing fails, a warning is logged: nothing is lost, the next opening builds the index from the catalog.
         """
         try:
             if self._path is None or (index := self.current()) is None or self._generation == self._file_generation:
@@ -169,11 +169,11 @@ class SyncedIndex:
                 if self._file_generation == generation and index.dimensions == dimensions:
                     return index
             except RetrieverError as error:
-                _log.warning("%s; building the index from the catalogue", error)
+                _log.warning("%s; building the index from the catalog", error)
         return self._build(dimensions)
 
     def _build(self, dimensions: int) -> VectorIndex:
-        ids, vectors_ND = self._catalogue.vectors()
+        ids, vectors_ND = self._catalog.vectors()
         index = VectorIndex(dimensions)
         if ids:
             index.add(ids, vectors_ND)

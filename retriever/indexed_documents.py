@@ -8,7 +8,7 @@ from typing import Self
 
 from cacheblend.base.errors import RetrieverError
 
-from .catalogue import Catalogue, CataloguedDocument, IndexReport
+from .catalog import Catalog, CatalogedDocument, IndexReport
 from .document import Chunk
 
 INDEX_FILE = "catalogue.sqlite"
@@ -29,28 +29,28 @@ class IndexedDocuments:
         path = directory / INDEX_FILE
         if not path.is_file():
             raise RetrieverError(f"{directory} holds no index; name the folder that documents were ingested into")
-        self._catalogue = Catalogue(path, {})
+        self._catalog = Catalog(path, {})
 
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
         """Documents in the order of adding: at most `limit`, and those added after the document `after`.
 
         Raises:
             InputError: there is no document `after`.
 
         """
-        return self._catalogue.documents(limit, after)
+        return self._catalog.documents(limit, after)
 
-    def document(self, document_id: str) -> CataloguedDocument | None:
+    def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""
-        return self._catalogue.document(document_id)
+        return self._catalog.document(document_id)
 
     def version(self, document_id: str) -> str | None:
         """The version of a document; None where there is no such document."""
-        return self._catalogue.version(document_id)
+        return self._catalog.version(document_id)
 
     def ids(self) -> set[str]:
         """Every document's id."""
-        return self._catalogue.ids()
+        return self._catalog.ids()
 
     def verify(self, *, repair: bool = False) -> IndexReport:
         """Check every row; with `repair`, mend what can be mended. See `IndexReport`.
@@ -59,7 +59,7 @@ class IndexedDocuments:
             RetrieverError: the file's own structure is broken.
 
         """
-        return self._catalogue.verify(repair=repair)
+        return self._catalog.verify(repair=repair)
 
     def chunks(self, document_id: str) -> list[Chunk]:
         """The chunks of a document, in order.
@@ -69,7 +69,7 @@ class IndexedDocuments:
             DamagedDocumentError: its rows are not what was written.
 
         """
-        return self._catalogue.chunks(document_id)
+        return self._catalog.chunks(document_id)
 
     def delete(self, document_id: str) -> int:
         """Remove a document; returns how many chunks went with it.
@@ -79,11 +79,11 @@ class IndexedDocuments:
             RetrieverError: the directory cannot be written.
 
         """
-        return len(self._catalogue.remove(document_id).removed_ids)
+        return len(self._catalog.remove(document_id).removed_ids)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._catalogue.close()
+        self._catalog.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Copies the documents of indexes into one, with their chunks and vectors: nothing is split or embedded again."""
+"""Merging of indexes: documents, chunks and vectors copied as they are, nothing split or embedded again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from cacheblend.base.errors import RetrieverError
 from cacheblend.base.files import make_folder
 
-from .catalogue import Catalogue
+from .catalog import Catalog
 
 _FILE = "catalogue.sqlite"
 
@@ -39,10 +39,10 @@ def merge_indexes(sources: Sequence[Path], target: Path, *, on_progress: Callabl
     done = copied = 0
     with ExitStack() as opened:
 
-        def open_one(folder: Path, settings: dict[str, str]) -> Catalogue:
-            catalogue = Catalogue(folder / _FILE, settings)
-            opened.callback(catalogue.close)
-            return catalogue
+        def open_one(folder: Path, settings: dict[str, str]) -> Catalog:
+            catalog = Catalog(folder / _FILE, settings)
+            opened.callback(catalog.close)
+            return catalog
 
         settings: dict[str, str] = {}  # an index without documents has none
         given = []
@@ -56,13 +56,13 @@ def merge_indexes(sources: Sequence[Path], target: Path, *, on_progress: Callabl
         except OSError as error:
             raise RetrieverError(f"cannot make {target}: {error.strerror}; choose another directory") from error
         into = open_one(target, settings)
-        documents = [catalogue.documents() for catalogue in given]
+        documents = [catalog.documents() for catalog in given]
         total = sum(map(len, documents))
-        for catalogue, own in zip(given, documents, strict=True):
+        for catalog, own in zip(given, documents, strict=True):
             for document in own:
                 if into.version(document.id) != document.version:
-                    _, vectors_ND = catalogue.vectors(document.id)
-                    into.put(document, catalogue.chunks(document.id), vectors_ND)
+                    _, vectors_ND = catalog.vectors(document.id)
+                    into.put(document, catalog.chunks(document.id), vectors_ND)
                     copied += 1
                 done += 1
                 if on_progress is not None:

@@ -1,4 +1,4 @@
-"""Documents in, the chunks nearest a question out."""
+"""The retriever: documents in, the chunks nearest a question out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
 
-from .catalogue import Catalogue, CataloguedDocument
+from .catalog import Catalog, CatalogedDocument
 from .config import RetrieverConfig
 from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
@@ -57,7 +57,7 @@ class Retriever:
     """Splits, embeds and stores documents, and finds the chunks nearest a question. Thread-safe; a context manager.
 
     In its directory, `catalogue.sqlite` is the truth and `index.faiss` a copy of its vectors, written on `close`. The index is
-    built anew from the catalogue where the copy is missing, damaged or older, or when another process has added documents.
+    built anew from the catalog where the copy is missing, damaged or older, or when another process has added documents.
 
     Args:
         config: how to split, which embedder, where to store.
@@ -79,13 +79,13 @@ class Retriever:
         self.config = config
         self.splitter = Splitter(tokenizer, config)
         self.embedder: Embedder = SentenceTransformerEmbedder(config.embedder) if embedder is None else embedder
-        self._lock = threading.RLock()  # over catalogue and index, not over embedding
+        self._lock = threading.RLock()  # over catalog and index, not over embedding
         if config.directory is not None:
             try:
                 make_folder(config.directory)
             except OSError as error:
                 raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
-        self._catalogue = Catalogue(
+        self._catalog = Catalog(
             config.directory / "catalogue.sqlite" if config.directory is not None else None,
             {
                 "chunk_tokens": str(config.chunk_tokens),
@@ -95,7 +95,7 @@ class Retriever:
                 "embedder": self.embedder.name,
             },
         )
-        self._index = SyncedIndex(self._catalogue, config.directory / "index.faiss" if config.directory is not None else None)
+        self._index = SyncedIndex(self._catalog, config.directory / "index.faiss" if config.directory is not None else None)
         self._closed = False
 
     def add(
@@ -170,7 +170,7 @@ class Retriever:
 
         """
         with self._lock:
-            change = self._catalogue.put(embedded.document, embedded.chunks, embedded.vectors_ND)
+            change = self._catalog.put(embedded.document, embedded.chunks, embedded.vectors_ND)
             self._index.apply(change, embedded.vectors_ND)
         return bool(change.removed_ids)
 
@@ -184,18 +184,18 @@ class Retriever:
 
         """
         with self._lock:
-            change = self._catalogue.remove(document_id)
+            change = self._catalog.remove(document_id)
             self._index.apply(change, np.empty((0, 0), dtype=np.float32))
         return len(change.removed_ids)
 
     @property
     def chunk_count(self) -> int:
         """How many chunks there are to search."""
-        with self._lock, self._catalogue.snapshot():
+        with self._lock, self._catalog.snapshot():
             index = self._index.current()
             return 0 if index is None else len(index)
 
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
         """Documents in the order of adding: at most `limit`, and those added after the document `after`.
 
         Raises:
@@ -203,22 +203,22 @@ class Retriever:
 
         """
         with self._lock:
-            return self._catalogue.documents(limit, after)
+            return self._catalog.documents(limit, after)
 
-    def document(self, document_id: str) -> CataloguedDocument | None:
+    def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""
         with self._lock:
-            return self._catalogue.document(document_id)
+            return self._catalog.document(document_id)
 
     def version(self, document_id: str) -> str | None:
         """The version of a document; None where there is no such document."""
         with self._lock:
-            return self._catalogue.version(document_id)
+            return self._catalog.version(document_id)
 
     def ids(self) -> set[str]:
         """Every document's id."""
         with self._lock:
-            return self._catalogue.ids()
+            return self._catalog.ids()
 
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of one document, or all, in the order of adding.
@@ -229,7 +229,7 @@ class Retriever:
 
         """
         with self._lock:
-            return self._catalogue.chunks(document_id)
+            return self._catalog.chunks(document_id)
 
     def search(self, question: str, top_k: int) -> list[ScoredChunk]:
         """The `top_k` chunks nearest a question, or all where there are fewer, nearest first; among equals the one added first.
@@ -244,10 +244,10 @@ class Retriever:
             raise InputError(f"question={question!r} is empty; ask something")
         if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
             raise InputError(f"top_k={top_k!r} is not allowed: ask for a whole number of chunks, at least 1")
-        with self._lock, self._catalogue.snapshot():
+        with self._lock, self._catalog.snapshot():
             self._searchable()
         vector_D = self._embed([question])[0]
-        with self._lock, self._catalogue.snapshot():
+        with self._lock, self._catalog.snapshot():
             index = self._searchable()  # again: others may have deleted chunks meanwhile
             if index.dimensions != len(vector_D):
                 raise RetrieverError(
@@ -255,17 +255,17 @@ class Retriever:
                     "use the embedder it was built with, or another directory"
                 )
             found = self._find(index, vector_D, top_k)
-            if found is None:  # the index has ids that the catalogue lacks: it is of another one, or a row's id is damaged
+            if found is None:  # the index has ids that the catalog lacks: it is of another one, or a row's id is damaged
                 self._index.rebuild()
                 found = self._find(self._searchable(), vector_D, top_k)
             if found is None:
                 raise RetrieverError(
-                    f"the index does not fit its catalogue in {self.config.directory}; ingest the documents anew"
+                    f"the index does not fit its catalog in {self.config.directory}; ingest the documents anew"
                 )
             return found
 
     def close(self) -> None:
-        """Write the index beside the catalogue and close both; a second call does nothing."""
+        """Write the index beside the catalog and close both; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -273,7 +273,7 @@ class Retriever:
             try:
                 self._index.save()
             finally:
-                self._catalogue.close()
+                self._catalog.close()
 
     def __enter__(self) -> Self:
         return self
@@ -291,7 +291,7 @@ class Retriever:
     def _changed(self, wanted: Mapping[str, Document]) -> list[Document]:
         with self._lock:
             # A damaged document is replaced by what is given now, though it be the same.
-            versions = {id_: self._catalogue.version(id_) if self._catalogue.is_whole(id_) else None for id_ in wanted}
+            versions = {id_: self._catalog.version(id_) if self._catalog.is_whole(id_) else None for id_ in wanted}
         return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> list[str]:
@@ -324,10 +324,10 @@ class Retriever:
         return vectors_ND
 
     def _find(self, index: VectorIndex, vector_D: NDArray[np.float32], top_k: int) -> list[ScoredChunk] | None:
-        """The nearest chunks; None where the catalogue does not have one of them."""
+        """The nearest chunks; None where the catalog does not have one of them."""
         found = []
         for id_, distance in zip(*index.search(vector_D, min(top_k, len(index))), strict=True):
-            if (chunk := self._catalogue.chunk(id_)) is None:
+            if (chunk := self._catalog.chunk(id_)) is None:
                 return None
             found.append(ScoredChunk(chunk, distance))
         return found

@@ -1,4 +1,4 @@
-"""Documents become chunks."""
+"""The splitter: documents cut into chunks of the model's own tokens, in which nothing is a control token."""
 
 from __future__ import annotations
 

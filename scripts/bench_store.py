@@ -1,13 +1,13 @@
-"""The catalogue at 100,000 entries: opening, looking up, memory, and what one put costs.
+"""The catalog at 100,000 entries: opening, looking up, memory, and what one put costs.
 
     python scripts/bench_store.py
 
-500 entries are whole; the others are rows of the catalogue without a file, which neither opening nor looking up reads. What is
+500 entries are whole; the others are rows of the catalog without a file, which neither opening nor looking up reads. What is
 measured runs in a process of its own. Figures:
 `open_s`: from `KVStore(...)` to ready, without the import. `lookup_us`: median of `key in store`, half of them misses.
 `pin_us`: median of a pin, which opens the file and checks its header. `put_us`: median of a synced put.
 `index_bytes_an_entry`: growth of the resident set (VmRSS) from before opening to after the lookups, by entry.
-`catalogue_bytes_an_entry`: size of the SQLite file, by entry. The last stdout line is one JSON object.
+`catalog_bytes_an_entry`: size of the SQLite file, by entry. The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.store import CatalogueEntry, ChunkKey, ChunkKV, KVStore, StoreConfig
-from cacheblend.store.catalog import Catalogue
+from cacheblend.store import CatalogEntry, ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store.catalog import Catalog
 from cacheblend.store.layout import StoreFolder
 
 MODEL = "0" * 64
@@ -48,9 +48,9 @@ def fill(directory: Path, entries: int) -> None:
     """Make a store of so many entries, of which the first `FILES` are whole."""
     folder = StoreFolder(directory)
     now_ns = time.time_ns()
-    rows = (CatalogueEntry(key_of(number), 1, 1, 4160, now_ns, now_ns + number) for number in range(FILES, entries))
+    rows = (CatalogEntry(key_of(number), 1, 1, 4160, now_ns, now_ns + number) for number in range(FILES, entries))
     started = time.perf_counter()
-    Catalogue(folder.catalogue, lambda: rows).close()
+    Catalog(folder.catalog, lambda: rows).close()
     print(f"{entries} rows written in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     with KVStore(StoreConfig(directory=directory)) as store:
         for number in range(FILES):
@@ -94,7 +94,7 @@ def measure(directory: Path, entries: int) -> dict[str, float]:
             started = time.perf_counter()
             store.put(key_of(number), make_chunk(number))
             puts.append(time.perf_counter() - started)
-        catalogue_bytes = (directory / "catalogue.sqlite").stat().st_size
+        catalog_bytes = (directory / "catalogue.sqlite").stat().st_size
         return {
             "entries": entries,
             "open_s": round(open_s, 4),
@@ -102,7 +102,7 @@ def measure(directory: Path, entries: int) -> dict[str, float]:
             "pin_us": round(median_us(pins), 1),
             "put_us": round(median_us(puts), 1),
             "index_bytes_an_entry": round(grown / entries, 1),
-            "catalogue_bytes_an_entry": round(catalogue_bytes / entries, 1),
+            "catalog_bytes_an_entry": round(catalog_bytes / entries, 1),
         }
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from cacheblend.blend import SegmentKV
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import Room
-from cacheblend.store import Placement
+from cacheblend.loader.layer_loader import LayerBuffer
+from cacheblend.store import KVHandle
 
 
 class Throttle:
@@ -34,12 +33,12 @@ class ThrottledLoader(LayerLoader):
         super().__init__(config)
         self._throttle = throttle
 
-    def waits_for_device(self, kv: SegmentKV) -> bool:
+    def waits_for_device(self, kv: KVHandle) -> bool:
         """See `LayerLoader.waits_for_device`: the throttle is one."""
-        return isinstance(kv, Placement)
+        return kv.tier != "memory"
 
-    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
+    def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """See `LayerLoader.fetch_kv`."""
-        super().fetch_kv(kv, layer, room, start, stop)
-        if isinstance(kv, Placement):
+        super().fetch_kv(kv, layer, buffer, start, stop)
+        if kv.tier != "memory":
             self._throttle.wait(kv.layer_bytes(layer))

@@ -17,7 +17,7 @@ from cacheblend.base.errors import (
     StoreFullError,
 )
 
-from .catalog import CatalogueEntry, StoredDocument
+from .catalog import CatalogEntry, StoredDocument
 from .chunk import ChunkKV, EncodedLayer, KVHandle, LayerPair
 from .config import StoreConfig
 from .documents import StoreDocuments
@@ -33,7 +33,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "BlockChain",
     "CacheBlendError",
-    "CatalogueEntry",
+    "CatalogEntry",
     "ChunkKV",
     "ChunkKey",
     "ConfigError",

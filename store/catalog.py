@@ -99,8 +99,8 @@ _TOTALS = "SELECT namespace, count(*), sum(bytes) FROM entries GROUP BY namespac
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    """An entry as the catalogue lists it; `bytes` of its file, times in nanoseconds of Unix time."""
+class CatalogEntry:
+    """An entry as the catalog lists it; `bytes` of its file, times in nanoseconds of Unix time."""
 
     key: ChunkKey
     tokens: int
@@ -110,7 +110,7 @@ class CatalogueEntry:
     used_ns: int
 
 
-class Catalogue:
+class Catalog:
     """The table of entries; thread-safe. Several processes may share the file; the first opening must be under their lock.
 
     Uses are noted in memory and written with the next change, so that a hit costs no transaction; a crash forgets the last
@@ -118,14 +118,14 @@ class Catalogue:
 
     Args:
         path: the file, made when missing.
-        found: gives the entries of a store whose catalogue is gone.
+        found: gives the entries of a store whose catalog is gone.
 
     Raises:
         StoreDirectoryError: the file cannot be used, or is of another schema.
 
     """
 
-    def __init__(self, path: Path, found: Callable[[], Iterable[CatalogueEntry]]) -> None:
+    def __init__(self, path: Path, found: Callable[[], Iterable[CatalogEntry]]) -> None:
         self.database = Database(path)
         self._touch_lock = threading.Lock()
         self._touched: dict[str, int] = {}
@@ -174,7 +174,7 @@ class Catalogue:
                 logger.warning("times of use are kept in memory for now: %s", error)
 
     def now_ns(self) -> int:
-        """The time, later than any that this catalogue gave or holds."""
+        """The time, later than any that this catalog gave or holds."""
         with self._touch_lock:
             self._last_ns = max(self._last_ns + 1, time.time_ns())
             return self._last_ns
@@ -182,7 +182,7 @@ class Catalogue:
     def change(
         self,
         *,
-        add: Sequence[CatalogueEntry] = (),
+        add: Sequence[CatalogEntry] = (),
         remove: Iterable[str] = (),
         chunks: Iterable[tuple[str, str]] = (),
     ) -> None:
@@ -242,11 +242,11 @@ class Catalogue:
             if len(page) < _PAGE:
                 return
 
-    def entries(self) -> Iterator[CatalogueEntry]:
+    def entries(self) -> Iterator[CatalogEntry]:
         """Every entry as it is at the first step, the least recently used first; memory holds a page of them."""
         self.save_uses()
         for row in self.database.snapshot(f"SELECT {_COLUMNS} FROM entries ORDER BY used_ns, digest"):
-            yield CatalogueEntry(ChunkKey(*row[:4]), *row[4:])
+            yield CatalogEntry(ChunkKey(*row[:4]), *row[4:])
 
     def is_miscounted(self) -> bool:
         """Whether totals or pins are not what they are when counted anew.
@@ -289,17 +289,17 @@ class Catalogue:
                 with self.database.transaction() as transaction:
                     transaction.execute(f"DELETE FROM {table} WHERE {_NO_DIGEST}")
         if self._totals_are_wrong():
-            logger.warning("the totals of the catalogue are not those of its rows, and are counted anew")
+            logger.warning("the totals of the catalog are not those of its rows, and are counted anew")
             with self.database.transaction() as transaction:
                 _count_totals(transaction)
         if self.database.rows("SELECT 1 FROM entries WHERE used_ns > ? LIMIT 1", _MAX_NS):
             with self.database.transaction() as transaction:
                 transaction.execute("UPDATE entries SET used_ns = created_ns % ?", (_MAX_NS,))
 
-    def _prepare(self, path: Path, found: Callable[[], Iterable[CatalogueEntry]]) -> None:
+    def _prepare(self, path: Path, found: Callable[[], Iterable[CatalogEntry]]) -> None:
         ((version,),) = self.database.rows("PRAGMA user_version")
         if version == 0:
-            # One transaction: a crash leaves no catalogue that lacks half of the files.
+            # One transaction: a crash leaves no catalog that lacks half of the files.
             with self.database.transaction() as transaction:
                 for statement in SCHEMA:
                     transaction.execute(statement)
@@ -326,7 +326,7 @@ def _count_totals(transaction: sqlite3.Connection) -> None:
     transaction.execute(f"INSERT INTO totals {_TOTALS}")
 
 
-def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogueEntry]) -> None:
+def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogEntry]) -> None:
     transaction.executemany(
         f"INSERT INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
@@ -382,7 +382,7 @@ LEFT JOIN entries e ON e.digest = c.digest
 
 
 class DocumentTable:
-    """Documents and their chunks' digests in the catalogue; a chunk may be listed before its KV is stored, and after."""
+    """Documents and their chunks' digests in the catalog; a chunk may be listed before its KV is stored, and after."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -433,7 +433,7 @@ class DocumentTable:
         """Note documents: `(id, version, digests)`; gives the digests that were dropped.
 
         A known version gains the digests that are new; another version takes the known one's place, and entries that no
-        document has any more are removed from the catalogue. A document stays pinned.
+        document has any more are removed from the catalog. A document stays pinned.
         """
         now_ns = time.time_ns()
         before = self.digests(id_ for id_, _, _ in documents)

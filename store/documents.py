@@ -17,7 +17,7 @@ class StoreDocuments:
     Entries of no document, such as those of texts that a request brought itself, come and go by use alone.
 
     Args:
-        nvme: the tier that holds the entries and the catalogue.
+        nvme: the tier that holds the entries and the catalog.
         forget: drops what RAM and the queue of writes hold of entries that are gone.
 
     """
@@ -55,7 +55,7 @@ class StoreDocuments:
 
         Raises:
             StoreFullError: the disk is full.
-            StoreDirectoryError: the catalogue cannot be written.
+            StoreDirectoryError: the catalog cannot be written.
 
         """
         given = [(id_, version, [key.digest for key in keys]) for id_, version, keys in documents]

@@ -18,7 +18,7 @@ from typing import Literal
 
 from cacheblend.base.errors import StoreError, StoreFullError
 
-from .catalog import CatalogueEntry
+from .catalog import CatalogEntry
 from .chunk import ChunkKV
 from .config import StoreConfig
 from .documents import StoreDocuments
@@ -144,7 +144,7 @@ class KVStore:
         digest = key.digest
         if digest in self._nvme:
             self._ram.get(digest)
-            self._nvme.catalogue.touch(digest)
+            self._nvme.catalog.touch(digest)
             return _done(True)
         entry = EncodedEntry.of(key, kv)
         write = PendingWrite(entry, document)
@@ -244,10 +244,10 @@ class KVStore:
         self._check_open()
         return StoreDocuments(self._nvme, self._forget)
 
-    def ls(self) -> list[CatalogueEntry]:
+    def ls(self) -> list[CatalogEntry]:
         """Every entry on NVMe, the least recently used first."""
         self._check_open()
-        return list(self._nvme.catalogue.entries())
+        return list(self._nvme.catalog.entries())
 
     def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Check every file, header, layer and row; with `repair`, mend what can be mended. See `VerifyReport`.
@@ -266,7 +266,7 @@ class KVStore:
     def stats(self) -> StoreStats:
         """What the tiers hold, and hits, misses and evictions since this object was made."""
         self._check_open()
-        entries, total_bytes = self._nvme.catalogue.totals()
+        entries, total_bytes = self._nvme.catalog.totals()
         ram, nvme = self._ram, self._nvme
         pending, pending_bytes = self._pending.size()
         return StoreStats(
@@ -294,7 +294,7 @@ class KVStore:
         self._closed = True
         try:
             self._background.close()
-            self._nvme.catalogue.save_uses()
+            self._nvme.catalog.save_uses()
         except StoreError as error:  # a full disk, say: entries go in a slightly older order
             logger.warning("the last times of use are not kept: %s", error)
         finally:
@@ -324,7 +324,7 @@ class KVStore:
             return None
         if (entry := entry or pending) is not None:
             self._events.count("ram_hit")
-            self._nvme.catalogue.touch(digest)
+            self._nvme.catalog.touch(digest)
         return entry
 
     def _place(self, digest: str) -> Placement | None:

@@ -2,7 +2,7 @@
 
 store.json           marker: what this folder is, and its format version
 catalogue.sqlite     which entries there are
-lock                 held by the process that changes files or catalogue
+lock                 held by the process that changes files or catalog
 journal              the entries that it is changing; empty between changes
 entries/ab/abcd...   one file an entry, in folders by the first two digits of its key
 reserve              room that is given up where the disk is too full for a removal
@@ -56,7 +56,7 @@ class StoreFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.catalogue, self.lock, self.journal, self.reserve = (
+        self.catalog, self.lock, self.journal, self.reserve = (
             root / name for name in ("catalogue.sqlite", "lock", "journal", "reserve")
         )
         self._marker, self._entries, self.writing, self.damaged = (
@@ -125,8 +125,8 @@ class StoreFolder:
         sync_folder(self.root)
 
     def _has_the_rest(self) -> bool:
-        """Whether a folder is a store but for its marker; the catalogue's own version tells whether it can be read."""
-        return self.catalogue.is_file() and self.lock.is_file() and self._entries.is_dir()
+        """Whether a folder is a store but for its marker; the catalog's own version tells whether it can be read."""
+        return self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()
 
     def _is_damaged_marker(self) -> bool:
         """Whether the marker says nothing that any version wrote, in a folder that has all else."""
@@ -209,7 +209,7 @@ class Journal:
 class WriteLock:
     """A re-entrant lock on a file; a context manager. The system frees it when its process dies.
 
-    Files and catalogue change only under it, so that neither is ever seen between the two, and what a journal or the folder
+    Files and catalog change only under it, so that neither is ever seen between the two, and what a journal or the folder
     of files being written holds when it is taken was left by a crash.
 
     Raises:
@@ -248,7 +248,7 @@ class WriteLock:
         os.close(self._fd)
 
 
-RESERVE_BYTES = 512 * 1024  # SQLite's log of a removal or a pin has room in it: a page of 4 KiB a changed page of the catalogue
+RESERVE_BYTES = 512 * 1024  # SQLite's log of a removal or a pin has room in it: a page of 4 KiB a changed page of the catalog
 
 
 class Reserve:

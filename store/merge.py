@@ -66,12 +66,12 @@ def merge(sources: Sequence[Path], target: Path, *, on_progress: Callable[[int, 
     with ExitStack() as opened:
         given = [_open(source, opened) for source in sources]
         into = _open(target, opened)
-        total = sum(tier.catalogue.totals()[0] for tier in given)
+        total = sum(tier.catalog.totals()[0] for tier in given)
         done = entries = copied_bytes = already_stored = documents = dropped = 0
         for tier in given:
             noted, unused = _note_documents(tier, into)
             documents, dropped = documents + noted, dropped + unused
-            for row in tier.catalogue.entries():
+            for row in tier.catalog.entries():
                 if row.key.digest in into:
                     already_stored += 1
                 elif (entry := tier.load(row.key.digest)) is not None:

@@ -1,4 +1,4 @@
-"""Entries on NVMe: their files and their rows in the catalogue, changed together, up to a byte budget."""
+"""Entries on NVMe: their files and their rows in the catalog, changed together, up to a byte budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 
-from .catalog import Catalogue, CatalogueEntry, DocumentTable
+from .catalog import Catalog, CatalogEntry, DocumentTable
 from .entry import EncodedEntry, EntryHeader, check_direct_reads
 from .entry_file import EntryFile, NewFile, write_files
 from .eviction import Pins, TierBudget
@@ -42,21 +42,21 @@ class NvmeTier:
             opened.callback(self._journal.close)
             self._reserve = Reserve(folder.reserve)
             with self._lock:
-                self.catalogue = self.on_a_full_disk_too(lambda: Catalogue(folder.catalogue, self._entries_of_files))
-                opened.callback(self.catalogue.close)
-            self.documents = DocumentTable(self.catalogue.database)
-            for namespace in self.catalogue.recent_namespaces(budget.recent.most):
+                self.catalog = self.on_a_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
+                opened.callback(self.catalog.close)
+            self.documents = DocumentTable(self.catalog.database)
+            for namespace in self.catalog.recent_namespaces(budget.recent.most):
                 budget.used(namespace)
             with self.exclusive():
                 self.leftovers(remove=True)
-                if self.catalogue.totals()[1] > budget.bytes:
+                if self.catalog.totals()[1] > budget.bytes:
                     self._correct_sizes()
                 self.shrink()
                 self._reserve.refill()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close catalogue and lock; uses that were not saved are lost."""
+        """Close catalog and lock; uses that were not saved are lost."""
         self._opened.close()
 
     @contextmanager
@@ -81,7 +81,7 @@ class NvmeTier:
         """Make a change that frees room or needs hardly any: on a full disk first the reserve goes, then files that go anyway.
 
         Args:
-            change: what to do in the catalogue; made once, or not at all.
+            change: what to do in the catalog; made once, or not at all.
             digests: the entries whose rows it removes.
 
         Raises:
@@ -106,7 +106,7 @@ class NvmeTier:
             return self._reserve.release()
 
     def __contains__(self, digest: str) -> bool:
-        return not self._pins.is_leaving(digest) and digest in self.catalogue
+        return not self._pins.is_leaving(digest) and digest in self.catalog
 
     def open(self, digest: str) -> EntryFile | None:
         """Open an entry's file and note its use; None for a miss. A damaged file is set aside and is a miss."""
@@ -120,7 +120,7 @@ class NvmeTier:
         except OSError as error:  # too many open files, say: nothing is wrong with the entry
             logger.warning("entry %s cannot be opened and counts as a miss: %s", digest, error)
             return None
-        self.catalogue.touch(digest)
+        self.catalog.touch(digest)
         self.budget.used(file.info.key.namespace)
         return file
 
@@ -149,8 +149,8 @@ class NvmeTier:
         with self.exclusive():
             wanted = [write for write in writes if self._has_document(write)]
             new = {write.digest: write.entry for write in wanted}
-            for digest in [digest for digest in new if digest in self.catalogue]:
-                self.catalogue.touch(digest)
+            for digest in [digest for digest in new if digest in self.catalog]:
+                self.catalog.touch(digest)
                 del new[digest]
             if not new:
                 return ()
@@ -174,16 +174,16 @@ class NvmeTier:
                     ]
                 )
                 rows = [self._row(entry, len(headers[digest])) for digest, entry in new.items()]
-                self.catalogue.change(add=rows, remove=victims, chunks=chunks)
+                self.catalog.change(add=rows, remove=victims, chunks=chunks)
             return victims
 
     def remove(self, digests: Iterable[str]) -> int:
         """Remove entries, pinned or not (who reads one keeps its file open); gives how many there were."""
         with self.exclusive():
-            known = [digest for digest in digests if digest in self.catalogue]
+            known = [digest for digest in digests if digest in self.catalog]
             if known:
                 with self.changing(known):
-                    self.on_a_full_disk_too(lambda: self.catalogue.change(remove=known), known)
+                    self.on_a_full_disk_too(lambda: self.catalog.change(remove=known), known)
             return len(known)
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
@@ -192,7 +192,7 @@ class NvmeTier:
         They do where another thread or process has set the entry aside, or evicted it, and written it again since.
         """
         with self.exclusive():
-            if digest not in self.catalogue:
+            if digest not in self.catalog:
                 return
             path = self.folder.entry_path(digest)
             try:
@@ -204,14 +204,14 @@ class NvmeTier:
                 self._drop_damaged(digest, damage)
 
     def adopt(self, path: Path) -> None:
-        """Enter a whole file into the catalogue, in place of what that says of it; set it aside if it is damaged."""
+        """Enter a whole file into the catalog, in place of what that says of it; set it aside if it is damaged."""
         with self.exclusive():
             try:
                 with EntryFile.open(path, path.name) as file:
                     file.load()
-                    self.catalogue.change(add=[self.row_of(file, path)])
+                    self.catalog.change(add=[self.row_of(file, path)])
             except DamagedEntryError as damage:
-                if path.name in self.catalogue:
+                if path.name in self.catalog:
                     self._drop_damaged(path.name, damage)
                     return
                 logger.warning("a file without an entry is set aside in %s: %s", self.folder.damaged, damage)
@@ -220,7 +220,7 @@ class NvmeTier:
     def clear(self) -> None:
         """Remove every entry, and the files that were set aside."""
         with self.exclusive():
-            self.remove(row.key.digest for row in self.catalogue.entries())
+            self.remove(row.key.digest for row in self.catalog.entries())
             for path in self.folder.damaged.iterdir():
                 path.unlink()
 
@@ -229,7 +229,7 @@ class NvmeTier:
         with self.exclusive(), self._making_room(None, 0) as victims:
             if victims:
                 with self.changing(victims):
-                    self.on_a_full_disk_too(lambda: self.catalogue.change(remove=victims), victims)
+                    self.on_a_full_disk_too(lambda: self.catalog.change(remove=victims), victims)
             return victims
 
     def leftovers(self, *, remove: bool) -> int:
@@ -240,13 +240,13 @@ class NvmeTier:
                 path.unlink()
             return len(leftovers)
 
-    def row_of(self, file: EntryFile, path: Path) -> CatalogueEntry:
+    def row_of(self, file: EntryFile, path: Path) -> CatalogEntry:
         """The row that a file should have, as last used when it was written."""
         info = file.info
         if path != self.folder.entry_path(info.key.digest):
             raise DamagedEntryError(f"{path} is not where its entry belongs")
         written_ns = min(file.written_ns, time.time_ns())
-        return CatalogueEntry(info.key, len(info.token_ids), info.num_layers, file.file_bytes, written_ns, written_ns)
+        return CatalogEntry(info.key, len(info.token_ids), info.num_layers, file.file_bytes, written_ns, written_ns)
 
     def _has_document(self, write: PendingWrite) -> bool:
         """Whether an entry may be stored as far as its document goes; under the lock, without which no document changes."""
@@ -260,7 +260,7 @@ class NvmeTier:
     def _correct_sizes(self) -> None:
         """Hold rows against their files before an opening evicts: a number that a bad disk altered must not empty the store."""
         wrong: dict[str, int] = {}
-        for row in self.catalogue.entries():
+        for row in self.catalog.entries():
             try:
                 file_bytes = self.folder.entry_path(row.key.digest).stat().st_size
             except FileNotFoundError:
@@ -268,12 +268,12 @@ class NvmeTier:
             if file_bytes != row.bytes:
                 wrong[row.key.digest] = file_bytes
         if wrong:
-            logger.warning("the catalogue was wrong about the sizes of %d files: they are noted as they are", len(wrong))
-            self.catalogue.correct_bytes(wrong)
+            logger.warning("the catalog was wrong about the sizes of %d files: they are noted as they are", len(wrong))
+            self.catalog.correct_bytes(wrong)
 
-    def _row(self, entry: EncodedEntry, header_bytes: int) -> CatalogueEntry:
-        info, now_ns = entry.info, self.catalogue.now_ns()
-        return CatalogueEntry(info.key, len(info.token_ids), info.num_layers, header_bytes + entry.nbytes, now_ns, now_ns)
+    def _row(self, entry: EncodedEntry, header_bytes: int) -> CatalogEntry:
+        info, now_ns = entry.info, self.catalog.now_ns()
+        return CatalogEntry(info.key, len(info.token_ids), info.num_layers, header_bytes + entry.nbytes, now_ns, now_ns)
 
     @contextmanager
     def _making_room(self, namespace: str | None, file_bytes: int) -> Iterator[list[str]]:
@@ -287,8 +287,8 @@ class NvmeTier:
             return free
 
         try:
-            catalogue, (_, total_bytes) = self.catalogue, self.catalogue.totals()
-            fits = self.budget.choose(namespace, file_bytes, total_bytes, catalogue.held_bytes, catalogue.evictable, take)
+            catalog, (_, total_bytes) = self.catalog, self.catalog.totals()
+            fits = self.budget.choose(namespace, file_bytes, total_bytes, catalog.held_bytes, catalog.evictable, take)
             if not fits and namespace is not None:
                 raise StoreFullError(
                     f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget.bytes} (of which namespace "
@@ -305,17 +305,17 @@ class NvmeTier:
         self.damaged += 1
         try:
             with self.changing([digest]):
-                self.catalogue.change(remove=[digest])
+                self.catalog.change(remove=[digest])
                 self.folder.set_aside(self.folder.entry_path(digest))
         except (StoreError, OSError) as error:
             logger.error("the damaged entry %s cannot be set aside: %s", digest, error)
 
     def _finish(self, digests: Sequence[str]) -> None:
-        """End the change of a process that died in it: what the catalogue shows is made, what it does not show is not."""
+        """End the change of a process that died in it: what the catalog shows is made, what it does not show is not."""
         try:
-            self.catalogue.database.settle()
-            lost = [digest for digest in digests if digest in self.catalogue and not self.folder.entry_path(digest).exists()]
-            self.catalogue.change(remove=lost)  # on a full disk files go first
+            self.catalog.database.settle()
+            lost = [digest for digest in digests if digest in self.catalog and not self.folder.entry_path(digest).exists()]
+            self.catalog.change(remove=lost)  # on a full disk files go first
         except StoreFullError as error:  # deleting entries must work all the same
             logger.warning("%s; should this process die too, run `cacheblend store verify`", error)
         self._end_change(digests)
@@ -323,7 +323,7 @@ class NvmeTier:
     def _end_change(self, digests: Sequence[str]) -> None:
         try:
             for digest in digests:
-                if digest not in self.catalogue:
+                if digest not in self.catalog:
                     for path in (self.folder.writing / digest, self.folder.entry_path(digest)):
                         path.unlink(missing_ok=True)
             self._journal.end()
@@ -331,8 +331,8 @@ class NvmeTier:
         except (OSError, StoreError) as error:
             logger.warning("files of entries that are gone stay until the next change: %s", error)
 
-    def _entries_of_files(self) -> Iterator[CatalogueEntry]:
-        """What the headers of all files say: the catalogue is made again from it. A layer is checked when it is read."""
+    def _entries_of_files(self) -> Iterator[CatalogEntry]:
+        """What the headers of all files say: the catalog is made again from it. A layer is checked when it is read."""
         count = 0
         for path in self.folder.entry_files():
             try:
@@ -343,4 +343,4 @@ class NvmeTier:
                 logger.warning("a file is set aside in %s: %s", self.folder.damaged, damage)
                 self.folder.set_aside(path)
         if count:
-            logger.warning("%s was gone: made again from %d files; no document is known", self.folder.catalogue, count)
+            logger.warning("%s was gone: made again from %d files; no document is known", self.folder.catalog, count)

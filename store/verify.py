@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cacheblend.base.errors import DamagedEntryError
 
-from .catalog import CatalogueEntry
+from .catalog import CatalogEntry
 from .entry_file import EntryFile
 from .nvme_tier import NvmeTier
 
@@ -18,14 +18,14 @@ class VerifyReport:
     """What `KVStore.verify` found; entries by the hex of their keys.
 
     Args:
-        entries: entries in the catalogue.
+        entries: entries in the catalog.
         bytes: bytes of their files.
         damaged: entries whose file is not what was written; repaired by setting them aside.
         missing: entries without a file; repaired by dropping them.
-        misstated: entries of which the catalogue says something else than their file; repaired by what the file says.
-        orphans: files without an entry; repaired by entering whole ones into the catalogue and setting others aside.
+        misstated: entries of which the catalog says something else than their file; repaired by what the file says.
+        orphans: files without an entry; repaired by entering whole ones into the catalog and setting others aside.
         leftovers: files that a crash left half written; removed.
-        miscounted: whether the catalogue's totals and pins do not follow from its entries; repaired by counting anew.
+        miscounted: whether the catalog's totals and pins do not follow from its entries; repaired by counting anew.
         repaired: whether it was all mended.
 
     """
@@ -51,7 +51,7 @@ class VerifyReport:
 
 
 def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
-    """Compare catalogue and files, and check every header and every layer; the store may be in use meanwhile.
+    """Compare catalog and files, and check every header and every layer; the store may be in use meanwhile.
 
     Args:
         nvme: the tier to check.
@@ -61,12 +61,12 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
     """
     leftovers = nvme.leftovers(remove=repair)
     with nvme.exclusive():
-        if (miscounted := nvme.catalogue.is_miscounted()) and repair:
-            nvme.catalogue.count_anew()
-    total, _ = nvme.catalogue.totals()
+        if (miscounted := nvme.catalog.is_miscounted()) and repair:
+            nvme.catalog.count_anew()
+    total, _ = nvme.catalog.totals()
     entries = entry_bytes = 0
     found: dict[str, list[str]] = {"damaged": [], "missing": [], "misstated": []}
-    for row in nvme.catalogue.entries():
+    for row in nvme.catalog.entries():
         digest = row.key.digest
         entries, entry_bytes = entries + 1, entry_bytes + row.bytes
         if (trouble := _trouble(nvme, row)) and digest in nvme:
@@ -80,7 +80,7 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
     orphans = []
     for path in nvme.folder.entry_files():
         with nvme.exclusive():
-            if path.name not in nvme.catalogue and path.exists():
+            if path.name not in nvme.catalog and path.exists():
                 orphans.append(path.name)
                 if repair:
                     nvme.adopt(path)
@@ -97,7 +97,7 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
     )
 
 
-def _trouble(nvme: NvmeTier, row: CatalogueEntry) -> str | None:
+def _trouble(nvme: NvmeTier, row: CatalogEntry) -> str | None:
     path = nvme.folder.entry_path(row.key.digest)
     try:
         with EntryFile.open(path, row.key.digest) as file:

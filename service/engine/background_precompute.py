@@ -214,5 +214,5 @@ class BackgroundPrecompute:
             with self._store.exclusive():  # deletions take this lock: they come before or after
                 if not self._is_there(document):
                     return
-                self._store.documents.put([(*document, ())])  # a store whose catalogue was lost has forgotten it
+                self._store.documents.put([(*document, ())])  # a store whose catalog was lost has forgotten it
         self._store.put(key, kv, flush=False, document=document)

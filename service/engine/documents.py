@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cacheblend.base.errors import InputError, StoreFullError
-from cacheblend.retriever import CataloguedDocument, Chunk
+from cacheblend.retriever import CatalogedDocument, Chunk
 from cacheblend.store import KVStore, StoredDocument
 
 
 class DocumentIndex(Protocol):
     """The index's part: `Retriever`, or `IndexedDocuments` where there is no model at hand."""
 
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
         """Documents in the order of adding: at most `limit`, and those added after the document `after`."""
 
-    def document(self, document_id: str) -> CataloguedDocument | None:
+    def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""
 
     def ids(self) -> set[str]:
@@ -171,7 +171,7 @@ class Documents:
         self._store.documents.unpin(id_)
 
 
-def _status(document: CataloguedDocument, stored: StoredDocument | None) -> DocumentStatus:
+def _status(document: CatalogedDocument, stored: StoredDocument | None) -> DocumentStatus:
     return DocumentStatus(
         id=document.id,
         title=document.title,
@@ -187,7 +187,7 @@ def _status(document: CataloguedDocument, stored: StoredDocument | None) -> Docu
 
 
 def _lost(stored: StoredDocument) -> DocumentStatus:
-    nothing = CataloguedDocument(stored.id, stored.version, "", 0, 0.0)
+    nothing = CatalogedDocument(stored.id, stored.version, "", 0, 0.0)
     return _status(nothing, stored)
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError
-from cacheblend.blend import FusedPrompt, Fusor, LayerReport, ResidentLayers, Segment, SegmentKV
+from cacheblend.blend import FusedPrompt, Fusor, LayerReport, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
-from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVStore, Placement
+from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
 
 from .background_precompute import BackgroundPrecompute
 from .chunk_contexts import ChunkEncoder
@@ -142,7 +142,7 @@ class Prefiller:
                     precompute_s = time.perf_counter() - planned_at - preempted_s
 
                     # 3. Lay the segments end to end.
-                    kvs: list[SegmentKV | None] = [None] * len(keys)
+                    kvs: list[KVHandle | None] = [None] * len(keys)
                     if not full:
                         for at, (chunk, placement) in enumerate(zip(prompt.chunks, placements, strict=True)):
                             kvs[at] = placement if prompt.earlier_of(at) else computed.get(chunk, placement)
@@ -295,7 +295,7 @@ def _planned_run(prefix: CachedPrefix) -> list[PlannedSegment]:
 def _planned_chunks(
     prompt: PromptPieces,
     keys: Sequence[ChunkKey],
-    kvs: Sequence[SegmentKV | None],
+    kvs: Sequence[KVHandle | None],
     placements: Sequence[Placement | None],
 ) -> Iterator[PlannedSegment]:
     """The chunks for the plan. What is stored and was not used, for full recompute, is neither a hit nor a miss."""

@@ -63,7 +63,7 @@ def test_kv_of_another_shape(fusor: Fusor) -> None:
     ids = draw_ids(5, seed=1)
     layers = list(fusor.precompute(ids, BOS).layers)
     for wrong in (layers[:2], [(k[:1], v[:1]) for k, v in layers]):
-        with pytest.raises(IncompatibleKVError, match="layers of"):
+        with pytest.raises(IncompatibleKVError, match="heads, head size, dtype"):
             fusor.fuse([Segment(BOS), Segment(ids, ChunkKV(wrong, ids, BOS)), Segment([5])])
 
 

@@ -141,7 +141,7 @@ def test_misuse() -> None:
         with pytest.raises(IncompatibleKVError, match="precompute it with this model"):
             other.fuse([exact, Segment([5])])
         wider = Fusor(tiny_model("qwen3"), fingerprint=fusor.fingerprint)
-        with pytest.raises(IncompatibleKVError, match="layers of"):
+        with pytest.raises(IncompatibleKVError, match="heads, head size, dtype"):
             wider.fuse([exact, Segment([5])])
 
 

@@ -176,8 +176,8 @@ def _has_direct_reads(folder: Path) -> bool:
 
 
 @contextmanager
-def store_catalogues() -> Iterator[Check]:
-    """A store's catalogue, marker and journal: an error of ours when it opens, or no wrong KV, and `verify` comes back."""
+def store_catalogs() -> Iterator[Check]:
+    """A store's catalog, marker and journal: an error of ours when it opens, or no wrong KV, and `verify` comes back."""
     pairs = [make_chunk(seed) for seed in range(4)]
     with scratch() as folder:
         with KVStore(StoreConfig(directory=folder / "whole")) as store:
@@ -206,8 +206,8 @@ def store_catalogues() -> Iterator[Check]:
 
 
 @contextmanager
-def index_catalogues() -> Iterator[Check]:
-    """An index's catalogue and vectors: an error of ours, or the very texts and tokens that were added."""
+def index_catalogs() -> Iterator[Check]:
+    """An index's catalog and vectors: an error of ours, or the very texts and tokens that were added."""
     config = {"chunk_tokens": CHUNK_TOKENS}
     with scratch() as folder:
         with Retriever(RetrieverConfig(directory=folder / "whole", **config), tiny_tokenizer(), FakeEmbedder()) as retriever:
@@ -309,8 +309,8 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Check]]] = {
     "bodies": bodies,
     "entry-files": entry_files,
     "gguf": gguf_files,
-    "index-catalogues": index_catalogues,
+    "index-catalogs": index_catalogs,
     "json-lines": json_lines,
-    "store-catalogues": store_catalogues,
+    "store-catalogs": store_catalogs,
 }
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from targets import TARGETS
 
-EXAMPLES = {"bodies": 40, "entry-files": 60, "gguf": 40, "index-catalogues": 30, "json-lines": 200, "store-catalogues": 20}
+EXAMPLES = {"bodies": 40, "entry-files": 60, "gguf": 40, "index-catalogs": 30, "json-lines": 200, "store-catalogs": 20}
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # what a damaged file keeps from being opened

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 
 from prompts import BOS, chunk, draw_ids
 
-from cacheblend.blend import Fusor, Segment, SegmentKV
+from cacheblend.blend import Fusor, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS, Room
-from cacheblend.store import ChunkKey, KVStore
+from cacheblend.loader.layer_loader import THREADS, LayerBuffer
+from cacheblend.store import ChunkKey, KVHandle, KVStore
 
 SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}
 TOKENS = {1: 17, 2: 1, 3: 33, 4: 8, 5: 5, 6: 21}
@@ -29,14 +29,14 @@ class SpyLoader(LayerLoader):
         self.fetched: list[int] = []
         self.gate, self.ahead = gate, ahead
 
-    def waits_for_device(self, kv: SegmentKV) -> bool:
+    def waits_for_device(self, kv: KVHandle) -> bool:
         return self.ahead or super().waits_for_device(kv)
 
-    def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
+    def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         self.fetched.append(layer)
         if self.gate is not None:
             assert self.gate.wait(10)
-        super().fetch_kv(kv, layer, room, start, stop)
+        super().fetch_kv(kv, layer, buffer, start, stop)
 
 
 def key_of(segment: Segment) -> ChunkKey:

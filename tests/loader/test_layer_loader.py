@@ -2,6 +2,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts, wait_u
 
 from cacheblend.base.errors import DamagedEntryError
 from cacheblend.base.memory import Bytes
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment, SegmentKV
+from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS, Room
-from cacheblend.store import ChunkKey, ChunkKV, KVStore, Placement, StoreConfig
+from cacheblend.loader.layer_loader import THREADS, LayerBuffer
+from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, Placement, StoreConfig
 
 
 def assert_same(one: FusedPrompt, other: FusedPrompt) -> None:
@@ -128,7 +129,7 @@ def test_lookahead_is_bounded(fusor: Fusor, lookahead: int) -> None:
         for layer in range(LAYERS):
             ahead = min(layer + lookahead, LAYERS)
             wait_until(lambda ahead=ahead: len(loader.fetched) >= ahead)
-            time.sleep(0.02)  # room for a layer too many
+            time.sleep(0.02)  # time for a layer too many
             assert loader.fetched == list(range(ahead))
             loader.synchronize(layer)
 
@@ -177,7 +178,7 @@ def test_reads_in_flight(fusor: Fusor, stores: dict[str, KVStore], most: int) ->
         prompt = Prompt.of(spread)
         loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
         wait_until(lambda: len(loader.fetched) == most)
-        time.sleep(0.02)  # room for a read too many
+        time.sleep(0.02)  # time for a read too many
         assert len(loader.fetched) == most
         gate.set()
         for layer in range(LAYERS):
@@ -203,7 +204,7 @@ def test_failure_while_loading(fusor: Fusor, ahead: bool) -> None:
     """Whatever goes wrong in a thread, or in the fusor's own copy, is raised by the fusion as it is."""
 
     class BrokenLoader(SpyLoader):
-        def fetch_kv(self, kv: SegmentKV, layer: int, room: Room, start: int, stop: int) -> None:
+        def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
             raise MemoryError(f"layer {layer}")
 
     with BrokenLoader(ahead=ahead) as loader, pytest.raises(MemoryError, match="layer 0"):
@@ -219,11 +220,24 @@ def test_kv_of_another_shape(fusor: Fusor, heads: int, head_dim: int, layers: in
         fusor.fuse([Segment(ids, kv), Segment(draw_ids(3, seed=2))], source=loader)
 
 
-def test_other_sources_of_kv(fusor: Fusor) -> None:
-    """KV that is neither a placement nor in memory is refused by its type."""
+def test_other_kinds_of_kv(fusor: Fusor) -> None:
+    """KV of a kind that the loader has not heard of is loaded by threads as its handle says, and counted by its tier."""
 
     class Elsewhere:
-        token_ids, prefix_ids, model, dtype, context = tuple(draw_ids(6, seed=1)), (), None, torch.float32, None
+        """A chunk's KV on another machine, say."""
 
-    with LayerLoader() as loader, pytest.raises(TypeError, match="Elsewhere"):
-        fusor.fuse([Segment(Elsewhere.token_ids, Elsewhere()), Segment(draw_ids(3, seed=2))], source=loader)
+        tier, in_memory = "elsewhere", False
+
+        def __init__(self, kv: ChunkKV) -> None:
+            self._kv = kv
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._kv, name)
+
+    segments = [chunk(fusor, 6, seed=1), Segment(draw_ids(3, seed=2))]
+    here = segments[0].kv
+    assert isinstance(here, ChunkKV)
+    with LayerLoader() as loader:
+        fused = fusor.fuse([Segment(here.token_ids, Elsewhere(here)), segments[1]], source=loader)
+        assert loader.bytes_by_tier == {"elsewhere": here.nbytes}
+    assert torch.equal(fused.logits, fusor.fuse(segments).logits)

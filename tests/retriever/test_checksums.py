@@ -39,9 +39,9 @@ def open_index(directory: Path) -> Retriever:
 
 
 def alter(directory: Path, statement: str) -> None:
-    with sqlite3.connect(directory / "catalogue.sqlite") as catalogue:
-        catalogue.execute(statement)
-    catalogue.close()
+    with sqlite3.connect(directory / "catalogue.sqlite") as catalog:
+        catalog.execute(statement)
+    catalog.close()
 
 
 @pytest.fixture
@@ -107,11 +107,11 @@ def test_a_list_tells_what_is_damaged(directory: Path) -> None:
 
 def test_a_lookup_table_that_does_not_fit(directory: Path) -> None:
     """Entries that SQLite's own index lacks are found by `verify`, and made again."""
-    with sqlite3.connect(directory / "catalogue.sqlite") as catalogue:
-        catalogue.execute("PRAGMA writable_schema = ON")
-        [[page]] = catalogue.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_chunks_1'")
-        [[size]] = catalogue.execute("PRAGMA page_size")
-    catalogue.close()
+    with sqlite3.connect(directory / "catalogue.sqlite") as catalog:
+        catalog.execute("PRAGMA writable_schema = ON")
+        [[page]] = catalog.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_chunks_1'")
+        [[size]] = catalog.execute("PRAGMA page_size")
+    catalog.close()
     with (directory / "catalogue.sqlite").open("r+b") as file:
         file.seek((page - 1) * size + 3)
         cells = int.from_bytes(file.read(2), "big")
@@ -123,8 +123,8 @@ def test_a_lookup_table_that_does_not_fit(directory: Path) -> None:
         assert index.verify().ok
 
 
-def test_an_id_that_the_catalogue_lacks(directory: Path) -> None:
-    """An index whose ids are not the catalogue's, as a damaged row's id makes it, is built anew and asked again."""
+def test_an_id_that_the_catalog_lacks(directory: Path) -> None:
+    """An index whose ids are not the catalog's, as a damaged row's id makes it, is built anew and asked again."""
     alter(directory, "UPDATE chunks SET id = id + 100 WHERE document_id = 'cats'")
     with open_index(directory) as index:
         assert index.search("the cat sleeps on the warm roof", 1)[0].chunk.document_id == "cats"
@@ -173,14 +173,14 @@ def test_an_index_without_checksums(directory: Path) -> None:
 def test_a_full_disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk without room for the index is told as that, and not as an index that cannot be used."""
     with open_index(directory) as index:
-        index._catalogue._db.execute("PRAGMA max_page_count = 1")  # SQLite's own error for want of pages
+        index._catalog._db.execute("PRAGMA max_page_count = 1")  # SQLite's own error for want of pages
         with pytest.raises(StoreFullError, match=r"no room on the disk.*free space"):
             index.add([{"id": "more", "text": "words " * 2000}])
         assert index.document("more") is None
         monkeypatch.setattr("cacheblend.base.files.shutil.disk_usage", lambda _: type("Usage", (), {"free": 0}))
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
-        with pytest.raises(StoreFullError), index._catalogue._errors():
+        with pytest.raises(StoreFullError), index._catalog._errors():
             raise error
 
 

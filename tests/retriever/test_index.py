@@ -64,7 +64,7 @@ def test_damaged_file_is_refused(tmp_path: Path) -> None:
             VectorIndex.load(path)
     for at in range(len(whole)):
         if 8 <= at < 16:
-            continue  # the generation: another one is a stale file, which the catalogue tells
+            continue  # the generation: another one is a stale file, which the catalog tells
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(RetrieverError, match="damaged"):
             VectorIndex.load(path)

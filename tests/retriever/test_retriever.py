@@ -85,7 +85,7 @@ def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fate", ["missing", "damaged", "stale", "never written"])
-def test_index_is_built_from_the_catalogue(tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_index_is_built_from_the_catalog(tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever becomes of the index's file, search is right; only damage is worth a warning."""
     path = tmp_path / "index.faiss"
     with open_retriever(tmp_path) as retriever:
@@ -224,7 +224,7 @@ def test_failing_write_changes_nothing(retriever: Retriever, monkeypatch: pytest
     """A replacement that fails halfway leaves the old version in place and searchable."""
     retriever.add([CATS])
     before = retriever.chunks()
-    monkeypatch.setattr(retriever._catalogue, "_insert", lambda *_: 1 / 0)
+    monkeypatch.setattr(retriever._catalog, "_insert", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         retriever.add([{**CATS, "text": "other"}])
     monkeypatch.undo()
@@ -258,7 +258,7 @@ def test_threads_add_and_search_at_once(retriever: Retriever) -> None:
 
 
 def test_directory_that_is_not_a_retrievers_is_refused(tmp_path: Path) -> None:
-    """A file in the directory's place, or a catalogue that is not one, is refused with the remedy."""
+    """A file in the directory's place, or a catalog that is not one, is refused with the remedy."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(RetrieverError, match="choose another directory"):
         open_retriever(tmp_path / "file")

@@ -14,7 +14,7 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthe
 from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
 from cacheblend.base.sqlite import Database
 from cacheblend.retriever import EmbeddedDocument, Retriever
-from cacheblend.retriever.catalogue import Catalogue as IndexCatalogue
+from cacheblend.retriever.catalog import Catalog as IndexCatalog
 from cacheblend.retriever.indexed_documents import IndexedDocuments
 from cacheblend.service import Engine
 from cacheblend.service.engine.documents import Documents
@@ -270,7 +270,7 @@ def test_changed_while_its_upload_computes(
 
 def full_until(store_has_room: Callable[[], bool], index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no commit of the store find room until something is freed, and none of the index while its reserve is there."""
-    transaction, write = Database.transaction, IndexCatalogue._write
+    transaction, write = Database.transaction, IndexCatalog._write
 
     @contextmanager
     def of_store(database: Database) -> Iterator[object]:
@@ -280,14 +280,14 @@ def full_until(store_has_room: Callable[[], bool], index: Path, monkeypatch: pyt
                 raise StoreFullError("no room")
 
     @contextmanager
-    def of_index(catalogue: IndexCatalogue) -> Iterator[None]:
-        with write(catalogue):
+    def of_index(catalog: IndexCatalog) -> Iterator[None]:
+        with write(catalog):
             yield
             if (index / "reserve").exists():
                 raise StoreFullError("no room")
 
     monkeypatch.setattr(Database, "transaction", of_store)
-    monkeypatch.setattr(IndexCatalogue, "_write", of_index)
+    monkeypatch.setattr(IndexCatalog, "_write", of_index)
 
 
 @pytest.mark.parametrize("freed", ["the reserve", "the files"])
@@ -315,17 +315,17 @@ def test_deleting_again_on_a_disk_that_stays_full(engine: Engine, monkeypatch: p
     index, kv = (Path(engine.config.store_dir) / name for name in ("index", "kv"))
     (index / "reserve").unlink()
     (index / "reserve").mkdir()  # cannot be taken again
-    write = IndexCatalogue._write
+    write = IndexCatalog._write
 
     @contextmanager
-    def full(catalogue: IndexCatalogue) -> Iterator[None]:
-        with write(catalogue):
+    def full(catalog: IndexCatalog) -> Iterator[None]:
+        with write(catalog):
             yield
             if (kv / "reserve").exists():
                 raise StoreFullError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(IndexCatalogue, "_write", full)
+        patch.setattr(IndexCatalog, "_write", full)
         engine.documents.delete(ID)
     assert ID not in engine.retriever.ids()
 
@@ -380,7 +380,7 @@ def test_one_document_is_looked_up_by_its_id(engine: Engine, monkeypatch: pytest
         raise AssertionError("all documents were listed")
 
     monkeypatch.setattr("cacheblend.store.catalog.DocumentTable.ls", listing)
-    monkeypatch.setattr(IndexCatalogue, "documents", listing)
+    monkeypatch.setattr(IndexCatalog, "documents", listing)
     engine.documents.show(ID)
     engine.documents.pin(ID)
     engine.documents.delete(ID)

@@ -10,7 +10,7 @@ import pytest
 from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same
 
 from cacheblend.store import ChunkKey, StoreFullError, write_queue
-from cacheblend.store.catalog import Catalogue
+from cacheblend.store.catalog import Catalog
 from cacheblend.store.entry_file import write_files
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
@@ -71,13 +71,13 @@ def test_a_synchronous_put_of_what_waits(open_store) -> None:
 def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
     """Entries that wait share a commit, up to a group's size; those of another namespace have one of their own."""
     commits = []
-    change = Catalogue.change
+    change = Catalog.change
 
-    def counting(catalogue, *, add=(), **options) -> None:
+    def counting(catalog, *, add=(), **options) -> None:
         commits.append(len(add))
-        change(catalogue, add=add, **options)
+        change(catalog, add=add, **options)
 
-    monkeypatch.setattr(Catalogue, "change", counting)
+    monkeypatch.setattr(Catalog, "change", counting)
     monkeypatch.setattr(write_queue, "GROUP_ENTRIES", 4)
     store = open_store()
     other = ChunkKey.of(PAIRS[7][1].token_ids, prefix_ids=(1,), model=MODEL, namespace="other")
@@ -189,10 +189,10 @@ def test_closing_on_a_full_disk(open_store, monkeypatch, caplog) -> None:
     store.put(*PAIRS[0])
     store.get(PAIRS[0][0])
 
-    def full(_: Catalogue) -> None:
+    def full(_: Catalog) -> None:
         raise StoreFullError("no room")
 
-    monkeypatch.setattr(Catalogue, "save_uses", full)
+    monkeypatch.setattr(Catalog, "save_uses", full)
     store.close()
     assert "times of use" in caplog.text
 

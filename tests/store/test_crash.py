@@ -72,8 +72,8 @@ def test_killed_at_every_step(context: ForkServerContext, prepared: Path, tmp_pa
                 assert found == {0, 1, 2, 3}
 
 
-def test_killed_while_a_catalogue_is_made_again(context: ForkServerContext, prepared: Path, tmp_path: Path) -> None:
-    """A store whose catalogue is gone has every entry again, also where the first process to make it anew died."""
+def test_killed_while_a_catalog_is_made_again(context: ForkServerContext, prepared: Path, tmp_path: Path) -> None:
+    """A store whose catalog is gone has every entry again, also where the first process to make it anew died."""
     without = tmp_path / "without"
     shutil.copytree(prepared, without)
     for path in without.glob("catalogue.sqlite*"):
@@ -147,7 +147,7 @@ def test_killed_in_a_commit_that_others_do_not_see(
 
 
 def test_repair_of_a_row_whose_file_was_damaged_meanwhile(prepared: Path, tmp_path: Path) -> None:
-    """What is to be entered into the catalogue and turns out to be damaged leaves no row behind."""
+    """What is to be entered into the catalog and turns out to be damaged leaves no row behind."""
     directory = tmp_path / "store"
     shutil.copytree(prepared, directory)
     with open_store(directory) as store:
@@ -159,8 +159,8 @@ def test_repair_of_a_row_whose_file_was_damaged_meanwhile(prepared: Path, tmp_pa
     check(directory)
 
 
-def test_catalogue_older_than_the_files(prepared: Path, tmp_path: Path) -> None:
-    """With a catalogue from a backup, what it lacks and what is gone are misses, and `repair` brings both in line."""
+def test_catalog_older_than_the_files(prepared: Path, tmp_path: Path) -> None:
+    """With a catalog from a backup, what it lacks and what is gone are misses, and `repair` brings both in line."""
     directory = tmp_path / "store"
     shutil.copytree(prepared, directory)
     with open_store(directory) as store:
@@ -178,8 +178,8 @@ def test_catalogue_older_than_the_files(prepared: Path, tmp_path: Path) -> None:
     check(directory)
 
 
-def test_catalogue_taken_away_from_an_open_store(prepared: Path, tmp_path: Path) -> None:
-    """A store whose catalogue is replaced under it refuses to change anything, instead of losing what it writes."""
+def test_catalog_taken_away_from_an_open_store(prepared: Path, tmp_path: Path) -> None:
+    """A store whose catalog is replaced under it refuses to change anything, instead of losing what it writes."""
     directory = tmp_path / "store"
     shutil.copytree(prepared, directory)
     with open_store(directory) as store:

@@ -146,7 +146,7 @@ def test_disk_full(open_store, monkeypatch, call: str, code: int, error: type[Ex
     assert same(store.get(KEY), KV)
 
 
-def test_catalogue_that_cannot_be_written(open_store, monkeypatch) -> None:
+def test_catalog_that_cannot_be_written(open_store, monkeypatch) -> None:
     """A file whose row cannot be written is removed again."""
     store = open_store()
 
@@ -154,7 +154,7 @@ def test_catalogue_that_cannot_be_written(open_store, monkeypatch) -> None:
         raise StoreFullError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._nvme.catalogue, "change", fail)
+        patch.setattr(store._nvme.catalog, "change", fail)
         with pytest.raises(StoreFullError):
             store.put(KEY, KV)
     assert files_under(store, "entries") == []
@@ -171,18 +171,18 @@ def test_partial_writes(open_store, monkeypatch) -> None:
 
 
 def test_deleting_on_a_full_disk(open_store, monkeypatch) -> None:
-    """Where the catalogue has no room for a removal, the files go first and make it."""
+    """Where the catalog has no room for a removal, the files go first and make it."""
     store = open_store()
     store.put(*PAIRS[0])
     store.put(*PAIRS[1])
-    change, path = store._nvme.catalogue.change, file_of(store, KEY)
+    change, path = store._nvme.catalog.change, file_of(store, KEY)
 
     def full(**options: object) -> None:
         if path.exists():
             raise StoreFullError("no room")
         change(**options)
 
-    monkeypatch.setattr(store._nvme.catalogue, "change", full)
+    monkeypatch.setattr(store._nvme.catalog, "change", full)
     assert store.delete(KEY)
     assert files_under(store, "entries") == [str(PAIRS[1][0])]
     assert store.verify().ok
@@ -199,14 +199,14 @@ def test_few_damaged_files_are_kept(open_store) -> None:
     assert files_under(store, "damaged") == sorted(str(make_chunk(seed)[0]) for seed in range(2, 10))
 
 
-def catalogue_of(directory: Path, statement: str, *values: object) -> None:
-    """Alter the catalogue of a closed store, as a bad disk may."""
-    with sqlite3.connect(directory / "catalogue.sqlite") as catalogue:
-        for (name,) in catalogue.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+def catalog_of(directory: Path, statement: str, *values: object) -> None:
+    """Alter the catalog of a closed store, as a bad disk may."""
+    with sqlite3.connect(directory / "catalogue.sqlite") as catalog:
+        for (name,) in catalog.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
             if "UPDATE" not in statement.upper():
-                catalogue.execute(f"DROP TRIGGER {name}")
-        catalogue.execute(statement, values)
-    catalogue.close()
+                catalog.execute(f"DROP TRIGGER {name}")
+        catalog.execute(statement, values)
+    catalog.close()
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_wrong_numbers_evict_nothing(open_store, statement: str, caplog) -> None
     with open_store(nvme_budget_bytes=10 * FILE_BYTES) as store:
         for pair in PAIRS:
             store.put(*pair)
-    catalogue_of(Path(store.config.directory), statement)
+    catalog_of(Path(store.config.directory), statement)
     store = open_store(nvme_budget_bytes=10 * FILE_BYTES)
     assert (store.stats().nvme.entries, store.stats().nvme.bytes) == (3, 3 * FILE_BYTES)
     assert all(same(store.get(key), kv) for key, kv in PAIRS)
@@ -231,7 +231,7 @@ def test_a_time_of_use_beyond_all_times(open_store) -> None:
     with open_store() as store:
         for pair in PAIRS:
             store.put(*pair)
-    catalogue_of(Path(store.config.directory), "UPDATE entries SET used_ns = ?", 2**63 - 1)
+    catalog_of(Path(store.config.directory), "UPDATE entries SET used_ns = ?", 2**63 - 1)
     store = open_store(nvme_budget_bytes=3 * FILE_BYTES)
     assert store.get(KEY) is not None
     store.put(*make_chunk(9))
@@ -255,7 +255,7 @@ def test_a_row_that_is_no_row(open_store, statement: str) -> None:
             store.put(*pair)
         store.documents.put([("a", "1", [KEY])])
     directory = Path(store.config.directory)
-    catalogue_of(directory, statement)
+    catalog_of(directory, statement)
     with pytest.raises(StoreDirectoryError, match=r"move catalogue.sqlite\* away"):
         open_store().ls()
     for path in directory.glob("catalogue.sqlite*"):
@@ -272,7 +272,7 @@ def test_a_key_that_names_no_file(open_store, digest: str) -> None:
         store.documents.put([("a", "1", [KEY])])
     directory = Path(store.config.directory)
     for table in ("entries", "document_chunks"):
-        catalogue_of(directory, f"UPDATE {table} SET digest = {digest} WHERE digest = '{KEY}'")
+        catalog_of(directory, f"UPDATE {table} SET digest = {digest} WHERE digest = '{KEY}'")
     store = open_store()
     assert store.get(KEY) is None
     assert store.verify(repair=True).orphans == (str(KEY),)
@@ -287,7 +287,7 @@ def test_a_key_that_names_no_file(open_store, digest: str) -> None:
     + [("pin", "reserve")],  # it frees no file
 )
 def test_removals_on_a_full_disk(open_store, monkeypatch, freed: str, operation: str) -> None:
-    """Where the catalogue has no room for a change that frees some, the reserve makes it, and else the files that go."""
+    """Where the catalog has no room for a change that frees some, the reserve makes it, and else the files that go."""
     store = open_store()
     for pair in PAIRS:
         store.put(*pair)

@@ -113,8 +113,8 @@ def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refuse(tmp_path, "Permission denied; make the store's folder writable")
 
 
-def test_catalogue_of_another_schema(tmp_path: Path) -> None:
-    """A catalogue of a later version is refused and left as it is."""
+def test_catalog_of_another_schema(tmp_path: Path) -> None:
+    """A catalog of a later version is refused and left as it is."""
     with KVStore(StoreConfig(directory=tmp_path)):
         pass
     with sqlite3.connect(tmp_path / "catalogue.sqlite") as later:
@@ -123,8 +123,8 @@ def test_catalogue_of_another_schema(tmp_path: Path) -> None:
     refuse(tmp_path, "schema 7.*use the version that made it")
 
 
-def test_catalogue_that_is_not_one(tmp_path: Path) -> None:
-    """A destroyed catalogue is refused; moved away, it is made again from the files."""
+def test_catalog_that_is_not_one(tmp_path: Path) -> None:
+    """A destroyed catalog is refused; moved away, it is made again from the files."""
     with KVStore(StoreConfig(directory=tmp_path)) as store:
         store.put(KEY, KV)
     for path in tmp_path.glob("catalogue.sqlite*"):

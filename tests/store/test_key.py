@@ -51,7 +51,7 @@ def test_contexts_differ() -> None:
 
 
 def test_fields_can_be_read_back() -> None:
-    """A key tells its model, codec and namespace, for the catalogue's columns."""
+    """A key tells its model, codec and namespace, for the catalog's columns."""
     key = ChunkKey.of([5], model="m", namespace="tenant")
     assert (key.model, key.codec, key.namespace) == ("m", "raw", "tenant")
 

@@ -98,7 +98,7 @@ def test_kv_that_cannot_be_stored(open_store) -> None:
 
 
 def test_ls_and_stats(open_store) -> None:
-    """The catalogue lists tokens, layers and bytes, and the statistics agree with the files."""
+    """The catalog lists tokens, layers and bytes, and the statistics agree with the files."""
     store = open_store()
     pairs = [make_chunk(seed) for seed in range(3)]
     for key, kv in pairs:
@@ -114,7 +114,7 @@ def test_ls_and_stats(open_store) -> None:
 
 
 def test_delete_and_clear(open_store) -> None:
-    """A deleted entry is gone from RAM, catalogue and disk at once; clear does it to all."""
+    """A deleted entry is gone from RAM, catalog and disk at once; clear does it to all."""
     store = open_store()
     keys = [make_chunk(seed)[0] for seed in range(3)]
     for seed, key in enumerate(keys):

@@ -73,13 +73,13 @@ def test_entries_and_documents(shards: list[Path], tmp_path: Path) -> None:
 
 
 def test_many_entries_in_little_memory(tmp_path: Path) -> None:
-    """The entries of a catalogue come in order of use, as they were at the first step, and never all at once into memory."""
+    """The entries of a catalog come in order of use, as they were at the first step, and never all at once into memory."""
     with open_store(tmp_path / "one") as store:
         columns = "(digest, model, codec, namespace, tokens, layers, bytes, created_ns, used_ns)"
-        with store._nvme.catalogue.database.transaction() as transaction:
+        with store._nvme.catalog.database.transaction() as transaction:
             rows = ((f"{number:064x}", MODEL, "raw", "", 1, 1, 1, 0, 20_000 - number) for number in range(20_000))
             transaction.executemany(f"INSERT INTO entries {columns} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
-        entries = store._nvme.catalogue.entries()
+        entries = store._nvme.catalog.entries()
         assert next(entries).used_ns == 1
         store.put(*PAIRS[0])
         tracemalloc.start()
@@ -174,7 +174,7 @@ def test_a_damaged_entry_is_not_copied(shards: list[Path], tmp_path: Path) -> No
 
 
 def test_of_another_format(shards: list[Path], tmp_path: Path) -> None:
-    """Stores of another folder format or catalogue schema are refused by name before anything is copied."""
+    """Stores of another folder format or catalog schema are refused by name before anything is copied."""
     other, newer = tmp_path / "other", tmp_path / "newer"
     shutil.copytree(shards[1], other)
     (other / "store.json").write_text(json.dumps({"kind": "cacheblend-store", "format": 99}))

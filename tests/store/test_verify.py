@@ -1,4 +1,4 @@
-"""`verify` finds every difference between files and catalogue, and mends it."""
+"""`verify` finds every difference between files and catalog, and mends it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_all_kinds_of_trouble(open_store) -> None:
     with open_store() as store:
         for pair in PAIRS:
             store.put(*pair)
-        store._nvme.catalogue.change(remove=[str(KEYS[2]), str(KEYS[3])])
+        store._nvme.catalog.change(remove=[str(KEYS[2]), str(KEYS[3])])
     store = open_store()
     os.truncate(file_of(store, KEYS[0]), 5000)
     file_of(store, KEYS[1]).unlink()
@@ -52,11 +52,11 @@ def test_all_kinds_of_trouble(open_store) -> None:
 
 
 def test_repair_keeps_the_budget(open_store) -> None:
-    """Files that come back into the catalogue displace others where the budget asks for it."""
+    """Files that come back into the catalog displace others where the budget asks for it."""
     with open_store() as store:
         for pair in PAIRS:
             store.put(*pair)
-        store._nvme.catalogue.change(remove=[str(key) for key in KEYS])
+        store._nvme.catalog.change(remove=[str(key) for key in KEYS])
         for age, key in enumerate(reversed(KEYS)):
             os.utime(file_of(store, key), ns=(0, time.time_ns() - age * 10**9))
     store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
@@ -66,12 +66,12 @@ def test_repair_keeps_the_budget(open_store) -> None:
     assert len(files_under(store, "entries")) == 2
 
 
-def test_a_catalogue_that_says_something_else(open_store) -> None:
+def test_a_catalog_that_says_something_else(open_store) -> None:
     """Rows that are not what their files are, and totals that are not the sum of the rows, are found and mended."""
     store = open_store()
     for pair in PAIRS:
         store.put(*pair)
-    with store._nvme.catalogue.database.transaction() as transaction:
+    with store._nvme.catalog.database.transaction() as transaction:
         transaction.execute("UPDATE entries SET bytes = 1, namespace = 'x' WHERE digest = ?", (str(KEYS[0]),))
         transaction.execute("UPDATE entries SET pinned = 1 WHERE digest = ?", (str(KEYS[1]),))
     for repair in (False, True):

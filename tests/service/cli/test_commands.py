@@ -142,9 +142,9 @@ def test_verify_looks_at_the_index(run: CommandLine, passages: Path) -> None:
     run.on_store("ingest", str(passages))
     store = ("--store-dir", str(run.store))
     id_ = run("documents", "ls", *store, "--json").json["documents"][0]["id"]
-    with sqlite3.connect(run.store / "index" / "catalogue.sqlite") as catalogue:
-        catalogue.execute("UPDATE chunks SET text = upper(text) WHERE document_id = ?", (id_,))
-    catalogue.close()
+    with sqlite3.connect(run.store / "index" / "catalogue.sqlite") as catalog:
+        catalog.execute("UPDATE chunks SET text = upper(text) WHERE document_id = ?", (id_,))
+    catalog.close()
     shown = run("documents", "show", id_, *store)
     assert (shown.code, "ingest it again" in shown.err) == (1, True)
     found = run("store", "verify", *store)

@@ -259,7 +259,7 @@ def test_what_a_changed_instruction_makes_goes_with_its_document(open_ingested: 
 
 
 def test_a_store_that_has_forgotten_its_documents(open_ingested: OpenEngine) -> None:
-    """Where the store's catalogue was lost, what is computed behind a request notes its document again, and goes with it."""
+    """Where the store's catalog was lost, what is computed behind a request notes its document again, and goes with it."""
     with open_ingested() as engine:
         folder = Path(engine.config.store_dir) / "kv"
     shutil.rmtree(folder)

@@ -129,7 +129,7 @@ def test_an_upload_beyond_the_budget_is_told_so(open_engine: OpenEngine) -> None
 
 def test_an_index_without_room_is_507(client: httpx.Client, engine: Engine) -> None:
     """A disk that has no room for the index is told as a full disk."""
-    engine.retriever._catalogue._db.execute("PRAGMA max_page_count = 1")
+    engine.retriever._catalog._db.execute("PRAGMA max_page_count = 1")
     response = client.put("/v1/documents/more", json={"text": "words " * 2000})
     assert (response.status_code, response.json()["error"]["code"]) == (507, "store_full")
 
@@ -137,7 +137,7 @@ def test_an_index_without_room_is_507(client: httpx.Client, engine: Engine) -> N
 def test_a_damaged_document_is_the_servers_fault(client: httpx.Client, engine: Engine) -> None:
     """A question that finds a damaged chunk gets 500 with what to do, and is answered when that was done."""
     id_ = str(DOCUMENTS[0]["id"])
-    engine.retriever._catalogue._db.execute(
+    engine.retriever._catalog._db.execute(
         "UPDATE chunks SET token_ids = zeroblob(length(token_ids)) WHERE document_id = ?", (id_,)
     )
     body = {"model": MODEL, "messages": [{"role": "user", "content": str(DOCUMENTS[0]["text"])}], "max_tokens": 1}

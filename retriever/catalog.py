@@ -1,4 +1,4 @@
-"""The source of truth about what was added: documents, their chunks, token ids and vectors, in one SQLite file.
+"""The catalog: documents, their chunks, token ids and vectors in one SQLite file, the source of truth of the index.
 
 Each row has a checksum of all that it holds, which every read compares: SQLite has none of its own. It finds what disks do, and
 is no defence against someone who may write to the file.
@@ -73,8 +73,8 @@ FROM chunks c JOIN documents d ON d.id = c.document_id
 
 
 @dataclass(frozen=True, slots=True)
-class CataloguedDocument:
-    """A document as the catalogue lists it; `created_s` is Unix time.
+class CatalogedDocument:
+    """A document as the catalog lists it; `created_s` is Unix time.
 
     Of a `damaged` one id, title, version or the number of chunks is not what was written; its title is left out.
     """
@@ -92,7 +92,7 @@ class IndexReport:
     """What a check of every row found.
 
     Args:
-        documents: documents in the catalogue.
+        documents: documents in the catalog.
         chunks: chunks in it.
         damaged: ids of documents of which a row is missing or is not what was written; repaired by removing them, so that
             questions find the others: they must be ingested again.
@@ -116,14 +116,14 @@ class IndexReport:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a write did: index ids that came and went, and the catalogue's generation after it."""
+    """What a write did: index ids that came and went, and the catalog's generation after it."""
 
     added_ids: list[int]
     removed_ids: list[int]
     generation: int
 
 
-class Catalogue:
+class Catalog:
     """Documents and chunks in SQLite; every write is one transaction and raises the generation by one.
 
     Not thread-safe by itself: `Retriever` holds a lock. Several processes may share a file.
@@ -202,7 +202,7 @@ class Catalogue:
         """What the documents were added with; empty before the first."""
         return {key: value for key, value in self._rows("SELECT key, value FROM meta") if key not in _STATE}
 
-    def put(self, document: Document | CataloguedDocument, chunks: Sequence[Chunk], vectors_ND: NDArray[np.float32]) -> Change:
+    def put(self, document: Document | CatalogedDocument, chunks: Sequence[Chunk], vectors_ND: NDArray[np.float32]) -> Change:
         """Add a document, in place of the one with its id, in one transaction.
 
         Raises:
@@ -264,7 +264,7 @@ class Catalogue:
         rows = self._rows("SELECT version FROM documents WHERE id = ?", (document_id,))
         return str(rows[0][0]) if rows else None
 
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CataloguedDocument]:
+    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
         """Documents in the order of adding.
 
         Args:
@@ -284,7 +284,7 @@ class Catalogue:
         arguments = (last, -1 if limit is None else limit)
         return [_document(row) for row in self._rows(f"{_SELECT_DOCUMENTS} WHERE rowid > ? ORDER BY rowid LIMIT ?", arguments)]
 
-    def document(self, document_id: str) -> CataloguedDocument | None:
+    def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""
         rows = self._rows(f"{_SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
         return _document(rows[0]) if rows else None
@@ -361,7 +361,7 @@ class Catalogue:
         return chunks
 
     def chunk(self, id_: int) -> Chunk | None:
-        """The chunk of an index id; None where there is none, which is so of an index that does not fit this catalogue.
+        """The chunk of an index id; None where there is none, which is so of an index that does not fit this catalog.
 
         Raises:
             DamagedDocumentError: the row is not what was written.
@@ -373,7 +373,7 @@ class Catalogue:
     def vectors(self, document_id: str | None = None) -> tuple[list[int], NDArray[np.float32]]:
         """Index ids of a document's chunks, or of all, ascending, and their vectors, float32 (N, D).
 
-        Vectors that cannot be of this catalogue are left out, and logged; one that is damaged otherwise is found out with its
+        Vectors that cannot be of this catalog are left out, and logged; one that is damaged otherwise is found out with its
         chunk, when a question comes upon it.
         """
         query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id "
@@ -511,7 +511,7 @@ class Catalogue:
 
     def _unusable(self, why: object) -> RetrieverError:
         return RetrieverError(
-            f"the catalogue in {self._where} cannot be used: {why}; check that the directory is a retriever's and that it is "
+            f"the catalog in {self._where} cannot be used: {why}; check that the directory is a retriever's and that it is "
             "writable, try `cacheblend store verify --repair`, or ingest into another directory"
         )
 
@@ -519,12 +519,12 @@ class Catalogue:
         return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
 
 
-def _document(row: tuple[Any, ...]) -> CataloguedDocument:
+def _document(row: tuple[Any, ...]) -> CatalogedDocument:
     id_, version, title, chunks, created_s, checksum = row
     if checksum == _checksum(id_, version, title, chunks):
-        return CataloguedDocument(id_, version, title, chunks, created_s)
+        return CatalogedDocument(id_, version, title, chunks, created_s)
     printable_id, printable_version = (str(value).encode(errors="replace").decode() for value in (id_, version))
-    return CataloguedDocument(printable_id, printable_version, "", chunks if isinstance(chunks, int) else 0, 0.0, damaged=True)
+    return CatalogedDocument(printable_id, printable_version, "", chunks if isinstance(chunks, int) else 0, 0.0, damaged=True)
 
 
 def _chunk(row: tuple[Any, ...]) -> Chunk:
