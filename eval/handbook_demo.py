@@ -11,7 +11,6 @@ from cacheblend.blend import FusedPrompt
 from cacheblend.eval.data.source import OWN_QUESTION
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
-from cacheblend.service.engine.prompt import PromptBuilder
 
 from .handbook import HandbookQuestion, QuestionClass
 from .methods.method import rows_run
@@ -106,7 +105,6 @@ def ask_handbook(
         top_k: chunks to retrieve for each.
         on_progress: called with the stage, the questions done, and how many in all.
     """
-    prompts = PromptBuilder(engine.fusor.tokenizer, engine.config.instruction)
     for method in METHODS:
         engine.answer(questions[0].question, top_k=top_k, method=method)
     engine.drain()
@@ -117,18 +115,16 @@ def ask_handbook(
         for method in METHODS[start:] + METHODS[:start]:
             request = engine.prepare(item.question, top_k=top_k, method=method)
             answers[method] = engine.complete(request), request.fused
-        asked.append(_compare(engine, prompts, item, answers))
+        asked.append(_compare(engine, item, answers))
         on_progress("ask", index + 1, len(questions))
     return asked
 
 
-def _compare(
-    engine: Engine, prompts: PromptBuilder, item: HandbookQuestion, answers: Mapping[str, tuple[Answer, FusedPrompt]]
-) -> AskedQuestion:
+def _compare(engine: Engine, item: HandbookQuestion, answers: Mapping[str, tuple[Answer, FusedPrompt]]) -> AskedQuestion:
     full_answer, full = answers["full_recompute"]
     positions = engine.fusor.max_positions
     room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
-    golds = [prompts.answer_ids(answer)[:room] for answer in item.answers]
+    golds = [engine.prompts.answer_ids(answer)[:room] for answer in item.answers]
     full_nll, gold = min((answer_nll_nats(engine.fusor, full, ids), ids) for ids in golds)
     replies = {}
     for method in METHODS:

@@ -50,7 +50,7 @@ from cacheblend.service.cli.model import choose_model
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.config import DTYPES
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptRenderer
 
 BATCH_SIZES = (1, 4, 8, 16, 32, 64)
 GROUPS = 9  # of each kind of article in a world
@@ -95,7 +95,7 @@ class Bench:
                 split = engine.retriever.splitter.split(Document.of(document))
                 self.documents.append([tuple(chunk.token_ids) for chunk in split])
                 file.write(json.dumps(document) + "\n")
-        head = PromptBuilder(self.fusor.tokenizer, self.config.instruction).head
+        head = PromptRenderer(self.fusor.tokenizer, self.config.instruction).prefix
         context = chunk_context(self.fusor, self.config.context_filler, self.config.context_document_tokens, len(head))
         before, self.shared = (*head, *context.filler_ids), ()
         if len(before) >= SHARED_PREFIX_TOKENS:

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.eval.data import Request, WorldSource
-from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.metrics import f1
 from cacheblend.service.cli.model import default_model
@@ -81,7 +81,7 @@ def answers(cases: int, seed: int) -> dict[str, dict[float, float]]:
     """Mean F1 of the packaged reader's answers, by codec and recompute ratio; full recompute's stands at ratio 1."""
     fusor = Fusor.from_pretrained(default_model(), "cpu", torch.float32)
     source = WorldSource(seed=seed, cases=cases)
-    builder = prompt_builder(fusor.tokenizer, source.wording)
+    renderer = prompt_renderer(fusor.tokenizer, source.wording)
     found: dict[tuple[str, float], list[float]] = defaultdict(list)
 
     def mark(label: str, ratio: float, request: Request, segments: list[Segment]) -> None:
@@ -90,9 +90,9 @@ def answers(cases: int, seed: int) -> dict[str, dict[float, float]]:
         found[label, ratio].append(f1(source.wording.answer_in(text), request.example.answers))
 
     for place, request in enumerate(source.requests(fusor.tokenizer, None), start=1):
-        cached = EverythingCached().cached(request.pieces.chunks)
-        raw = ResidentRequest(fusor, request, StoredContexts(fusor, builder.head), *cached).blend_segments()
-        mark("full_recompute", 1.0, request, [Segment(request.pieces.token_ids)])
+        cached = EverythingCached().cached(request.prompt.chunks)
+        raw = ResidentRequest(fusor, request, StoredContexts(fusor, renderer.prefix), *cached).blend_segments()
+        mark("full_recompute", 1.0, request, [Segment(request.prompt.token_ids)])
         for codec in CODECS:
             kept = [
                 dataclasses.replace(one, kv=stored(one.kv, codec)[0]) if isinstance(one.kv, ChunkKV) and not one.exact else one

@@ -24,11 +24,11 @@ from pathlib import Path
 from cacheblend.blend import ChunkContext, FusedPrompt, FusionConfig, Fusor, Segment
 from cacheblend.eval.data import Example, FileSource, Preset
 from cacheblend.eval.data.file_source import find_file, read_examples
-from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.metrics import answer_nll_nats, first_token_kl_nats
 from cacheblend.retriever import Document, PlainTokenizer
 from cacheblend.service.engine.chunk_contexts import chunk_context
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptRenderer
 
 OTHER_INSTRUCTION = "You are a careful clerk. Read what follows, then answer the last question as briefly as you can.\n\n"
 RATIOS = (0.0, 0.15)
@@ -40,11 +40,11 @@ class Bench:
 
     Args:
         fusor: the model.
-        builder: of the server's prompts.
+        renderer: of the server's prompts.
     """
 
-    def __init__(self, fusor: Fusor, builder: PromptBuilder) -> None:
-        self.fusor, self.builder = fusor, builder
+    def __init__(self, fusor: Fusor, renderer: PromptRenderer) -> None:
+        self.fusor, self.renderer = fusor, renderer
         self._plain = PlainTokenizer(fusor.tokenizer)
         self.context = chunk_context(fusor, "auto", 0)
         bos = fusor.tokenizer.bos_token_id
@@ -77,8 +77,8 @@ class Bench:
         if len(gold) != 1 or len(passages) < 3:
             return {}
         others = [self.ids(passage.content) for passage in passages if passage is not gold[0]]
-        told, tail = self.ids(gold[0].content), self.builder.build([], example.question).tail
-        head, gold_ids = self.builder.head, self.builder.answer_ids(answer)
+        told, tail = self.ids(gold[0].content), self.renderer.question(example.question).suffix
+        head, gold_ids = self.renderer.prefix, self.renderer.answer_ids(answer)
         without = self.fusor.prefill([*head, *(token for chunk in others for token in chunk), *tail])
         within = self.fusor.prefill([*head, *told, *(token for chunk in others for token in chunk), *tail])
         base = answer_nll_nats(self.fusor, without, gold_ids)
@@ -115,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     fusor = Fusor.from_pretrained(options.model, dtype=options.dtype)
     source = FileSource(name=options.data_set, data=options.data, preset=Preset(prompt="few-shot"))
-    bench = Bench(fusor, prompt_builder(fusor.tokenizer, source.wording))
+    bench = Bench(fusor, prompt_renderer(fusor.tokenizer, source.wording))
     found: dict[str, list[float]] = defaultdict(list)
     cases = 0
     for example in read_examples(find_file(options.data_set, options.data)):

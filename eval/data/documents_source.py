@@ -16,7 +16,7 @@ from cacheblend.service.engine.document_sources import parse_json, read_document
 
 from .remembering_embedder import RememberingEmbedder
 from .request import Example, Request, Task, arrange, make_request
-from .source import OWN_QUESTION, SEARCHED_TOP_K, Preset, Wording, prompt_builder
+from .source import OWN_QUESTION, SEARCHED_TOP_K, Preset, Wording, prompt_renderer
 
 QUESTION = "What does the text say about {topic}?"
 TOPIC_WORDS = 12
@@ -117,7 +117,7 @@ class DocumentsSource:
         """
         file = None if self.questions is None else Path(self.questions)
         given = [] if file is None else list(itertools.islice(read_questions(file), self.cases))
-        builder = prompt_builder(tokenizer, self.wording)
+        renderer = prompt_renderer(tokenizer, self.wording)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
         with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
             retriever.add(read_documents(self.documents, leave_out=file), on_corpus)
@@ -128,14 +128,14 @@ class DocumentsSource:
             for example in examples:
                 found = [scored.chunk for scored in retriever.search(example.question, top_k)]
                 question = self.wording.question.format(question=example.question)
-                pieces = builder.build(found, question)
+                prompt = renderer.question(question).tokens(found)
                 request = make_request(
                     example,
-                    pieces.head,
-                    pieces.chunks,
-                    pieces.tail,
+                    prompt.prefix,
+                    prompt.chunks,
+                    prompt.suffix,
                     limit,
-                    document_ids=pieces.document_ids,
+                    document_ids=prompt.document_ids,
                     documents=[_earlier(chunk, retriever.chunks(chunk.document_id)) for chunk in found],
                 )
                 yield arrange(request, self.preset.order, tokenizer.decode)

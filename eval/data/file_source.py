@@ -24,7 +24,7 @@ from cacheblend.service.engine.document_sources import read_json_lines
 
 from .remembering_embedder import RememberingEmbedder
 from .request import Example, Passage, Request, Task, arrange, make_request
-from .source import DIALOGUE, NEWS, SEARCHED_TOP_K, SHORT_ANSWER, Preset, Wording, prompt_builder
+from .source import DIALOGUE, NEWS, SEARCHED_TOP_K, SHORT_ANSWER, Preset, Wording, prompt_renderer
 
 SCHEMA = '{"id", "question", "answers": [..], "passages": [{"title", "text"}, ..], "task": "qa" | "summarization"}'
 
@@ -252,7 +252,7 @@ class FileSource:
         path = find_file(self.name, self.data)
         examples = list(itertools.islice(read_examples(path), self.count))  # a broken line ends the run here, not hours later
         warm_up = int(self.preset.warm_up * len(examples))
-        builder, plain = prompt_builder(tokenizer, self.wording), PlainTokenizer(tokenizer)
+        renderer, plain = prompt_renderer(tokenizer, self.wording), PlainTokenizer(tokenizer)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
         with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
             if self.preset.shared_corpus:
@@ -263,9 +263,9 @@ class FileSource:
                 chunks = self._chunks(example, retriever, plain)
                 request = make_request(
                     example,
-                    builder.head,
+                    renderer.prefix,
                     [chunk.token_ids for chunk in chunks],
-                    builder.build([], question).tail,
+                    renderer.question(question).suffix,
                     min(limits, default=None),
                     document_ids=[chunk.document_id for chunk in chunks],
                     documents=[chunk.earlier for chunk in chunks],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cacheblend.base.errors import PromptTooLongError
-from cacheblend.service.engine.prompt import PromptPieces
+from cacheblend.service.engine.prompt import PromptTokens
 
 
 class Task(StrEnum):
@@ -53,14 +53,14 @@ class Request:
 
     Args:
         example: what it was made from.
-        pieces: the prompt, cut to what the model can read.
+        prompt: the prompt, cut to what the model can read.
         dropped_chunks: chunks that were left out for that.
         cut_tokens: tokens that went with them, and those cut from the last chunk left.
         is_warm_up: it only fills the cache.
     """
 
     example: Example
-    pieces: PromptPieces
+    prompt: PromptTokens
     dropped_chunks: int = 0
     cut_tokens: int = 0
     is_warm_up: bool = False
@@ -111,7 +111,7 @@ def make_request(
         kept = [kept[0][:room]]
     return Request(
         example,
-        PromptPieces(tuple(head), tuple(kept), tuple(tail), tuple(ids), earlier=tuple(earlier)),
+        PromptTokens(tuple(head), tuple(kept), tuple(tail), tuple(ids), earlier=tuple(earlier)),
         dropped_chunks=len(chunks) - len(kept),
         cut_tokens=before - sum(map(len, kept)),
         is_warm_up=is_warm_up,
@@ -126,20 +126,20 @@ def arrange(request: Request, order: str, text_of: Callable[[Sequence[int]], str
         order: see `Preset`. Where no chunk holds an answer as whole words, "gold-middle" leaves the order as it is.
         text_of: decodes a chunk.
     """
-    places = list(range(len(request.pieces.chunks)))
+    places = list(range(len(request.prompt.chunks)))
     if order == "reversed":
         places.reverse()
     elif order == "gold-middle":
-        texts = [text_of(chunk) for chunk in request.pieces.chunks]
+        texts = [text_of(chunk) for chunk in request.prompt.chunks]
         gold = next((place for place in places if _tells(texts[place], request.example.answers)), None)
         if gold is not None:
             places.remove(gold)
             places.insert(len(texts) // 2, gold)
-    pieces = request.pieces
-    chunks = tuple(pieces.chunks[place] for place in places)
-    ids = tuple(pieces.document_ids[place] for place in places) if pieces.document_ids else ()
-    earlier = tuple(pieces.earlier[place] for place in places) if pieces.earlier else ()
-    return replace(request, pieces=replace(pieces, chunks=chunks, document_ids=ids, earlier=earlier))
+    prompt = request.prompt
+    chunks = tuple(prompt.chunks[place] for place in places)
+    ids = tuple(prompt.document_ids[place] for place in places) if prompt.document_ids else ()
+    earlier = tuple(prompt.earlier[place] for place in places) if prompt.earlier else ()
+    return replace(request, prompt=replace(prompt, chunks=chunks, document_ids=ids, earlier=earlier))
 
 
 def _tells(text: str, answers: Sequence[str]) -> bool:

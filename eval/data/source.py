@@ -10,7 +10,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.eval.world import WORKING_ENDS
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import INSTRUCTION
-from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION, PromptBuilder
+from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION, PromptRenderer
 
 from .request import Request
 
@@ -127,7 +127,7 @@ class RequestSource(Protocol):
         """
 
 
-def prompt_builder(tokenizer: Any, wording: Wording) -> PromptBuilder:
+def prompt_renderer(tokenizer: Any, wording: Wording) -> PromptRenderer:
     """Lays out the prompts of a wording for a model.
 
     Raises:
@@ -137,7 +137,7 @@ def prompt_builder(tokenizer: Any, wording: Wording) -> PromptBuilder:
     if wording.prompt == "chat" and not has_template:
         raise ConfigError("prompt", "chat", "only with a model that has a chat template; use auto or few-shot")
     chat = has_template and wording.prompt != "few-shot"
-    return PromptBuilder(
+    return PromptRenderer(
         tokenizer,
         wording.instruction if chat else wording.text_instruction,
         before_question=wording.before_question,

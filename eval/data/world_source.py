@@ -11,7 +11,7 @@ from cacheblend.eval.world import CaseConfig, make_cases
 from cacheblend.retriever import Embedder, PlainTokenizer
 
 from .request import Example, Passage, Request, Task, make_request
-from .source import WORLD, Wording, prompt_builder
+from .source import WORLD, Wording, prompt_renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class WorldSource:
         on_corpus: Callable[[int, int], None] | None = None,
     ) -> Iterator[Request]:
         """See `RequestSource.requests`."""
-        builder, plain = prompt_builder(tokenizer, self.wording), PlainTokenizer(tokenizer)
+        renderer, plain = prompt_renderer(tokenizer, self.wording), PlainTokenizer(tokenizer)
         for index, case in enumerate(make_cases(self.seed, self.cases, config=self._config())):
             example = Example(
                 id=f"{self.seed}-{index}",
@@ -84,13 +84,13 @@ class WorldSource:
                 category=str(case.question_class),
             )
             chunks = [plain.ids(chunk.text) for chunk in case.chunks]
-            tail, ids = builder.build([], case.question).tail, [chunk.document for chunk in case.chunks]
+            tail, ids = renderer.question(case.question).suffix, [chunk.document for chunk in case.chunks]
             placed = list(zip(chunks, case.chunks, strict=True))
             documents = [
                 [own for own, other in placed if other.document == chunk.document and other.index < chunk.index]
                 for chunk in case.chunks
             ]
-            yield make_request(example, builder.head, chunks, tail, limit, document_ids=ids, documents=documents)
+            yield make_request(example, renderer.prefix, chunks, tail, limit, document_ids=ids, documents=documents)
 
     def _config(self) -> CaseConfig:
         return CaseConfig(articles=self.articles, chunk_tokens=self.chunk_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import FileSource, RequestSource, WorldSource
-from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import METHODS, EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.run import EvalConfig, evaluate, load_fusor
 from cacheblend.eval.run.folder import has_random_weights
@@ -164,8 +164,8 @@ def _residents(config: EvalConfig, fusor: Fusor, embedder: Embedder | None) -> l
     """The first requests with all their chunks cached."""
     limit = None if fusor.max_positions is None else fusor.max_positions - config.new_tokens
     requests = config.source.requests(fusor.tokenizer, limit, embedder)
-    contexts = StoredContexts(fusor, prompt_builder(fusor.tokenizer, config.source.wording).head)
+    contexts = StoredContexts(fusor, prompt_renderer(fusor.tokenizer, config.source.wording).prefix)
     return [
-        ResidentRequest(fusor, request, contexts, *EverythingCached().cached(request.pieces.chunks))
+        ResidentRequest(fusor, request, contexts, *EverythingCached().cached(request.prompt.chunks))
         for request in itertools.islice(requests, MEASURED_REQUESTS)
     ]

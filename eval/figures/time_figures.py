@@ -24,7 +24,7 @@ BATCHES = (1, 2, 4, 8)
 def measure_batches(fusor: Fusor, resident: ResidentRequest) -> dict[tuple[str, int], float]:
     """Seconds by method and number of requests: full recompute takes them as one batch, blending one after the other."""
     segments = resident.blend_segments()
-    ids_1N = torch.tensor([resident.pieces.token_ids], device=fusor.decoder.device)
+    ids_1N = torch.tensor([resident.prompt.token_ids], device=fusor.decoder.device)
 
     @torch.no_grad()
     def full(batch: int) -> None:
@@ -62,7 +62,7 @@ def measure_tiers(fusor: Fusor, resident: ResidentRequest) -> dict[tuple[str, st
     """
     chunks = {_key(kv): kv for kv in resident.chunk_kv() if kv is not None}
     budgets = {"ram": 1 + 2 * sum(kv.nbytes for kv in chunks.values()), "nvme": 1}
-    calls = {FULL: Call(lambda: fusor.prefill(resident.pieces.token_ids))}
+    calls = {FULL: Call(lambda: fusor.prefill(resident.prompt.token_ids))}
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-figures-")))
         for tier, budget in budgets.items():

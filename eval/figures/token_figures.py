@@ -33,10 +33,10 @@ def token_deviations(fusor: Fusor, resident: ResidentRequest, context: str = CON
         resident: the request.
         context: what its chunks' KV is computed after; one of `CONTEXTS`.
     """
-    pieces = resident.pieces
-    start, stop = len(pieces.head), len(pieces.token_ids) - len(pieces.tail)
+    prompt = resident.prompt
+    start, stop = len(prompt.prefix), len(prompt.token_ids) - len(prompt.suffix)
     reused: Any = fusor.fuse(resident.blend_segments(context), FusionConfig(recompute_ratio=0)).cache
-    full: Any = fusor.prefill(pieces.token_ids).cache
+    full: Any = fusor.prefill(prompt.token_ids).cache
     return torch.stack(
         [
             kv_deviation(*(x[:, :, start:stop] for x in (own.keys, own.values, mine.keys, mine.values))).cpu()
@@ -118,8 +118,8 @@ def measure_attention(fusor: Fusor, residents: Sequence[ResidentRequest], wordin
     """(method, ratio, attention deviation), the mean over the requests."""
     sums: dict[tuple[str, float], float] = {}
     for resident in residents:
-        question = len(resident.pieces.tail)
-        full = forward_attention(fusor, fusor.prefill(resident.pieces.token_ids), question)
+        question = len(resident.prompt.suffix)
+        full = forward_attention(fusor, fusor.prefill(resident.prompt.token_ids), question)
         for planned in plan_methods(METHODS, RATIOS):
             fused = make_methods([planned], fusor, wording)[planned.label].answer(resident, 1).fused
             assert fused is not None

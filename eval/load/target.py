@@ -83,15 +83,15 @@ def split_requests(
 
 
 def _texts(request: Request, source: RequestSource, tokenizer: Any) -> LoadRequest:
-    pieces, documents = request.pieces, dict[str, str]()
-    for index, chunk in enumerate(pieces.chunks):
-        document = pieces.document_ids[index] if pieces.document_ids else str(index)
+    prompt, documents = request.prompt, dict[str, str]()
+    for index, chunk in enumerate(prompt.chunks):
+        document = prompt.document_ids[index] if prompt.document_ids else str(index)
         documents[document] = documents.get(document, "") + tokenizer.decode(chunk, clean_up_tokenization_spaces=False)
     return LoadRequest(
         request.example,
         source.wording.question.format(question=request.example.question),
         tuple(filter(None, map(str.strip, documents.values()))),
-        max(map(len, pieces.chunks), default=1),
+        max(map(len, prompt.chunks), default=1),
         request.is_warm_up,
     )
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from cacheblend.blend import Fusor, Segment
 from cacheblend.eval.data import Example, Task, Wording, make_request
-from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.retriever import PlainTokenizer
 
 from .method import MethodAnswer, ResidentRequest, generate, rows_run
@@ -36,7 +36,7 @@ class ChunkAnswer:
 
 def read_chunk(fusor: Fusor, resident: ResidentRequest, index: int, tail: tuple[int, ...], max_new_tokens: int) -> ChunkAnswer:
     """Continue head, chunk and tail. Head and chunk are a prefix that prefix caching holds, where the chunk is cached."""
-    prefix, kv = (*resident.pieces.head, *resident.pieces.chunks[index]), resident.lone_kv[index]
+    prefix, kv = (*resident.prompt.prefix, *resident.prompt.chunks[index]), resident.lone_kv[index]
     if fusor.max_positions is not None and len(prefix) + len(tail) + max_new_tokens > fusor.max_positions:
         prefix, kv = prefix[: fusor.max_positions - len(tail) - max_new_tokens], None
     fused = fusor.prefill((*prefix, *tail)) if kv is None else fusor.fuse([Segment(prefix, kv, exact=True), Segment(tail)])
@@ -72,7 +72,7 @@ class MapReduce:
 
     def __init__(self, fusor: Fusor, wording: Wording) -> None:
         self._fusor = fusor
-        self._builder = prompt_builder(fusor.tokenizer, wording)
+        self._prompts = prompt_renderer(fusor.tokenizer, wording)
         self._plain = PlainTokenizer(fusor.tokenizer)
 
     def prepare(self, resident: ResidentRequest) -> None:
@@ -82,8 +82,8 @@ class MapReduce:
     def answer(self, resident: ResidentRequest, max_new_tokens: int) -> MethodAnswer:
         """The first token is the last step's, so all notes are in the TTFT."""
         started = time.perf_counter()
-        tail = self._builder.build([], _map_question(resident.request.example)).tail
-        chunks = range(len(resident.pieces.chunks))
+        tail = self._prompts.question(_map_question(resident.request.example)).suffix
+        chunks = range(len(resident.prompt.chunks))
         notes = [read_chunk(self._fusor, resident, index, tail, max_new_tokens) for index in chunks]
         fused = self._fusor.prefill(self._reduce_prompt(resident, [note.token_ids for note in notes], max_new_tokens))
         token_ids, first_token = generate(self._fusor, fused, max_new_tokens)
@@ -100,12 +100,12 @@ class MapReduce:
         positions = self._fusor.max_positions
         request = make_request(
             resident.request.example,
-            resident.pieces.head,
+            resident.prompt.prefix,
             [self._plain.ids(text + "\n") for text in texts],
-            resident.pieces.tail,
+            resident.prompt.suffix,
             None if positions is None else positions - max_new_tokens,
         )
-        return request.pieces.token_ids
+        return request.prompt.token_ids
 
 
 def _map_question(example: Example) -> str:
@@ -132,7 +132,7 @@ class MapRerank:
     def answer(self, resident: ResidentRequest, max_new_tokens: int) -> MethodAnswer:
         """The TTFT ends when the answer is chosen: no token of it can be shown before."""
         started = time.perf_counter()
-        chunks, tail = range(len(resident.pieces.chunks)), resident.pieces.tail
+        chunks, tail = range(len(resident.prompt.chunks)), resident.prompt.suffix
         answers = [read_chunk(self._fusor, resident, index, tail, max_new_tokens) for index in chunks]
         best = max(answers, key=lambda answer: answer.confidence)
         return MethodAnswer(

@@ -15,7 +15,7 @@ from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.eval.data import Request
 from cacheblend.service.engine.chunk_contexts import chunk_context
-from cacheblend.service.engine.prompt import PromptPieces
+from cacheblend.service.engine.prompt import PromptTokens
 from cacheblend.service.engine.request import FirstTokenClock
 from cacheblend.store import ChunkKV
 
@@ -75,9 +75,9 @@ class ResidentRequest:
         self._chunk_kv: dict[str, tuple[ChunkKV | None, ...]] = {}
 
     @property
-    def pieces(self) -> PromptPieces:
+    def prompt(self) -> PromptTokens:
         """The prompt's token ids."""
-        return self.request.pieces
+        return self.request.prompt
 
     def chunk_kv(self, context: str = CONTEXTS[0]) -> tuple[ChunkKV | None, ...]:
         """Each chunk's KV, computed after a context; None where not cached."""
@@ -87,17 +87,17 @@ class ResidentRequest:
 
     def _compute(self, name: str) -> tuple[ChunkKV | None, ...]:
         prefix_ids, context = self._contexts[name]
-        pieces, found = self.pieces, list[ChunkKV | None]([None] * len(self.pieces.chunks))
+        prompt, found = self.prompt, list[ChunkKV | None]([None] * len(self.prompt.chunks))
         documents: dict[str, dict[int, int]] = {}  # place in its document of each cached chunk, by document
         texts: dict[str, list[tuple[int, ...]]] = {}
-        for index, chunk in enumerate(pieces.chunks):
+        for index, chunk in enumerate(prompt.chunks):
             if not self._cached_chunks[index]:
                 continue
-            document, earlier = str(index), list(pieces.earlier_of(index))
+            document, earlier = str(index), list(prompt.earlier_of(index))
             if name == "neighbour":
-                earlier = [pieces.chunks[index - 1]]
-            elif pieces.document_ids and pieces.earlier:
-                document = pieces.document_ids[index]
+                earlier = [prompt.chunks[index - 1]]
+            elif prompt.document_ids and prompt.earlier:
+                document = prompt.document_ids[index]
             documents.setdefault(document, {})[index] = len(earlier)
             if len(texts.get(document, ())) <= len(earlier):
                 texts[document] = [*earlier, chunk]
@@ -111,7 +111,7 @@ class ResidentRequest:
     @cached_property
     def head_kv(self) -> ChunkKV | None:
         """KV of what every prompt begins with; None where that is nothing."""
-        return self._fusor.precompute(self.pieces.head) if self.pieces.head else None
+        return self._fusor.precompute(self.prompt.prefix) if self.prompt.prefix else None
 
     @cached_property
     def prefix_kv(self) -> ChunkKV | None:
@@ -123,24 +123,24 @@ class ResidentRequest:
     def lone_kv(self) -> tuple[ChunkKV | None, ...]:
         """Per chunk the KV of the head and that chunk, for methods that read every chunk alone; None where not cached."""
         return tuple(
-            self._fusor.precompute((*self.pieces.head, *chunk)) if cached else None
-            for chunk, cached in zip(self.pieces.chunks, self._cached_chunks, strict=True)
+            self._fusor.precompute((*self.prompt.prefix, *chunk)) if cached else None
+            for chunk, cached in zip(self.prompt.chunks, self._cached_chunks, strict=True)
         )
 
     def blend_segments(self, context: str = CONTEXTS[0]) -> list[Segment]:
         """Head exact, every cached chunk with its own KV, the rest fresh."""
-        head = [] if self.head_kv is None else [Segment(self.pieces.head, self.head_kv, exact=True)]
-        chunks = [Segment(chunk, kv) for chunk, kv in zip(self.pieces.chunks, self.chunk_kv(context), strict=True)]
-        return [*head, *chunks, Segment(self.pieces.tail)]
+        head = [] if self.head_kv is None else [Segment(self.prompt.prefix, self.head_kv, exact=True)]
+        chunks = [Segment(chunk, kv) for chunk, kv in zip(self.prompt.chunks, self.chunk_kv(context), strict=True)]
+        return [*head, *chunks, Segment(self.prompt.suffix)]
 
     def prefix_segments(self) -> list[Segment]:
         """The cached prefix exact, the rest fresh."""
         prefix = self._prefix(self._cached_prefix_chunks)
         cached = [] if self.prefix_kv is None else [Segment(prefix, self.prefix_kv, exact=True)]
-        return [*cached, Segment(self.pieces.token_ids[len(prefix) :])]
+        return [*cached, Segment(self.prompt.token_ids[len(prefix) :])]
 
     def _prefix(self, chunks: int) -> tuple[int, ...]:
-        return (*self.pieces.head, *(token for chunk in self.pieces.chunks[:chunks] for token in chunk))
+        return (*self.prompt.prefix, *(token for chunk in self.prompt.chunks[:chunks] for token in chunk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

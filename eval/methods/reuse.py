@@ -55,7 +55,7 @@ class OracleBlend(Blend):
         """The tokens of this request."""
         listening = _Listening()
         reused = self._fusor.fuse(resident.blend_segments(self._context), FusionConfig(selector=listening))
-        full = self._fusor.prefill(resident.pieces.token_ids)
+        full = self._fusor.prefill(resident.prompt.token_ids)
         error_N = torch.zeros(len(full.token_ids))
         layers: Any = zip(full.cache.layers, reused.cache.layers, strict=True)
         for own, stored in layers:
@@ -83,7 +83,7 @@ class FullRecompute(PrefillMethod):
 
     def prefill(self, resident: ResidentRequest) -> FusedPrompt:
         """The Hugging Face model's own forward."""
-        return self._fusor.prefill(resident.pieces.token_ids)
+        return self._fusor.prefill(resident.prompt.token_ids)
 
 
 class PrefixCache(PrefillMethod):

@@ -10,7 +10,7 @@ from typing import Any
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import DocumentsSource
-from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import DEFAULT_RATIO, FULL_REUSE, METHOD_OF_SELECTOR
 from cacheblend.eval.metrics import COMPARED_TOKENS
 from cacheblend.loader import Calibration, Measures, Thresholds
@@ -128,7 +128,7 @@ def calibrate(
     chosen = choose(curves, thresholds)
     calibration = Calibration(
         model=fusor.fingerprint,
-        prefix=prefix_digest(prompt_builder(fusor.tokenizer, config.source.wording).head),
+        prefix=prefix_digest(prompt_renderer(fusor.tokenizer, config.source.wording).prefix),
         context=chosen.context,
         selector=chosen.selector or selector_beyond(chosen, curves) or selectors[0],
         ratio=chosen.ratio,

@@ -14,7 +14,7 @@ import torch
 from cacheblend.base.errors import InputError
 from cacheblend.blend import FusedPrompt, Fusor
 from cacheblend.eval.data import Example, Request
-from cacheblend.eval.data.source import prompt_builder
+from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import (
     CacheHistory,
     EverythingCached,
@@ -83,8 +83,8 @@ class CaseRunner:
         self._methods = make_methods(config.planned(), fusor, self._wording)
         self._history: CacheHistory = EverythingCached() if config.source.caches_all else SeenBefore()
         self._is_random = has_random_weights(fusor)
-        self._prompts = prompt_builder(fusor.tokenizer, self._wording)
-        self._contexts = StoredContexts(fusor, self._prompts.head)
+        self._prompts = prompt_renderer(fusor.tokenizer, self._wording)
+        self._contexts = StoredContexts(fusor, self._prompts.prefix)
         self._compute = ModelCompute.of(fusor.decoder)
 
     def warm_up(self, request: Request) -> None:
@@ -97,7 +97,7 @@ class CaseRunner:
 
     def skip(self, request: Request) -> None:
         """Let a request fill the cache without running it."""
-        self._history.remember(request.pieces.chunks)
+        self._history.remember(request.prompt.chunks)
 
     def run(self, request: Request, index: int) -> Row:
         """The case's row. Methods take turns at going first, so that none has the caches warmed by the same neighbour."""
@@ -112,24 +112,24 @@ class CaseRunner:
             self._settle()
             answer = self._methods[label].answer(resident, self._config.new_tokens)
             results[label] = self._result(request.example, answer, reference)
-        self._history.remember(request.pieces.chunks)
+        self._history.remember(request.prompt.chunks)
         return {
             "case": index,
             "id": request.example.id,
             "class": request.example.category,
-            "prompt_tokens": len(request.pieces.token_ids),
-            "chunks": len(request.pieces.chunks),
+            "prompt_tokens": len(request.prompt.token_ids),
+            "chunks": len(request.prompt.chunks),
             "dropped_chunks": request.dropped_chunks,
             "cut_tokens": request.cut_tokens,
             "methods": {label: results[label] for label in labels},
         }
 
     def _resident(self, request: Request) -> ResidentRequest:
-        cached, prefix = self._history.cached(request.pieces.chunks)
+        cached, prefix = self._history.cached(request.prompt.chunks)
         return ResidentRequest(self._fusor, request, self._contexts, cached, prefix)
 
     def _reference(self, request: Request) -> _Reference:
-        full = self._fusor.prefill(request.pieces.token_ids)
+        full = self._fusor.prefill(request.prompt.token_ids)
         token_ids, _ = generate(self._fusor, full, min(COMPARED_TOKENS, self._config.new_tokens))
         positions = self._fusor.max_positions
         room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))

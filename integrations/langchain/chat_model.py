@@ -11,12 +11,12 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
-from pydantic import ConfigDict, PrivateAttr, SkipValidation
+from pydantic import ConfigDict, SkipValidation
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prompt import ChatLayouts, Message
+from cacheblend.service.engine.prompt import Message
 
 CALL_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
 ROLES = {"system": "system", "human": "user", "ai": "assistant"}
@@ -46,7 +46,6 @@ class ChatCacheBlend(BaseChatModel):
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
-    _layouts: ChatLayouts | None = PrivateAttr(default=None)
 
     @property
     def _llm_type(self) -> str:
@@ -68,12 +67,9 @@ class ChatCacheBlend(BaseChatModel):
         if unknown := ", ".join(sorted(kwargs.keys() - set(CALL_OPTIONS))):
             raise InputError(f"{unknown}: not an option of ChatCacheBlend; give documents, stop, {', '.join(CALL_OPTIONS)}")
         turns = [_turn(message) for message in messages]
-        if self._layouts is None:
-            fusor = self.engine.fusor
-            self._layouts = ChatLayouts(fusor.tokenizer, self.engine.config.instruction, fusor.max_positions)
         answer = self.engine.answer(
             turns[-1].content if turns else "",
-            layout=self._layouts.chat(turns, with_chunks=documents is not None),
+            layout=self.engine.prompts.chat(turns, with_chunks=documents is not None),
             top_k=0,
             documents=None if documents is None else [self._chunk_or_text(document) for document in documents],
             **{name: kwargs.get(name, getattr(self, name)) for name in CALL_OPTIONS},

@@ -26,7 +26,7 @@ from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import calibrated, find_controller, make_controller
-from .prompt import Layout, PromptBuilder, check_characters, check_length
+from .prompt import PromptLayout, PromptRenderer, check_characters
 from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
 
 
@@ -60,11 +60,11 @@ class Engine:
         if self.fusor.tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self._changing = threading.Lock()  # of the documents
-        self._prompts = PromptBuilder(self.fusor.tokenizer, config.instruction)
-        self.config = config = calibrated(config, self.fusor, self._prompts.head)
-        head_tokens = len(self._prompts.head)
-        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, head_tokens)
-        self._encoder = encoder = ChunkEncoder(self.fusor, self._prompts.head, context, config.codec)
+        self.prompts = PromptRenderer(self.fusor.tokenizer, config.instruction, max_positions=self.fusor.max_positions)
+        self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
+        prefix_tokens = len(self.prompts.prefix)
+        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, prefix_tokens)
+        self._encoder = encoder = ChunkEncoder(self.fusor, self.prompts.prefix, context, config.codec)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
@@ -153,7 +153,7 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         sampling_top_k: int = 0,
-        layout: Layout | None = None,
+        layout: PromptLayout | None = None,
     ) -> Answer:
         """Answer a question over the `top_k` nearest chunks, or over the documents given, in their order.
 
@@ -223,7 +223,7 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         sampling_top_k: int = 0,
-        layout: Layout | None = None,
+        layout: PromptLayout | None = None,
         cache_salt: str = "",
         check: Check | None = None,
     ) -> Request:
@@ -244,27 +244,26 @@ class Engine:
         if recompute_ratio is None:
             recompute_ratio = self.config.recompute_ratio
         self.config.fusion_config(recompute_ratio)
-        positions = self.fusor.max_positions
-        if layout is None:
-            check_characters(len(question) if isinstance(question, str) else 0, positions)
-        check_length(self._prompts.build([], question) if layout is None else layout.pieces([]), max_tokens, positions)
-        nothing = layout is not None and documents is None and top_k == 0
+        positions, nothing = self.fusor.max_positions, layout is not None and documents is None and top_k == 0
+        layout = layout or self.prompts.question(question)
+        layout.tokens(()).check_length(max_tokens, positions)
         chunks = [] if nothing else self._retrieve(question, top_k, documents, go_on)
         go_on()
         retrieved = time.perf_counter()
         found = [scored.chunk for scored in chunks]
-        pieces = self._prompts.build(found, question) if layout is None else layout.pieces(found)
-        pieces = replace(
-            pieces, earlier=self._contexts.of_prompt(found), documents=self._documents_of(found, brought=documents is not None)
+        prompt = replace(
+            layout.tokens(found),
+            earlier=self._contexts.of_prompt(found),
+            documents=self._documents_of(found, brought=documents is not None),
         )
-        max_tokens = check_length(pieces, max_tokens, positions)
+        max_tokens = prompt.check_length(max_tokens, positions)
         return Request(
             method=method,
             recompute_ratio=recompute_ratio,
             max_tokens=max_tokens,
             sampling={"pad_token_id": self._pad_token_id(), **sampling},
             chunks=chunks,
-            prompt=pieces,
+            prompt=prompt,
             namespace=namespace_of(cache_salt),
             started=started,
             retrieved=retrieved,

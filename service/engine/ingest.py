@@ -17,8 +17,8 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError
-from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError, PromptTooLongError
+from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever, Splitter
 from cacheblend.retriever.merge import merge_indexes
 from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.merge import MergeReport, check_stores, merge
@@ -26,7 +26,6 @@ from cacheblend.store.merge import MergeReport, check_stores, merge
 from .chunk_contexts import ChunkEncoder
 from .config import INDEX_FOLDER, KV_FOLDER
 from .document_sources import DocumentStream, StreamSize
-from .prompt import check_chunks
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -148,7 +147,7 @@ class Ingester:
     ) -> IngestReport:
         started = time.perf_counter()
         stands_after = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
-        check_chunks(given, self._retriever.splitter, self._encoder.fusor.max_positions, stands_after)
+        _check_chunks(given, self._retriever.splitter, self._encoder.fusor.max_positions, stands_after)
         began = {document.id: self._retriever.version(document.id) for document in given}
         # 1. What is new is embedded. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         embedded: dict[str, EmbeddedDocument] = {}
@@ -260,6 +259,30 @@ class Ingester:
                 "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all",
                 report.evicted,
                 self._store.config.nvme_budget_bytes,
+            )
+
+
+def _check_chunks(documents: Iterable[Document], splitter: Splitter, max_positions: int | None, prefix_tokens: int) -> None:
+    """Refuse documents that the model cannot read chunk by chunk.
+
+    Args:
+        documents: what is to be ingested.
+        splitter: cuts them.
+        max_positions: the model's; None for any number.
+        prefix_tokens: tokens that chunks are computed after.
+
+    Raises:
+        PromptTooLongError: a chunk and its prefix are longer than the model's positions.
+    """
+    chunk_tokens = splitter.config.chunk_tokens
+    if max_positions is None or prefix_tokens + 2 * chunk_tokens <= max_positions:  # a chunk is a little over chunk_tokens
+        return
+    for document in documents:
+        longest = max(len(chunk.token_ids) for chunk in splitter.split(document))
+        if prefix_tokens + longest > max_positions:
+            raise PromptTooLongError(
+                f"document {document.id!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
+                f"{prefix_tokens} are for what stands before it; lower chunk_tokens={chunk_tokens}"
             )
 
 

@@ -19,7 +19,7 @@ from .background_precompute import BackgroundPrecompute
 from .chunk_contexts import ChunkEncoder
 from .config import EngineConfig
 from .prefix_cache import CachedPrefix, PrefixCache
-from .prompt import PromptPieces
+from .prompt import PromptTokens
 from .request import PlannedSegment, Request
 
 logger = logging.getLogger(__name__)
@@ -146,12 +146,12 @@ class Prefiller:
                     if not full:
                         for at, (chunk, placement) in enumerate(zip(prompt.chunks, placements, strict=True)):
                             kvs[at] = placement if prompt.earlier_of(at) else computed.get(chunk, placement)
-                    head, tail = prompt.head[exact_tokens:], prompt.tail[max(0, exact_tokens - len(prompt.head)) :]
+                    before, after = prompt.prefix[exact_tokens:], prompt.suffix[max(0, exact_tokens - len(prompt.prefix)) :]
                     chunks = [Segment(chunk, kv) for chunk, kv in zip(prompt.chunks, kvs, strict=True)]
-                    segments = [*exact, Segment(head), *chunks, Segment(tail)]
-                    planned += [*_fresh(head), *_planned_chunks(prompt, keys, kvs, placements), *_fresh(tail)]
+                    segments = [*exact, Segment(before), *chunks, Segment(after)]
+                    planned += [*_fresh(before), *_planned_chunks(prompt, keys, kvs, placements), *_fresh(after)]
                     prefix.exact_tokens = next((prompt.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
-                    prefix.keep_blended = prompt.may_be_continued
+                    prefix.keep_blended = prompt.cache_suffix
 
                     # 4. Fuse, a layer a step; the loader reads the next layers meanwhile.
                     source = prefix.record(ResidentLayers() if full else loader)
@@ -183,7 +183,7 @@ class Prefiller:
             return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
 
-    def _early_misses(self, prompt: PromptPieces, placements: Sequence[Placement | None]) -> list[int]:
+    def _early_misses(self, prompt: PromptTokens, placements: Sequence[Placement | None]) -> list[int]:
         """Places of the missing chunks whose own KV is computed before the fusion: those that no reading of a document
         belongs to, equal ones once.
         """
@@ -195,26 +195,26 @@ class Prefiller:
                 first.setdefault(chunk, at)
         return list(first.values())
 
-    def _find_prefix(self, prompt: PromptPieces, ratio: float | None, namespace: str) -> AbstractContextManager[CachedPrefix]:
+    def _find_prefix(self, prompt: PromptTokens, ratio: float | None, namespace: str) -> AbstractContextManager[CachedPrefix]:
         """Look up what stands before the chunks: the chunks themselves are reused at any place, and blended anew."""
-        before = len(prompt.head) if prompt.chunks else len(prompt.token_ids) - 1
+        before = len(prompt.prefix) if prompt.chunks else len(prompt.token_ids) - 1
         limit = 0 if prompt.chunks and self._holds_prefix_of(prompt) else before
         return self._prefixes.find(prompt.token_ids, limit, namespace, "auto" if ratio is None else str(float(ratio)))
 
-    def _exact_segments(self, prompt: PromptPieces, prefix: CachedPrefix) -> tuple[list[Segment], list[PlannedSegment]]:
+    def _exact_segments(self, prompt: PromptTokens, prefix: CachedPrefix) -> tuple[list[Segment], list[PlannedSegment]]:
         """The longest exact KV at hand that the prompt begins with, for the fusor and for the plan."""
-        if self._holds_prefix_of(prompt) and prefix.tokens <= len(prompt.head):
-            planned = PlannedSegment(kind="exact", token_ids=prompt.head, tier="memory")
-            return [Segment(prompt.head, self._prefix_kv, exact=True)], [planned]
+        if self._holds_prefix_of(prompt) and prefix.tokens <= len(prompt.prefix):
+            planned = PlannedSegment(kind="exact", token_ids=prompt.prefix, tier="memory")
+            return [Segment(prompt.prefix, self._prefix_kv, exact=True)], [planned]
         return _run_segments(prefix), _planned_run(prefix)
 
-    def _holds_prefix_of(self, prompt: PromptPieces) -> bool:
-        return self._prefix_kv is not None and prompt.head == self._encoder.prefix_ids
+    def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
+        return self._prefix_kv is not None and prompt.prefix == self._encoder.prefix_ids
 
     def _plan_loading(
         self,
         controller: LoadingController,
-        prompt: PromptPieces,
+        prompt: PromptTokens,
         placements: Sequence[Placement | None],
         early: Sequence[int],
         exact_tokens: int,
@@ -269,10 +269,10 @@ def _fresh(*parts: tuple[int, ...]) -> list[PlannedSegment]:
     return [PlannedSegment(kind="fresh", token_ids=token_ids) for token_ids in parts if token_ids]
 
 
-def _fresh_after(tokens: int, prompt: PromptPieces) -> list[PlannedSegment]:
+def _fresh_after(tokens: int, prompt: PromptTokens) -> list[PlannedSegment]:
     """What is computed of a prompt after its first `tokens` tokens."""
     parts: list[tuple[int, ...]] = []
-    for part in (prompt.head, *prompt.chunks, prompt.tail):
+    for part in (prompt.prefix, *prompt.chunks, prompt.suffix):
         parts.append(part[tokens:])
         tokens = max(0, tokens - len(part))
     return _fresh(*parts)
@@ -293,7 +293,7 @@ def _planned_run(prefix: CachedPrefix) -> list[PlannedSegment]:
 
 
 def _planned_chunks(
-    prompt: PromptPieces,
+    prompt: PromptTokens,
     keys: Sequence[ChunkKey],
     kvs: Sequence[KVHandle | None],
     placements: Sequence[Placement | None],

@@ -19,7 +19,7 @@ from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import ScoredChunk
 
 from .prefix_cache import CachedPrefix
-from .prompt import PromptPieces
+from .prompt import PromptTokens
 
 UNSALTED = ""  # ingested documents, and requests without a salt
 
@@ -259,7 +259,7 @@ class Request:
     sampling: Mapping[str, Any]
     namespace: str
     chunks: list[ScoredChunk]
-    prompt: PromptPieces
+    prompt: PromptTokens
     started: float
     retrieved: float
 
@@ -305,7 +305,7 @@ class Request:
             recomputed=fused.recomputed,
             prompt_tokens=len(fused.token_ids),
             reusable_tokens=fused.reusable_tokens,
-            suffix_tokens=len(self.prompt.tail),
+            suffix_tokens=len(self.prompt.suffix),
             recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
             loaded_bytes=self.loaded_bytes,
             loading=loading,

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import DeadlineError
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prompt import FixedLayout
+from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
 
 from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
@@ -38,13 +38,12 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
-    server: Server = request.app.state.server
     engine: Engine = request.state.engine
 
     def prepare(check: Check) -> PromptRequest:
         messages = [message.message() for message in body.messages]
         num_chunks = _num_chunks(engine, body, DEFAULT_NUM_CHUNKS)
-        layout = server.layouts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
+        layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return _prepare(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
 
@@ -54,11 +53,10 @@ async def chat(body: ChatBody, request: Request) -> Response:
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, behind the documents given or, with `num_chunks`, the chunks nearest it."""
-    server: Server = request.app.state.server
     engine: Engine = request.state.engine
 
     def prepare(check: Check) -> PromptRequest:
-        layout = server.layouts.completion(body.prompt)
+        layout = engine.prompts.completion(body.prompt)
         return _prepare(engine, body, layout, body.prompt, body.num_chunks or 0, body.max_tokens, check)
 
     return await _respond(body, request, TextShape(body.model), prepare)
@@ -111,7 +109,7 @@ def _num_chunks(engine: Engine, body: GenerationBody, default: int) -> int:
 def _prepare(
     engine: Engine,
     body: GenerationBody,
-    layout: FixedLayout,
+    layout: PromptLayout,
     question: str,
     num_chunks: int,
     max_tokens: int | None,

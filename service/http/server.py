@@ -12,7 +12,6 @@ from typing import Self
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prompt import ChatLayouts
 
 from ..serving import CallPool, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .config import HttpConfig
@@ -77,8 +76,6 @@ class Server:
                     )
                 )
             any_engine = next(iter(self.engines.values()))
-            fusor = any_engine.fusor
-            self.layouts = ChatLayouts(fusor.tokenizer, engine_config.instruction, fusor.max_positions)
             self.metrics = Metrics(self.model_name)
 
             def ended(request: ServedRequest, how: Done | Failed | None) -> None:

@@ -80,11 +80,11 @@ def test_chunks_are_searched_in_all_documents(folder: Path, embedder: FakeEmbedd
     source = DocumentsSource(documents=str(folder), questions=str(questions), cases=2, preset=preset)
     tokenizer = tiny_tokenizer()
     rooms, travel = source.requests(tokenizer, None, embedder)
-    assert {len(request.pieces.chunks) for request in (rooms, travel)} == {3}
-    assert set(rooms.pieces.document_ids) == {"rooms.txt"}
-    assert set(travel.pieces.document_ids) == {"travel.md"}
-    assert "Question: In which season" in tokenizer.decode(rooms.pieces.head)
-    assert tokenizer.decode(rooms.pieces.tail) == "Question: Where are rooms booked?\nAnswer:"
+    assert {len(request.prompt.chunks) for request in (rooms, travel)} == {3}
+    assert set(rooms.prompt.document_ids) == {"rooms.txt"}
+    assert set(travel.prompt.document_ids) == {"travel.md"}
+    assert "Question: In which season" in tokenizer.decode(rooms.prompt.prefix)
+    assert tokenizer.decode(rooms.prompt.suffix) == "Question: Where are rooms booked?\nAnswer:"
     empty = folder.parent / "empty"
     empty.mkdir()
     with pytest.raises(InputError, match="holds no"):

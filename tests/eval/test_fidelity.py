@@ -20,7 +20,7 @@ from cacheblend.eval.metrics import (
     equal_greedy_tokens,
     first_token_kl_nats,
 )
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptRenderer
 
 HEAD, CHUNK, OTHER = (list(range(start, start + 24)) for start in (3, 30, 50))
 QUESTION = [71, 72, 80, 75, 90, 6]
@@ -148,12 +148,12 @@ def test_compute_is_counted_by_hand() -> None:
 
 def test_an_answer_is_tokenised_as_it_follows_the_prompt() -> None:
     """After a plain text's cue an answer begins with a space, after a chat template's with nothing."""
-    plain = PromptBuilder(tiny_tokenizer(), "Read.\n")
+    plain = PromptRenderer(tiny_tokenizer(), "Read.\n")
     decode = tiny_tokenizer().decode
     assert decode(plain.answer_ids("a loop")) == " a loop"
-    whole = decode((*plain.build([], "What?").tail, *plain.answer_ids("a loop")))
+    whole = decode((*plain.question("What?").suffix, *plain.answer_ids("a loop")))
     assert whole == "Question: What?\nAnswer: a loop"
     tokenizer = copy.copy(tiny_tokenizer())
     tokenizer.chat_template = "<s>user: {{ messages[0]['content'] }}</s>assistant: "
-    assert decode(PromptBuilder(tokenizer, "Read.\n").answer_ids("a loop")) == "a loop"
-    assert decode(PromptBuilder(tokenizer, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"
+    assert decode(PromptRenderer(tokenizer, "Read.\n").answer_ids("a loop")) == "a loop"
+    assert decode(PromptRenderer(tokenizer, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"

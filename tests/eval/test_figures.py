@@ -97,11 +97,11 @@ def test_random_weights_have_no_quality_figures(
 def test_deviations_begin_behind_the_first_chunk(fusor: Fusor) -> None:
     """Layer 0's stored KV is exact, and every layer's of a first chunk computed behind the head; the others' is not."""
     request = next(WorldSource(cases=1).requests(fusor.tokenizer, None))
-    cached = EverythingCached().cached(request.pieces.chunks)
-    resident = ResidentRequest(fusor, request, StoredContexts(fusor, request.pieces.head), *cached)
+    cached = EverythingCached().cached(request.prompt.chunks)
+    resident = ResidentRequest(fusor, request, StoredContexts(fusor, request.prompt.prefix), *cached)
     deviation_LR = token_deviations(fusor, resident, "head")
-    first = len(request.pieces.chunks[0])
-    assert deviation_LR.shape == (4, sum(map(len, request.pieces.chunks)))
+    first = len(request.prompt.chunks[0])
+    assert deviation_LR.shape == (4, sum(map(len, request.prompt.chunks)))
     assert float(deviation_LR[0].max()) < 1e-8
     assert float(deviation_LR[:, :first].max()) < 1e-8
     assert float(deviation_LR[1:, first:].min()) > 1e-6
@@ -111,7 +111,7 @@ def test_forward_attention_is_the_models(model_dir: Path) -> None:
     """Over a full prefill the question's attention is what one forward of the whole prompt gives, rows that sum to 1."""
     eager = Fusor.from_pretrained(str(model_dir), attn_implementation="eager")
     request = next(WorldSource(cases=1).requests(eager.tokenizer, None))
-    ids, question = request.pieces.token_ids, len(request.pieces.tail)
+    ids, question = request.prompt.token_ids, len(request.prompt.suffix)
     found = forward_attention(eager, eager.prefill(ids), question)
     whole = eager.model(torch.tensor([ids]), output_attentions=True).attentions
     for mine, own in zip(found, whole, strict=True):

@@ -47,7 +47,7 @@ def test_poisson_arrivals() -> None:
 
 
 def test_ttft_is_the_first_text() -> None:
-    """An empty first piece, as role pieces are, is no text; usage comes from the last event."""
+    """An empty first piece, as role prompt are, is no text; usage comes from the last event."""
     with peer(lambda *_: sse(piece(""), 0.3, piece("a"), 0.2, piece("b", "stop"), USAGE, "[DONE]")) as address:
         (seen,) = asked(address)
     assert seen.outcome == "answered"
@@ -172,11 +172,11 @@ def test_requests_have_the_documents_text(fusor: Fusor) -> None:
     (request, *_) = load_requests(SOURCE, fusor.tokenizer, None)
     (case, *_) = SOURCE.requests(fusor.tokenizer, None)
     articles: dict[str, str] = {}
-    for id_, passage in zip(case.pieces.document_ids, case.example.passages, strict=True):
+    for id_, passage in zip(case.prompt.document_ids, case.example.passages, strict=True):
         articles[id_] = articles.get(id_, "") + passage.text
     assert request.documents == tuple(text.strip() for text in articles.values())
-    assert len(articles) < len(case.pieces.chunks)
-    assert request.chunk_tokens == max(map(len, case.pieces.chunks))
+    assert len(articles) < len(case.prompt.chunks)
+    assert request.chunk_tokens == max(map(len, case.prompt.chunks))
     assert request.question == case.example.question
 
 

@@ -37,8 +37,8 @@ def request_(fusor: Fusor) -> Request:
 
 @pytest.fixture(scope="module")
 def resident(fusor: Fusor, request_: Request) -> ResidentRequest:
-    cached, prefix = EverythingCached().cached(request_.pieces.chunks)
-    return ResidentRequest(fusor, request_, StoredContexts(fusor, request_.pieces.head), cached, prefix)
+    cached, prefix = EverythingCached().cached(request_.prompt.chunks)
+    return ResidentRequest(fusor, request_, StoredContexts(fusor, request_.prompt.prefix), cached, prefix)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_all_read_the_same_prompt(answers: dict[str, MethodAnswer], request_: Re
     """Methods that differ by their prefill alone have the request's token ids in their cache."""
     fused = {name: answer.fused for name, answer in answers.items() if answer.fused is not None}
     assert set(METHODS) - set(fused) == {"map_reduce", "map_rerank"}
-    assert all(prompt.token_ids == request_.pieces.token_ids for prompt in fused.values())
+    assert all(prompt.token_ids == request_.prompt.token_ids for prompt in fused.values())
     assert all(len(answer.token_ids) == NEW_TOKENS and answer.ttft_s > 0 for answer in answers.values())
 
 
@@ -72,20 +72,20 @@ def test_prefix_caching_is_exact(answers: dict[str, MethodAnswer], request_: Req
     full, prefix = answers["full_recompute"], answers["prefix_cache"]
     assert prefix.token_ids == full.token_ids
     assert _deviation(prefix, answers) < 1e-9
-    assert prefix.recomputed_tokens == full.recomputed_tokens - len(request_.pieces.head) - len(request_.pieces.chunks[0])
+    assert prefix.recomputed_tokens == full.recomputed_tokens - len(request_.prompt.prefix) - len(request_.prompt.chunks[0])
     assert prefix.loaded_bytes > 0 == full.loaded_bytes
 
 
 def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], request_: Request) -> None:
     """Full reuse runs the question alone; blending and its control the same number of tokens; EPIC the chunks' starts."""
-    question = len(request_.pieces.tail)
-    reusable = sum(map(len, request_.pieces.chunks))
+    question = len(request_.prompt.suffix)
+    reusable = sum(map(len, request_.prompt.chunks))
     assert answers["full_reuse"].recomputed_tokens == question
     for name in ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "random_tokens", "oracle"):
         assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=1)
     epic = answers["epic"].fused
     assert epic is not None
-    start = len(request_.pieces.head)
+    start = len(request_.prompt.prefix)
     assert epic.recomputed[0][:3].tolist() == [start, start + 1, start + 2]
     assert all(positions.tolist() == epic.recomputed[0].tolist() for positions in epic.recomputed)
 
@@ -112,22 +112,22 @@ def test_bytes_loaded_leave_layer_0_out_where_it_runs(answers: dict[str, MethodA
 
 def test_contexts(fusor: Fusor, request_: Request, tmp_path: Path) -> None:
     """Each name is another context of the chunks' KV, which is the model's own after just that, and gives other logits."""
-    other = next(WorldSource(seed=2, cases=1).requests(fusor.tokenizer, None)).pieces.chunks[0]
+    other = next(WorldSource(seed=2, cases=1).requests(fusor.tokenizer, None)).prompt.chunks[0]
     (tmp_path / "filler.txt").write_text(fusor.tokenizer.decode(other[:40]))
-    pieces = request_.pieces
-    contexts = StoredContexts(fusor, pieces.head, str(tmp_path / "filler.txt"))
-    resident = ResidentRequest(fusor, request_, contexts, *EverythingCached().cached(pieces.chunks))
+    prompt = request_.prompt
+    contexts = StoredContexts(fusor, prompt.prefix, str(tmp_path / "filler.txt"))
+    resident = ResidentRequest(fusor, request_, contexts, *EverythingCached().cached(prompt.chunks))
     filler = contexts["default"][1].filler_ids
     assert filler
-    assert any(pieces.earlier)
+    assert any(prompt.earlier)
     bos = (fusor.tokenizer.bos_token_id,)
-    for index, (chunk, earlier) in enumerate(zip(pieces.chunks, pieces.earlier, strict=True)):
+    for index, (chunk, earlier) in enumerate(zip(prompt.chunks, prompt.earlier, strict=True)):
         expected = {
-            "default": (pieces.head, (*filler, *_joined(earlier))),
-            "filler": (pieces.head, filler),
-            "document": (pieces.head, _joined(earlier)),
-            "neighbour": (pieces.head, pieces.chunks[index - 1]),
-            "head": (pieces.head, ()),
+            "default": (prompt.prefix, (*filler, *_joined(earlier))),
+            "filler": (prompt.prefix, filler),
+            "document": (prompt.prefix, _joined(earlier)),
+            "neighbour": (prompt.prefix, prompt.chunks[index - 1]),
+            "head": (prompt.prefix, ()),
             "bos": (bos, ()),
         }
         assert tuple(expected) == CONTEXTS
@@ -172,7 +172,7 @@ def test_the_oracle_knows_full_prefill(answers: dict[str, MethodAnswer]) -> None
 def test_map_methods_read_every_chunk_alone(answers: dict[str, MethodAnswer], request_: Request) -> None:
     """MapRerank runs the question once a chunk and nothing of the chunks themselves; MapReduce one prompt more."""
     rerank, reduce = answers["map_rerank"], answers["map_reduce"]
-    assert rerank.recomputed_tokens == len(request_.pieces.chunks) * len(request_.pieces.tail)
+    assert rerank.recomputed_tokens == len(request_.prompt.chunks) * len(request_.prompt.suffix)
     assert reduce.recomputed_tokens > rerank.recomputed_tokens
     assert rerank.loaded_bytes == reduce.loaded_bytes > answers["full_reuse"].loaded_bytes
 
@@ -180,14 +180,14 @@ def test_map_methods_read_every_chunk_alone(answers: dict[str, MethodAnswer], re
 def test_a_chunk_not_yet_seen_is_a_hole(fusor: Fusor, request_: Request) -> None:
     """With nothing in the cache blending and prefix caching are full recompute; what a request used is there for the next."""
     history = SeenBefore()
-    chunks = request_.pieces.chunks
+    chunks = request_.prompt.chunks
     assert history.cached(chunks) == ((False,) * len(chunks), 0)
-    cold = ResidentRequest(fusor, request_, StoredContexts(fusor, request_.pieces.head), *history.cached(chunks))
+    cold = ResidentRequest(fusor, request_, StoredContexts(fusor, request_.prompt.prefix), *history.cached(chunks))
     for name, method in make_methods(plan_methods(METHODS, [0.3]), fusor, WORLD).items():
         method.prepare(cold)
         answer = method.answer(cold, 1)
         if answer.fused is not None:
-            assert deviation_left(answer.fused.cache, fusor.prefill(request_.pieces.token_ids).cache) < 1e-9, name
+            assert deviation_left(answer.fused.cache, fusor.prefill(request_.prompt.token_ids).cache) < 1e-9, name
     history.remember(chunks)
     assert history.cached((*chunks[:2], *reversed(chunks))) == ((True,) * (len(chunks) + 2), 2)
     assert history.cached(chunks[1:]) == ((True,) * (len(chunks) - 1), 0)

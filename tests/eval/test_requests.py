@@ -27,7 +27,7 @@ from cacheblend.eval.data import (
     make_request,
     read_examples,
 )
-from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, WORLD, prompt_builder
+from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, WORLD, prompt_renderer
 from cacheblend.eval.world import make_cases, prompt_of
 from cacheblend.eval.world.tokens import make_tokenizer
 
@@ -82,11 +82,11 @@ def test_long_cases_lose_chunks_from_the_middle() -> None:
     """Middle chunks go first, then the end of the last one left; what went is counted, and the question is never cut."""
     chunks = [[index] * 10 for index in range(5)]
     whole = make_request(EXAMPLE, [0], chunks, [9, 9], 53)
-    assert (whole.pieces.chunks, whole.dropped_chunks, whole.cut_tokens) == (tuple(map(tuple, chunks)), 0, 0)
+    assert (whole.prompt.chunks, whole.dropped_chunks, whole.cut_tokens) == (tuple(map(tuple, chunks)), 0, 0)
     fewer = make_request(EXAMPLE, [0], chunks, [9, 9], 52)
-    assert ([chunk[0] for chunk in fewer.pieces.chunks], fewer.dropped_chunks, fewer.cut_tokens) == ([0, 1, 3, 4], 1, 10)
+    assert ([chunk[0] for chunk in fewer.prompt.chunks], fewer.dropped_chunks, fewer.cut_tokens) == ([0, 1, 3, 4], 1, 10)
     one = make_request(EXAMPLE, [0], chunks, [9, 9], 9)
-    assert (one.pieces.chunks, one.dropped_chunks, one.cut_tokens) == (((0,) * 6,), 4, 44)
+    assert (one.prompt.chunks, one.dropped_chunks, one.cut_tokens) == (((0,) * 6,), 4, 44)
     with pytest.raises(PromptTooLongError, match="case 1"):
         make_request(EXAMPLE, [0], chunks, [9, 9], 3)
 
@@ -97,7 +97,7 @@ def test_a_world_prompt_is_the_readers() -> None:
     source = WorldSource(seed=5, cases=4)
     for request, case_ in zip(source.requests(tokenizer, None), make_cases(5, 4), strict=True):
         text = WORLD.instruction + "".join(chunk.text for chunk in case_.chunks) + prompt_of(case_.question)
-        assert list(request.pieces.token_ids) == [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
+        assert list(request.prompt.token_ids) == [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
         assert request.example.answers == case_.answers
         assert request.example.category == case_.question_class
 
@@ -109,11 +109,11 @@ def test_the_papers_prompt(tmp_path: Path, embedder: FakeEmbedder) -> None:
     requests = list(FileSource(name="musique", data=str(tmp_path)).requests(tokenizer, None, embedder))
     assert [request.example.id for request in requests] == ["case-3", "case-4"]
     for request, number in zip(requests, (3, 4), strict=True):
-        assert tokenizer.decode(request.pieces.chunks[0]).startswith(f"Title {number}")
-        assert tokenizer.decode(request.pieces.tail).startswith(
+        assert tokenizer.decode(request.prompt.chunks[0]).startswith(f"Title {number}")
+        assert tokenizer.decode(request.prompt.suffix).startswith(
             f"Question: Where does person {number} live? Answer within 5 words."
         )
-        assert max(map(len, request.pieces.chunks)) <= 516
+        assert max(map(len, request.prompt.chunks)) <= 516
     assert len(list(FileSource(name="musique", data=str(tmp_path), cases=1).requests(tokenizer, None, embedder))) == 1
 
 
@@ -126,7 +126,7 @@ def test_the_extended_preset_shares_a_corpus(tmp_path: Path, embedder: FakeEmbed
     assert sorted(ids) == sorted(f"case-{index}" for index in range(12))
     assert ids != [f"case-{index}" for index in range(12)]
     assert [request.is_warm_up for request in requests] == [True] * 2 + [False] * 10
-    assert all(len(request.pieces.chunks) == 6 for request in requests)  # more than a case has
+    assert all(len(request.prompt.chunks) == 6 for request in requests)  # more than a case has
     again = FileSource(name="2wikimqa_shared", data=str(tmp_path), preset=PRESETS["extended"], seed=1)
     seen: list[tuple[int, int]] = []
     others = again.requests(tiny_tokenizer(), None, embedder, on_corpus=lambda *step: seen.append(step))
@@ -140,11 +140,11 @@ def test_few_shot_examples_are_chunks(tmp_path: Path, embedder: FakeEmbedder) ->
     write(tmp_path, "samsum", [case(0, passages=passages, question="Dialogue: hello", task="summarization")])
     tokenizer = tiny_tokenizer()
     (request,) = FileSource(name="samsum", data=str(tmp_path)).requests(tokenizer, None, embedder)
-    assert len(request.pieces.token_ids) <= 3400 < len(request.pieces.token_ids) + request.cut_tokens
-    texts = [tokenizer.decode(chunk) for chunk in request.pieces.chunks]
+    assert len(request.prompt.token_ids) <= 3400 < len(request.prompt.token_ids) + request.cut_tokens
+    texts = [tokenizer.decode(chunk) for chunk in request.prompt.chunks]
     assert texts[0].startswith("Dialogue: number 0 ")
     assert texts[-1].startswith("Dialogue: number 39 ")
-    assert tokenizer.decode(request.pieces.tail) == "Dialogue: hello\nSummary:"
+    assert tokenizer.decode(request.prompt.suffix) == "Dialogue: hello\nSummary:"
     with pytest.raises(ConfigError, match="extended"):
         FileSource(name="samsum", preset=PRESETS["extended"])
 
@@ -158,7 +158,7 @@ def test_passages_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:
     def chunks(preset: Preset, limit: int | None = None) -> list[str]:
         source = FileSource(name="musique", data=str(tmp_path), preset=preset)
         (request,) = source.requests(tokenizer, limit, embedder)
-        return [tokenizer.decode(chunk) for chunk in request.pieces.chunks]
+        return [tokenizer.decode(chunk) for chunk in request.prompt.chunks]
 
     texts = [f"{passage['title']}\n{passage['text']}\n\n" for passage in passages]
     assert chunks(Preset(chunking="passage")) == texts
@@ -169,7 +169,7 @@ def test_passages_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:
     assert all(len(tokenizer(text).input_ids) <= 132 for text in split)
     write(tmp_path, "samsum", [case(0, passages=passages, task="summarization")])
     source = FileSource(name="samsum", data=str(tmp_path), preset=Preset(top_k=2))
-    assert [len(request.pieces.chunks) for request in source.requests(tokenizer, None, embedder)] == [2]
+    assert [len(request.prompt.chunks) for request in source.requests(tokenizer, None, embedder)] == [2]
 
 
 @pytest.mark.parametrize("changes", [{"chunking": "word"}, {"order": "best"}, {"prompt": "haiku"}, {"top_k": 0}])
@@ -187,9 +187,9 @@ def test_orders_have_the_same_chunks() -> None:
     whole = make_request(replace_answers(["No"]), [0], [[index] for index in range(5)], [9], None, document_ids=list("abcde"))
 
     def order_of(request: Request, order: str) -> tuple[str, ...]:
-        arranged = arrange(request, order, lambda chunk: texts[chunk[0]]).pieces
+        arranged = arrange(request, order, lambda chunk: texts[chunk[0]]).prompt
         assert [texts[chunk[0]] for chunk in arranged.chunks] == [texts["abcde".index(id_)] for id_ in arranged.document_ids]
-        assert (arranged.head, arranged.tail) == ((0,), (9,))
+        assert (arranged.prefix, arranged.suffix) == ((0,), (9,))
         return arranged.document_ids
 
     assert [order_of(whole, order) for order in ORDERS] == [tuple("abcde"), tuple("edcba"), tuple("acbde")]
@@ -214,13 +214,13 @@ def test_base_models_get_worked_examples() -> None:
         (chat, "chat", False),
         (chat, "few-shot", True),
     ):
-        builder = prompt_builder(tokenizer, replace(SHORT_ANSWER, prompt=prompt))
-        head = tokenizer.decode(builder.head)
+        renderer = prompt_renderer(tokenizer, replace(SHORT_ANSWER, prompt=prompt))
+        head = tokenizer.decode(renderer.prefix)
         assert all((question in head) == (f"Answer: {answer}\n\n" in head) == has_examples for question, answer in EXAMPLES)
         assert head.startswith("<s>user:") != has_examples
-        assert tokenizer.decode(builder.build([], "Who?").tail).endswith("Answer:") == has_examples
+        assert tokenizer.decode(renderer.question("Who?").suffix).endswith("Answer:") == has_examples
     with pytest.raises(ConfigError, match="chat template"):
-        prompt_builder(plain, replace(SHORT_ANSWER, prompt="chat"))
+        prompt_renderer(plain, replace(SHORT_ANSWER, prompt="chat"))
 
 
 def test_a_right_answer_follows_the_models_working() -> None:

@@ -14,7 +14,7 @@ from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service import Answer, AnswerPlan
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.config import INSTRUCTION
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptRenderer
 
 TIE = 1e-3  # of two logits: closer ones may change places by rounding
 Verdict = Literal["equal", "tie", "differs"]
@@ -73,7 +73,7 @@ def replay_prompt(fusor: Fusor, recorded: RecordedAnswer) -> FusedPrompt:
     """Prefill a recorded prompt alone, from KV that is computed anew."""
     if recorded.method == "full_recompute":
         return fusor.prefill([token for _, token_ids, _ in recorded.segments for token in token_ids])
-    head = PromptBuilder(fusor.tokenizer, INSTRUCTION).head
+    head = PromptRenderer(fusor.tokenizer, INSTRUCTION).prefix
     context = chunk_context(fusor, "auto", DOCUMENT_TOKENS)
 
     def segment_of(kind: str, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> Segment:

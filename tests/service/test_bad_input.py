@@ -8,7 +8,7 @@ from fakes import FakeEmbedder
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.prompt import MOST_NEW_TOKENS, check_length
+from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
     assert engine.prepare(QUESTION, top_k=1, max_tokens=7).max_tokens == 7
     with pytest.raises(PromptTooLongError, match="1 to generate are more than"):
         engine.prepare(QUESTION, documents=[{"text": "word " * 600}])
-    assert check_length(prepared.prompt, None, None) == MOST_NEW_TOKENS
+    assert prepared.prompt.check_length(None, None) == MAX_NEW_TOKENS
 
 
 def test_top_k_of_sampling(engine: Engine) -> None:

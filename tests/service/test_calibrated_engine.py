@@ -13,7 +13,7 @@ from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.loader import Calibration, LoaderConfig, Measures, Thresholds, describe_device, write_calibration
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptRenderer
 
 MEASURES = Measures(
     cases=2,
@@ -30,7 +30,7 @@ MEASURES = Measures(
 @pytest.fixture
 def calibration(fusor: Fusor) -> Calibration:
     """Of the tests' model behind the engine's own instruction."""
-    head = PromptBuilder(fusor.tokenizer, EngineConfig(model="m", store_dir=".").instruction).head
+    head = PromptRenderer(fusor.tokenizer, EngineConfig(model="m", store_dir=".").instruction).prefix
     return Calibration(
         model=fusor.fingerprint,
         prefix=prefix_digest(head),

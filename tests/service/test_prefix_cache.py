@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.service import Answer, AnswerPlan, Engine, EngineConfig
-from cacheblend.service.engine.prompt import ChatLayouts, FixedLayout, Message
+from cacheblend.service.engine.prompt import Message, PromptLayout, PromptRenderer
 from cacheblend.service.serving import Scheduler
 from cacheblend.store import BLOCK_TOKENS
 
@@ -24,7 +24,7 @@ TURN = tuple(range(200, 233))
 OTHER = tuple(range(300, 320))
 
 
-def ask(engine: Engine, layout: FixedLayout, method: str = "prefix_cache", **options: object) -> Answer:
+def ask(engine: Engine, layout: PromptLayout, method: str = "prefix_cache", **options: object) -> Answer:
     return engine.answer(QUESTION, layout=layout, method=method, **{"top_k": 0, "max_tokens": 40, **options})
 
 
@@ -38,9 +38,9 @@ def cached(plan: AnswerPlan) -> int:
     return sum(len(segment.token_ids) for segment in plan.segments if segment.kind != "fresh")
 
 
-def after(answer: Answer, turn: tuple[int, ...]) -> FixedLayout:
+def after(answer: Answer, turn: tuple[int, ...]) -> PromptLayout:
     """The next turn behind a prompt and what was answered to it."""
-    return FixedLayout((*prompt_of(answer.plan), *answer.token_ids), turn)
+    return PromptLayout((*prompt_of(answer.plan), *answer.token_ids), turn)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -55,7 +55,7 @@ def family_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[En
 
 def test_a_conversation(family_engine: Engine) -> None:
     """Each turn reuses all full blocks of the turns before, answers included, and is full recompute's, logits and tokens."""
-    engine, layout = family_engine, FixedLayout(SYSTEM, TURN)
+    engine, layout = family_engine, PromptLayout(SYSTEM, TURN)
     expected = 0
     for turn in (OTHER, TURN, OTHER):
         answer = ask(engine, layout)
@@ -74,12 +74,12 @@ def test_a_served_conversation(family_engine: Engine) -> None:
     engine = family_engine
     with Scheduler(engine.fusor) as scheduler:
 
-        def turns(*layouts: FixedLayout) -> list[Answer]:
+        def turns(*layouts: PromptLayout) -> list[Answer]:
             options = {"top_k": 0, "method": "prefix_cache", "max_tokens": 40}
             clients = [serve(engine, scheduler, QUESTION, layout=layout, **options) for layout in layouts]
             return [client.result().answer for client in clients]
 
-        first = turns(FixedLayout(SYSTEM, TURN), FixedLayout(SYSTEM, OTHER))
+        first = turns(PromptLayout(SYSTEM, TURN), PromptLayout(SYSTEM, OTHER))
         second = turns(*(after(answer, TURN) for answer in first))
     for one, other in zip(first, second, strict=True):
         assert cached(other.plan) == blocks(one.plan.prompt_tokens + len(one.token_ids) - 1)
@@ -90,8 +90,8 @@ def test_a_served_conversation(family_engine: Engine) -> None:
 
 def test_a_prompt_that_leaves_another(family_engine: Engine) -> None:
     """A prompt that shares its beginning alone reuses its full blocks, also where windows have passed them since."""
-    ask(family_engine, FixedLayout(SYSTEM, TURN))
-    layout = FixedLayout(SYSTEM, OTHER)
+    ask(family_engine, PromptLayout(SYSTEM, TURN))
+    layout = PromptLayout(SYSTEM, OTHER)
     answer = ask(family_engine, layout)
     assert cached(answer.plan) == blocks(len(SYSTEM))
     assert furthest(answer, ask(family_engine, layout, "full_recompute")) <= 1e-4
@@ -100,7 +100,7 @@ def test_a_prompt_that_leaves_another(family_engine: Engine) -> None:
 def test_the_same_prompt_again(family_engine: Engine) -> None:
     """Of a prompt that was served before all full blocks are reused but for the last token's, whose logits are wanted."""
     for tokens in (47, 48, 49):
-        layout = FixedLayout((), tuple(range(100, 100 + tokens)))
+        layout = PromptLayout((), tuple(range(100, 100 + tokens)))
         first, second = (ask(family_engine, layout, max_tokens=1) for _ in range(2))
         assert cached(second.plan) == blocks(tokens - 1)
         assert furthest(first, second) <= 1e-4
@@ -109,7 +109,7 @@ def test_the_same_prompt_again(family_engine: Engine) -> None:
 def test_short_prompts(family_engine: Engine) -> None:
     """A prompt below a block neither hits nor misses."""
     for _ in range(2):
-        plan = ask(family_engine, FixedLayout((), TURN[:16]), max_tokens=1).plan
+        plan = ask(family_engine, PromptLayout((), TURN[:16]), max_tokens=1).plan
         assert (plan.hits, kinds_of(plan)) == (0, ["fresh"])
 
 
@@ -119,7 +119,7 @@ def kinds_of(plan: AnswerPlan) -> list[str]:
 
 def test_salts(engine: Engine) -> None:
     """Requests of another salt find none of each other's blocks, by either method, and their own again."""
-    layout = FixedLayout(SYSTEM, TURN)
+    layout = PromptLayout(SYSTEM, TURN)
     with Scheduler(engine.fusor) as scheduler:
 
         def reused(cache_salt: str, method: str) -> int:
@@ -139,7 +139,7 @@ def test_models(tmp_path: Path) -> None:
     for seed in (0, 1, 0):
         fusor = Fusor(tiny_model("llama", seed=seed, vocab=len(tokenizer)), tokenizer)
         with Engine(EngineConfig(model="tiny", store_dir=tmp_path), fusor=fusor, embedder=FakeEmbedder()) as engine:
-            plans = [ask(engine, FixedLayout(SYSTEM, TURN), max_tokens=1).plan for _ in range(2)]
+            plans = [ask(engine, PromptLayout(SYSTEM, TURN), max_tokens=1).plan for _ in range(2)]
         assert [cached(plan) for plan in plans] == [0, blocks(len(SYSTEM) + len(TURN) - 1)]
         keys.append(plans[1].segments[0].key)
     assert keys[0] == keys[2] != keys[1]
@@ -150,7 +150,7 @@ class TestBlend:
 
     def test_a_system_message(self, engine: Engine) -> None:
         """In front of chunks the blocks of a head that was seen before are exact and outside the ratio; chunks are blended."""
-        layout = FixedLayout(SYSTEM, TURN)
+        layout = PromptLayout(SYSTEM, TURN)
         first = ask(engine, layout, "blend", top_k=2)
         second = ask(engine, layout, "blend", top_k=2)
         assert kinds(first) == ["fresh", "reused", "reused", "fresh"]
@@ -163,7 +163,7 @@ class TestBlend:
 
     def test_exact_blocks_serve_every_method(self, engine: Engine) -> None:
         """What a blended request computed exactly, before its first reused chunk, is found by prefix caching; no more is."""
-        layout = FixedLayout(SYSTEM, TURN)
+        layout = PromptLayout(SYSTEM, TURN)
         blend = ask(engine, layout, "blend", top_k=2)
         chunks = [scored.chunk for scored in blend.chunks]
         exact = ask(engine, layout, documents=chunks, top_k=6)
@@ -172,7 +172,7 @@ class TestBlend:
 
     def test_a_blended_conversation(self, engine: Engine) -> None:
         """The next turn of a blended one reuses prompt and answer as they were left, which is not full prefill's KV."""
-        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
         second = ask(engine, after(first, OTHER), "blend")
         assert kinds(second) == ["exact", "blended", "fresh", "fresh"]
         whole = blocks(first.plan.prompt_tokens + len(first.token_ids) - 1)
@@ -183,11 +183,11 @@ class TestBlend:
     def test_what_no_later_turn_begins_with(self, engine: Engine) -> None:
         """Of a chat over chunks exact blocks alone are kept: the next turn's prompt does not begin with these chunks."""
         turns = [Message("system", "Answer in few words, and say so where the text does not tell."), Message("user", QUESTION)]
-        layout = ChatLayouts(engine.fusor.tokenizer, engine.config.instruction).chat(turns, with_chunks=True)
+        layout = PromptRenderer(engine.fusor.tokenizer, engine.config.instruction).chat(turns, with_chunks=True)
         for _ in range(2):
             answer = ask(engine, layout, "blend", top_k=2)
             assert len(answer.token_ids) > BLOCK_TOKENS
-            assert engine.prefixes.stats().parts == len(layout.head) // BLOCK_TOKENS > 0
+            assert engine.prefixes.stats().parts == len(layout.prefix) // BLOCK_TOKENS > 0
         assert kinds(answer) == ["exact", "fresh", "reused", "reused", "fresh"]
 
     @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ class TestBlend:
     )
     def test_who_asks_for_another_ratio(self, engine: Engine, method: str, ratio: float | None) -> None:
         """A request that is exact, or asks for another ratio, finds no blended KV: it is full recompute's."""
-        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
         layout = after(first, OTHER)
         answer = ask(engine, layout, method, recompute_ratio=ratio)
         assert "blended" not in kinds(answer)
@@ -204,7 +204,7 @@ class TestBlend:
 
     def test_exact_blocks_go_first(self, engine: Engine) -> None:
         """Where a block is there both exact and blended, a blended request takes the exact one."""
-        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
         ask(engine, after(first, OTHER))
         answer = ask(engine, after(first, (*OTHER, 5)), "blend")
         assert kinds(answer) == ["exact", "fresh"]
@@ -212,7 +212,7 @@ class TestBlend:
 
     def test_what_follows_blended_kv_is_blended(self, engine: Engine) -> None:
         """Blocks computed behind blended ones are never found by an exact request."""
-        first = ask(engine, FixedLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
         second = ask(engine, after(first, OTHER), "blend")
         assert "blended" in kinds(second)
         third = after(second, TURN)
@@ -231,7 +231,7 @@ class TestBlend:
 def test_a_small_budget(open_engine: OpenEngine) -> None:
     """Below a block nothing is kept and all is answered; a budget that is no positive whole number is refused."""
     engine = open_engine(prefix_budget_bytes=1)
-    answers = [ask(engine, FixedLayout(SYSTEM, TURN)) for _ in range(2)]
+    answers = [ask(engine, PromptLayout(SYSTEM, TURN)) for _ in range(2)]
     assert [cached(answer.plan) for answer in answers] == [0, 0]
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ConfigError, match="prefix_budget_bytes"):

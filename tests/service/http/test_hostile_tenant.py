@@ -247,13 +247,15 @@ def test_a_question_too_long_is_not_embedded(serve: Serve, embedder: SlowEmbedde
     """A question beyond the model's positions is refused before it is embedded, a very long one before it is tokenised."""
     server, clients = serve()
     tokenised: list[int] = []
-    ids = server.layouts._plain.ids
+    renderers = [engine.prompts for engine in server.engines.values()]
+    ids = renderers[0]._plain.ids
 
     def count(text: str) -> list[int]:
         tokenised.append(len(text))
         return ids(text)
 
-    server.layouts._plain.ids = count  # type: ignore[method-assign]
+    for renderer in renderers:
+        renderer._plain.ids = count  # type: ignore[method-assign]
     for path, body in (
         ("/v1/chat/completions", chat("word " * (characters // 5))),
         ("/v1/completions", {"model": MODEL, "prompt": "word " * (characters // 5), "top_k": 1}),

@@ -17,7 +17,7 @@ from engines import QUESTION
 from cacheblend.base.errors import PromptTooLongError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
-from cacheblend.service.engine.prompt import ChatLayouts
+from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import sampling_options
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http.errors import ApiError
@@ -115,7 +115,7 @@ def test_the_loop_goes_on(engine: Engine, path: str) -> None:
             lags.append(time.perf_counter() - began - 0.01)
 
     with Server(engine.config, http=HttpConfig(model_name=MODEL), engine=engine) as server:
-        server.layouts._positions = None  # as a model of very many has them: all of it is tokenised
+        server.engines[""].prompts._max_positions = None  # as a model of very many has them: all of it is tokenised
         with listening(server, on_loop=tick) as address, httpx.Client(base_url=address, timeout=60) as client:
             assert client.get("/healthz").status_code == 200
             lags.clear()
@@ -141,10 +141,10 @@ def test_limits_by_route(engine: Engine) -> None:
 
 def test_characters_are_counted_before_tokens(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that cannot fit is refused before it is tokenised."""
-    layouts = ChatLayouts(fusor.tokenizer, "", fusor.max_positions)
-    monkeypatch.setattr(layouts, "_ids", lambda _: pytest.fail("it was tokenised"))
+    prompts = PromptRenderer(fusor.tokenizer, "", max_positions=fusor.max_positions)
+    monkeypatch.setattr(prompts, "_ids", lambda _: pytest.fail("it was tokenised"))
     with pytest.raises(PromptTooLongError, match="512 positions"):
-        layouts.completion("x" * MIB)
+        prompts.completion("x" * MIB)
 
 
 def test_a_temperature_that_is_nearly_none(client: httpx.Client) -> None:

@@ -1,0 +1,223 @@
+"""Prompts of questions, chats and texts: what stands around the chunks, and that no text becomes a template."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, kinds, prompt_of
+from fakes import tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from cacheblend.base.errors import InputError
+from cacheblend.blend import Fusor
+from cacheblend.retriever import Chunk, Document, RetrieverConfig, Splitter
+from cacheblend.service.engine.prompt import Message, PromptRenderer
+
+BOS, EOS = 0, 1
+TEMPLATE = (
+    "{{ bos_token }}<<SYS>>be kind</s><</SYS>>{% for message in messages %}[{{ message.role }}] {{ message.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<s>[assistant] {% endif %}"
+)
+INSTRUCTION = "Read this.\n\n"
+CHAT_INSTRUCTION = "Answer from these.\n"
+CHAT_TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant: "
+CHUNKS = [
+    Chunk("d", "v", place, "", text, tuple(tiny_tokenizer()(text)["input_ids"])) for place, text in enumerate(("one", "two"))
+]
+
+
+def tokenizer(template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    """A copy of the tiny tokenizer, with a chat template of its own."""
+    special = special or {"bos_token": "<s>", "eos_token": "</s>"}
+    copy = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, **special)
+    copy.chat_template = template
+    return copy
+
+
+def chat_tokenizer(template: str | None) -> Any:
+    made = copy.deepcopy(tiny_tokenizer())
+    made.chat_template = template
+    return made
+
+
+def split(documents: list[dict[str, object]], chunk_tokens: int = 12) -> list[Chunk]:
+    splitter = Splitter(tokenizer(), RetrieverConfig(chunk_tokens=chunk_tokens))
+    return [chunk for document in documents for chunk in splitter.split(Document.of(document))]
+
+
+@pytest.fixture(params=[None, TEMPLATE], ids=["no template", "template"])
+def renderer(request: pytest.FixtureRequest) -> PromptRenderer:
+    return PromptRenderer(tokenizer(request.param), INSTRUCTION)
+
+
+def test_without_template() -> None:
+    """Without a template a prompt is BOS, instruction, chunks and question, and reads as such."""
+    renderer = PromptRenderer(tokenizer(), INSTRUCTION)
+    chunks = split(DOCUMENTS[:2])
+    prompt = renderer.question(f"  {QUESTION}\n").tokens(chunks)
+    text = "".join(f"{chunk.text}\n\n" for chunk in chunks)
+    assert tokenizer().decode(prompt.token_ids) == f"<s>{INSTRUCTION}{text}Question: {QUESTION}\nAnswer:"
+    assert tokenizer().decode(prompt.prefix) == f"<s>{INSTRUCTION}"
+    assert prompt.token_ids.count(BOS) == 1
+
+
+def test_with_template() -> None:
+    """With a template a prompt reads as the template renders it, special tokens of its own included."""
+    renderer = PromptRenderer(tokenizer(TEMPLATE), INSTRUCTION)
+    chunks = split(DOCUMENTS[:2])
+    prompt = renderer.question(QUESTION).tokens(chunks)
+    content = f"{INSTRUCTION}{''.join(f'{chunk.text}' + chr(10) * 2 for chunk in chunks)}Question: {QUESTION}"
+    rendered = tokenizer(TEMPLATE).apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer().decode(prompt.token_ids) == rendered
+    assert (prompt.prefix[0], prompt.prefix.count(EOS)) == (BOS, 1)
+    assert [token for token in prompt.suffix if token in (BOS, EOS)] == [EOS, BOS]
+
+
+def test_chunks_keep_their_ids(renderer: PromptRenderer) -> None:
+    """Chunks stand in the prompt with the very ids that they were split into, wherever they stand."""
+    chunks = split([*ODD_DOCUMENTS, *DOCUMENTS])
+    for order in (chunks, chunks[::-1], [*chunks[:2], *chunks[:2]]):
+        prompt = renderer.question(QUESTION).tokens(order)
+        assert prompt.chunks == tuple(chunk.token_ids for chunk in order)
+        assert prompt.token_ids == (*prompt.prefix, *(token for chunk in order for token in chunk.token_ids), *prompt.suffix)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_special_tokens_in_texts_stay_text(template: str | None) -> None:
+    """The text of special tokens in an instruction, a document or a question is text, and reads as it was."""
+    plain = PromptRenderer(tokenizer(template), "Read this: ")
+    loaded = PromptRenderer(tokenizer(template), "Read </s> this: ")
+    prompt = loaded.question("what is <s> or </s>?").tokens(split([{"text": "a </s> and <s> b"}]))
+    specials = [token for token in plain.question("what?").tokens([]).token_ids if token in (BOS, EOS)]
+    assert [token for token in prompt.token_ids if token in (BOS, EOS)] == specials
+    assert [token for token in loaded.prefix if token in (BOS, EOS)] == [token for token in plain.prefix if token in (BOS, EOS)]
+    for text in ("Read </s> this: ", "a </s> and <s> b", "what is <s> or </s>?"):
+        assert text in tokenizer().decode(prompt.token_ids)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content[:20] }}",
+        "{{ messages[0].content[40:] }}",
+        "{{ messages[0].content | upper }}",
+        "{{ messages[0].content }}{{ messages[0].content }}",
+        "{{ messages[0].content }}|{{ messages[0].content[-40:] }}",
+        "nothing of it",
+        "{{ raise_exception('system message first') }}",
+        "{{ messages[0].content",
+        "{{ messages[7].content.parts }}",
+    ],
+)
+def test_templates_that_change_the_message(template: str) -> None:
+    """A template that cuts, changes, drops or doubles the message, or fails, is refused for that."""
+    with pytest.raises(InputError, match="chat template"):
+        PromptRenderer(tokenizer(template), INSTRUCTION)
+
+
+def test_a_template_that_trims() -> None:
+    """A template that trims white space around the message changes nothing of the prompt."""
+    trimmed = TEMPLATE.replace("message.content", "message.content | trim")
+    prompt = [
+        PromptRenderer(tokenizer(template), " Read.\n").question("a?").tokens(split(DOCUMENTS))
+        for template in (TEMPLATE, trimmed)
+    ]
+    assert prompt[0] == prompt[1]
+
+
+def test_heads() -> None:
+    """Chunks are computed after what every prompt begins with, template and instruction included; where that is nothing, so."""
+    for template in (None, TEMPLATE):
+        for instruction in ("", INSTRUCTION):
+            renderer = PromptRenderer(tokenizer(template), instruction)
+            prompt = [renderer.question("what?").tokens(split(documents)) for documents in (DOCUMENTS[:1], DOCUMENTS[1:3])]
+            assert {one.token_ids[: len(renderer.prefix)] for one in prompt} == {renderer.prefix}
+            assert renderer.prefix[0] == BOS
+            text = tokenizer().encode(instruction, add_special_tokens=False)
+            assert renderer.prefix[len(renderer.prefix) - len(text) :] == tuple(text)
+    assert PromptRenderer(tokenizer(eos_token="</s>"), "").prefix == ()
+
+
+@pytest.mark.parametrize("question", ["", "  \n", None, 3])
+def test_no_question(renderer: PromptRenderer, question: Any) -> None:
+    """An empty question, and one that is not text, is refused."""
+    with pytest.raises(InputError, match="question"):
+        renderer.question(question).tokens(split(DOCUMENTS))
+
+
+def test_engine_with_template(fusor: Fusor, open_engine: OpenEngine) -> None:
+    """An engine whose model has a chat template reuses chunks, and is exact where it must be."""
+    templated = Fusor(fusor.model, tokenizer(TEMPLATE), fingerprint=fusor.fingerprint)
+    engine = open_engine(fusor=templated)
+    engine.ingest(DOCUMENTS)
+    blend = engine.answer(QUESTION, top_k=TOP_K, recompute_ratio=1.0)
+    full = engine.answer(QUESTION, top_k=TOP_K, method="full_recompute")
+    assert kinds(blend) == ["exact", *["reused"] * TOP_K, "fresh"]
+    assert prompt_of(blend.plan) == prompt_of(full.plan)
+    assert tokenizer().decode(prompt_of(full.plan)).startswith("<s><<SYS>>be kind</s>")
+    assert furthest(blend, full) <= 1e-4
+    assert blend.token_ids == full.token_ids
+
+
+def test_template_files(model_dir: Path) -> None:
+    """The tokenizer of a model directory has no template unless the directory brings one."""
+    assert PreTrainedTokenizerFast.from_pretrained(model_dir).chat_template is None
+
+
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE], ids=["plain", "template"])
+def test_one_question(template: str | None) -> None:
+    """A chat of one question over chunks has the prompt of the engine's own questions."""
+    made = chat_tokenizer(template)
+    layout = PromptRenderer(made, CHAT_INSTRUCTION).chat([Message("user", " What? ")], with_chunks=True)
+    assert layout.tokens(CHUNKS) == PromptRenderer(made, CHAT_INSTRUCTION).question("What?").tokens(CHUNKS)
+
+
+def test_turns() -> None:
+    """The template's words stand around every turn, chunks before the last question, and special tokens of turns stay text."""
+    made = chat_tokenizer(CHAT_TEMPLATE)
+    turns = [
+        Message("system", "Be brief."),
+        Message("user", "Hi </s>"),
+        Message("assistant", "Hello"),
+        Message("user", "What?"),
+    ]
+    layout = PromptRenderer(made, CHAT_INSTRUCTION).chat(turns, with_chunks=True)
+    assert made.decode(layout.prefix) == "<s>system: Be brief.</s><s>user: Hi </s></s><s>assistant: Hello</s><s>user: "
+    assert list(layout.prefix).count(made.eos_token_id) == 3
+    assert made.decode(layout.suffix) == "Question: What?</s><s>assistant: "
+
+
+def test_without_chunks() -> None:
+    """Without chunks there is neither instruction nor the word before a question."""
+    layout = PromptRenderer(chat_tokenizer(CHAT_TEMPLATE), CHAT_INSTRUCTION).chat([Message("user", "What?")], with_chunks=False)
+    assert chat_tokenizer(None).decode(layout.tokens([]).token_ids) == "<s>user: What?</s><s>assistant: "
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "named"),
+    [
+        (None, [], "last one"),
+        (None, [Message("user", "a"), Message("assistant", "b")], "last one"),
+        (None, [Message("system", ""), Message("user", "b")], r"messages\[0\]"),
+        ("{{ messages[0].content }}", [Message("system", "a"), Message("user", "b")], "drops or repeats"),
+        ("{{ raise_exception('no system') }}", [Message("user", "b")], "no system"),
+    ],
+)
+def test_turns_that_cannot_be_taken(template: str | None, turns: list[Message], named: str) -> None:
+    """Turns that the model's template drops, or a chat without a question, are refused."""
+    with pytest.raises(InputError, match=named):
+        PromptRenderer(chat_tokenizer(template), CHAT_INSTRUCTION).chat(turns, with_chunks=True)
+
+
+def test_completion() -> None:
+    """A text to continue stands behind BOS and the chunks, as it is."""
+    made = chat_tokenizer(CHAT_TEMPLATE)
+    prompt = PromptRenderer(made, CHAT_INSTRUCTION).completion("Once </s> upon").tokens(CHUNKS)
+    assert prompt.prefix == (made.bos_token_id,)
+    assert made.decode(prompt.suffix) == "Once </s> upon"
+    assert made.eos_token_id not in prompt.suffix
