@@ -3,55 +3,68 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cacheblend.base.errors import CacheBlendError, QueueFullError
 
 from .config import HttpConfig
 from .errors import ApiError, error_response
 
 STALL_S = 20.0  # without a byte of a body
 BODY_S = 300.0  # for the whole of it
+UNCOUNTED_BYTES = 2**16  # of each body; so many of every connection have room in any case
+BODIES_OF_TENANT, BODIES = 2, 4  # of `max_body_bytes` each, that are in memory at once
+RETRY_AFTER_S = 5
 
 
 class BodyLimit:
     """Middleware: a body that is longer than its route takes is answered with 413, one that does not come with 408.
 
     Documents may have `max_body_bytes`, everything else `max_completion_bytes`. A body is read whole, then the app begins.
+    Until its response ends it counts: bodies of one tenant that together are more than `BODIES_OF_TENANT` of the longest, or of
+    all together more than `BODIES`, are answered with 429.
     """
 
     def __init__(self, app: ASGIApp, http: HttpConfig) -> None:
         self._app, self._http = app, http
+        self._held = Counter[str]()  # bytes, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            body = await self._read(scope, receive)
-        except ApiError as error:
-            response = error_response(error)
-            if error.status == 408:
-                response.headers["Connection"] = (
-                    "close"  # else what comes of the body is dropped, and the client sees the answer
-                )
-            await response(scope, receive, send)
-            return
-        if body is None:
-            return
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        del body  # the app's is the only one
+        with self._counted(scope.get("state", {}).get("tenant", "")) as count:
+            try:
+                body = await self._read(scope, receive, count)
+            except CacheBlendError as error:
+                response = error_response(error)
+                if response.status_code == 408:
+                    response.headers["Connection"] = (
+                        "close"  # else what comes of the body is dropped, and the client sees the answer
+                    )
+                await response(scope, receive, send)
+                return
+            if body is None:
+                return
+            whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            del body  # the app's is the only one
 
-        async def replay() -> Message:
-            return whole.pop() if whole else await receive()
+            async def replay() -> Message:
+                return whole.pop() if whole else await receive()
 
-        await self._app(scope, replay, send)
+            await self._app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read(self, scope: Scope, receive: Receive, count: Callable[[int], None]) -> bytes | None:
         """The body; None where the client has gone.
 
         Raises:
             ApiError: 413 or 408.
+            QueueFullError: there are too many bytes of bodies.
         """
         name, most_bytes = self._limit(scope)
         too_long = ApiError(413, f"the body is longer than {name}={most_bytes}; send less, or in parts", code="body_too_long")
@@ -69,11 +82,37 @@ class BodyLimit:
                     read_bytes += len(parts[-1])
                     if read_bytes > most_bytes:
                         raise too_long
+                    count(read_bytes)
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
             why = f"the body did not come: {STALL_S:g} s without a byte, or {BODY_S:g} s in all; send it again"
             raise ApiError(408, why, code="body_timeout") from None
+
+    @contextmanager
+    def _counted(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """Counts a body; the function is given how many bytes of it have come, and raises QueueFullError."""
+        counted = 0
+        longest = max(self._http.max_body_bytes, self._http.max_completion_bytes)
+
+        def count(read_bytes: int) -> None:
+            nonlocal counted
+            more = max(0, read_bytes - UNCOUNTED_BYTES) - counted
+            if more and (
+                self._held[tenant] + more > BODIES_OF_TENANT * longest or self._held.total() + more > BODIES * longest
+            ):
+                raise QueueFullError(
+                    f"the bodies of requests that are not answered yet are too many bytes together; try again in {RETRY_AFTER_S} s",
+                    RETRY_AFTER_S,
+                )
+            self._held[tenant] += more
+            counted += more
+
+        try:
+            yield count
+        finally:
+            self._held[tenant] -= counted
+            self._held += Counter()  # without the tenants that have none
 
     def _limit(self, scope: Scope) -> tuple[str, int]:
         most_bytes, name = self._http.max_body_bytes, "max_body_bytes"

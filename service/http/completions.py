@@ -257,7 +257,7 @@ async def _stream(
 
 
 def _report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str, Any]:
-    report = plan_report(done)
+    report = {**plan_report(done), "prepare_s": served.prepared.retrieved - served.arrived}
     if body.return_chunks:
         report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)
     return report

@@ -1,24 +1,30 @@
-"""JSON bodies: read and checked in a thread, with a bound on what a small text can become in memory."""
+"""JSON bodies: read and checked in a thread, with bounds on what a small body can become in memory."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from .errors import ApiError, validation_error
 
 MOST_VALUES = 200_000  # of one body: 2 bytes of JSON are up to 64 of Python's
+MOST_TEXT_BYTES = 8 * 2**20  # of one string as it is sent; a call on a string holds Python's lock for all of it
+SMALL_BYTES = 2**14  # read in less time than a thread takes to begin
+PIECE_BYTES = 2**16  # checked at once, and then other threads have their turn
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by `read_body` in a thread; FastAPI would read and check it on the event loop."""
+    """A route whose body is read by `read_body` in a thread; FastAPI would read and check it on the event loop.
+
+    Large bodies of one tenant are read one after the other, so that it takes one thread's part of Python's lock.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler, given the body that was checked."""
@@ -30,7 +36,13 @@ class JsonRoute(APIRoute):
         assert issubclass(model, BaseModel), "a route takes one model as its body"
 
         async def read_and_handle(request: Request) -> Response:
-            checked = await run_in_threadpool(read_body, await request.body(), model)
+            raw = b"".join([part async for part in request.stream()])  # `request.body` would hold it until the answer
+            if len(raw) <= SMALL_BYTES:
+                checked = read_body(raw, model)
+            else:
+                async with request.app.state.server.reading[request.state.tenant]:
+                    checked = await asyncio.to_thread(read_body, raw, model)
+            del raw
             return await handle(_CheckedRequest(request, checked))
 
         return read_and_handle
@@ -54,7 +66,7 @@ def read_body(raw: bytes, model: type[_Model]) -> _Model:
     """Read a body and check it.
 
     Raises:
-        ApiError: 400: it is no JSON, has more than `MOST_VALUES` values, or a field is not allowed.
+        ApiError: 400, it is no JSON, or a field is not allowed; see `check_values` too.
     """
     check_values(raw)
     try:
@@ -75,21 +87,29 @@ def read_body(raw: bytes, model: type[_Model]) -> _Model:
 
 
 def check_values(raw: bytes) -> None:
-    """Refuse a body of more than `MOST_VALUES` values before it is read: strings, and what commas and brackets part.
+    """Refuse a body of too many values (strings, and what commas and brackets part) or with too long a string, unread.
 
     Raises:
-        ApiError: so.
+        ApiError: 400, more than `MOST_VALUES` values; 413, a string of more than `MOST_TEXT_BYTES`.
     """
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") + raw.count(b'"') <= MOST_VALUES:
-        return  # as nearly always
-    raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotation marks opens or closes a string
-    values, opened, closed = 0, 0, -1
-    while opened != -1 and values <= MOST_VALUES:
-        opened = raw.find(b'"', closed + 1)
-        structure = (closed + 1, len(raw) if opened == -1 else opened)
-        values += 1 + sum(raw.count(mark, *structure) for mark in (b",", b"[", b"{"))
-        closed = raw.find(b'"', opened + 1)
-        if closed == -1:
-            break  # it is no JSON
-    if values > MOST_VALUES:
-        raise ApiError(400, f"the body has more than {MOST_VALUES} values; send it in parts", code="too_many_values")
+    values = text_bytes = start = 0
+    in_text = False
+    while start < len(raw):
+        piece = raw[start : start + PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # its last backslash escapes the byte behind it
+            piece = raw[start : start + len(piece) + 1]
+        start += len(piece)
+        # What is left of quotation marks opens or closes a string.
+        for number, part in enumerate(piece.replace(rb"\\", b"__").replace(rb"\"", b"__").split(b'"')):
+            if number:
+                in_text, text_bytes = not in_text, 0
+                values += in_text
+            if in_text:
+                text_bytes += len(part)
+            else:
+                values += part.count(b",") + part.count(b"[") + part.count(b"{")
+            if text_bytes > MOST_TEXT_BYTES:
+                why = f"the body has a text of more than {MOST_TEXT_BYTES} bytes; split it into several documents"
+                raise ApiError(413, why, code="text_too_long")
+        if values > MOST_VALUES:
+            raise ApiError(400, f"the body has more than {MOST_VALUES} values; send it in parts", code="too_many_values")

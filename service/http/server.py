@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,6 +99,7 @@ class Server:
             )
             self.document_calls = CallPool("calls about documents", limits.max_document_calls, per_tenant=2)
             self.scrapes = CallPool("scrapes", MAX_SCRAPES)
+            self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
             for pool in self._pools:
                 opened.callback(pool.close)
             self.metrics.watch(self.scheduler, self.engines.values())
