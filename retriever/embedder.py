@@ -5,6 +5,7 @@ Shapes: N texts, W windows, D dimensions.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -117,7 +118,7 @@ def _ask_hub(repository: str) -> None:
         raise RetrieverError(f"embedder {repository!r} is not on this machine, and the hub says: {cause}; {_REMEDY}") from error
 
 
-BATCH_WINDOWS = 32  # embedded together; another thread's question waits for one such batch at most
+BATCH_WINDOWS = 16  # embedded together, half a second of one processor; more at once are no faster there
 _BETWEEN_BATCHES: ContextVar[Callable[[], None]] = ContextVar("between_batches", default=lambda: None)
 
 
@@ -164,8 +165,11 @@ class SentenceTransformerEmbedder:
     def __init__(self, name: str = DEFAULT_EMBEDDER, device: str | None = None) -> None:
         self.name = name.removeprefix(HUB_OWNER)
         self._device = device
-        self._lock = threading.Lock()  # a fast tokenizer cannot be used by two threads at once
+        self._lock = threading.Lock()  # over loading
         self._model: SentenceTransformer | None = None
+        self._question_model: SentenceTransformer | None = None  # the same weights: no question waits for a batch of others
+        # A model's own tokenizer is changed by each use, so one thread at a time has it.
+        self._batch_lock, self._question_lock = threading.Lock(), threading.Lock()
         self._tokenizer: PlainTokenizer | None = None
         self._window_tokens: int | None = None
 
@@ -192,7 +196,7 @@ class SentenceTransformerEmbedder:
         """
         with self._lock:
             self._loaded()
-            windows = [self._windows(text) for text in texts]
+        windows = [self._windows(text) for text in texts]
         owner_W = np.repeat(np.arange(len(texts)), [len(of_text) for of_text in windows])
         weight_W = np.array([tokens for of_text in windows for _, tokens in of_text], dtype=np.float32)
         vectors_WD = self._embed([window for of_text in windows for window, _ in of_text], weight_W)
@@ -208,10 +212,11 @@ class SentenceTransformerEmbedder:
         for first in range(0, max(1, len(windows)), BATCH_WINDOWS):
             batch = [windows[place] for place in order_W[first : first + BATCH_WINDOWS]]
             _BETWEEN_BATCHES.get()()
-            with self._lock, _one_thread() if len(windows) == 1 else nullcontext():
-                vectors = self._loaded().encode(
-                    batch, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False
-                )
+            is_question = len(windows) == 1
+            with self._question_lock if is_question else self._batch_lock, _one_thread() if is_question else nullcontext():
+                model = self._question_model if is_question else self._model
+                assert model is not None
+                vectors = model.encode(batch, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False)
             batches.append(np.asarray(vectors, dtype=np.float32))
         return np.concatenate(batches)[np.argsort(order_W)]
 
@@ -221,6 +226,8 @@ class SentenceTransformerEmbedder:
             if model.max_seq_length is not None and hasattr(model.tokenizer, "num_special_tokens_to_add"):
                 self._window_tokens = int(model.max_seq_length) - model.tokenizer.num_special_tokens_to_add()
                 self._tokenizer = PlainTokenizer(model.tokenizer)
+            weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+            self._question_model = copy.deepcopy(model, weights)
             self._model = model
         return self._model
 

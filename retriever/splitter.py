@@ -68,7 +68,8 @@ class PlainTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """Token ids of `text` alone."""
-        return [token for token, _ in self._encode(text)]
+        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return ids if self._controls.isdisjoint(ids) else [token for token, _ in self._encode(text)]
 
     def cut(self, text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
         """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
