@@ -102,7 +102,7 @@ class BodyLimit:
                 self._held[tenant] + more > BODIES_OF_TENANT * longest or self._held.total() + more > BODIES * longest
             ):
                 raise QueueFullError(
-                    f"the bodies of requests that are not answered yet are too many bytes together; try again in {RETRY_AFTER_S} s",
+                    f"unanswered requests have too many bytes of bodies together; try again in {RETRY_AFTER_S} s",
                     RETRY_AFTER_S,
                 )
             self._held[tenant] += more

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 5
 # The model's thread gives Python's lock back at every operation, and gets it again when whoever has it lets go. By default that
 # is after 5 ms, hundreds of times a prompt, where another thread reads a long question or a large body.
-SWITCH_S = 0.0005
+SWITCH_S = 0.0001
 BACKLOG = 128  # connections that wait to be taken; asyncio tries as many at once, and logs a line for each that it cannot take
 MOST_FILES = 8192
 MOST_CONNECTIONS = 1000

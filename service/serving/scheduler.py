@@ -18,14 +18,13 @@ from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownEr
 from cacheblend.blend import Fusor
 
 from .config import ServingConfig
-from .pace import DecodePace
+from .pace import DecodePace, PrefillTurns
 from .queue import FairQueue
 from .request import Done, Failed, ServedRequest
 from .running import RunningRequest
 from .shadow import CheckReport, QualityStatus, ShadowChecks
 
 logger = logging.getLogger(__name__)
-OF_LATE_S = 10.0  # what a tenant's prefills took counts less and less in its turns, by a factor of e in so long
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
 
 
@@ -74,7 +73,7 @@ class Scheduler:
         self._pace = DecodePace(self.config.decode_share)
         self._closing = self._aborted = False
         self._prefill_s: dict[str, float] = {}  # a running mean by tenant, for Retry-After
-        self._used: dict[str, tuple[float, float]] = {}  # seconds that a tenant's prefills took of late, and when that was so
+        self._turns = PrefillTurns()
         self._stepped = time.perf_counter()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
@@ -224,6 +223,7 @@ class Scheduler:
             except Exception as error:
                 self._tell(request, Failed(error))
                 continue
+            self._turns.enter(request.tenant)
             with self._changed:
                 self._running.append(running)
 
@@ -235,14 +235,12 @@ class Scheduler:
             return self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
 
     def _prefill(self) -> None:
-        """Run a layer of the tenant's request whose prefills have taken least of late.
-
-        So who asks little is served at once, beside who asks all the time, and those who both do have half of the time each.
-        """
-        prefilling = [running for running in self._running if not running.is_prefilled]
+        """Run a layer of the request whose tenant's turn it is; see `PrefillTurns`."""
+        prefilling = {running.request.tenant: running for running in self._running if not running.is_prefilled}
         if not prefilling:
             return
-        running = min(prefilling, key=lambda running: self._used_s(running.request.tenant))
+        tenant = self._turns.next(prefilling)
+        running = prefilling[tenant]
         before_s = running.prefill_s
         try:
             complete = running.prefill_layer()
@@ -250,17 +248,12 @@ class Scheduler:
             self._leave(running, Failed(error))
             return
         finally:
-            tenant = running.request.tenant
-            self._used[tenant] = self._used_s(tenant) + running.prefill_s - before_s, time.perf_counter()
+            self._turns.spend(tenant, running.prefill_s - before_s)
         if running.is_prefilled:
             mean_s = self._prefill_s.get(tenant, 0.5)
             self._prefill_s[tenant] = mean_s + 0.2 * (running.prefill_s - mean_s)
         if complete:
             self._finish(running)
-
-    def _used_s(self, tenant: str) -> float:
-        used_s, then = self._used.get(tenant, (0.0, 0.0))
-        return used_s * math.exp((then - time.perf_counter()) / OF_LATE_S)
 
     def _decode(self) -> None:
         batch = [running for running in self._running if running.is_prefilled]

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import hypothesis.strategies as st
 import pytest
 from api import MODEL, listening
 from engines import QUESTION
+from hypothesis import given
 
 from cacheblend.base.errors import PromptTooLongError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import sampling_options
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http import HttpConfig, Server, json_body
 from cacheblend.service.http.errors import ApiError
-from cacheblend.service.http.json_body import MOST_VALUES, check_values, read_body
+from cacheblend.service.http.json_body import MOST_TEXT_BYTES, MOST_VALUES, PIECE_BYTES, check_values, read_body
 from cacheblend.service.http.schemas import ChatBody, IngestBody
 
 JSON = {"Content-Type": "application/json"}
@@ -84,7 +88,7 @@ def test_one_error_of_many(model: type[IngestBody | ChatBody]) -> None:
 
 def test_values_are_counted_outside_of_texts() -> None:
     """Commas, brackets and escaped quotation marks in a text are no values; a body of few values is taken, however long."""
-    check_values(json.dumps({"documents": [{"text": '\\",[{' * MIB}]}).encode())
+    check_values(json.dumps({"documents": [{"text": '\\",[{' * (MIB // 2)}] * 2}).encode())
     check_values(json.dumps({"documents": [{"id": str(number), "text": "x"} for number in range(20_000)]}).encode())
     check_values(b"[" + b"1," * (MOST_VALUES - 10) + b"1]")
     for body in (
@@ -95,6 +99,29 @@ def test_values_are_counted_outside_of_texts() -> None:
     ):
         with pytest.raises(ApiError, match="more than 200000 values"):
             check_values(body)
+
+
+@given(st.text(alphabet='\\"[{,x', max_size=60), st.integers(1, 9))
+def test_values_are_counted_wherever_a_piece_ends(text: str, piece_bytes: int) -> None:
+    """Where a body is cut for counting makes no difference: an escape or a string may go over the border."""
+    body = json.dumps({"a": [text, [text]]}).encode()
+    # {, a, [, text, comma, [, text: seven, and a limit of six refuses them
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "PIECE_BYTES", piece_bytes)
+        patch.setattr(json_body, "MOST_VALUES", 7)
+        check_values(body)
+        patch.setattr(json_body, "MOST_VALUES", 6)
+        with pytest.raises(ApiError, match="more than 6 values"):
+            check_values(body)
+
+
+def test_one_text_has_a_bound() -> None:
+    """A text of more than eight MiB is refused before it is read, wherever it stands, and told to be split."""
+    for begin, end in (('{"documents": [{"text": "', '"}]}'), ('{"id": "x", "text": "', ""), ('"', '"')):
+        check_values(f"{begin}{'x' * MOST_TEXT_BYTES}{end}".encode())
+        with pytest.raises(ApiError, match="split it into several documents") as refused:
+            check_values(f"{begin}{'x' * (MOST_TEXT_BYTES + 1)}{end}".encode() + b" " * PIECE_BYTES)
+        assert refused.value.status == 413
 
 
 @pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions", "/v1/completions"])
@@ -137,6 +164,31 @@ def test_limits_by_route(engine: Engine) -> None:
                 assert response.status_code == 413
                 assert f"{name}={limit}" in response.json()["error"]["message"]
     assert HttpConfig().max_completion_bytes == MIB
+
+
+def test_bodies_together_have_a_bound(engine: Engine) -> None:
+    """Bodies that have come in part count: the one that is too much is answered with 429, small ones always go through."""
+    http = HttpConfig(model_name=MODEL, max_body_bytes=MIB)
+    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address, ExitStack() as stack:
+        host, port = address.removeprefix("http://").split(":")
+        head = b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        held = []
+        for _ in range(2):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            connection.sendall(head % MIB + b" " * (MIB - 1))
+            held.append(connection)
+        until = time.monotonic() + 10
+        body = b" " * (MIB - 1) + b"x"
+        while (response := httpx.post(f"{address}/v1/documents", content=body, headers=JSON)).status_code != 429:
+            assert time.monotonic() < until, response.text
+        assert response.headers["Retry-After"] == "5"
+        assert response.json()["error"]["code"] == "queue_full"
+        assert httpx.post(f"{address}/v1/chat/completions", json=CHAT).status_code == 200
+        for connection in held:
+            connection.sendall(b"x")
+            assert b" 400 " in connection.recv(2**16)  # no JSON: answered, and not counted any more
+        while httpx.post(f"{address}/v1/documents", content=body, headers=JSON).status_code != 400:
+            assert time.monotonic() < until
 
 
 def test_characters_are_counted_before_tokens(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> None:
