@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.blend import ChunkContext, Fusor
+from cacheblend.blend import ChunkContext
 from cacheblend.retriever import Chunk, PlainTokenizer, Retriever
 from cacheblend.retriever.config import SEPARATOR
 from cacheblend.store import ChunkKey, ChunkKV, context_digest
@@ -28,7 +28,20 @@ REMEMBERED_DOCUMENTS = 1024
 Earlier = tuple[tuple[int, ...], ...]
 
 
-def chunk_context(fusor: Fusor, filler: str, document_tokens: int, head_tokens: int = 0) -> ChunkContext:
+class ContextModel(Protocol):
+    """What a context depends on; a `Fusor` has it. Of `model` the folder is read, `name_or_path`."""
+
+    @property
+    def tokenizer(self) -> Any: ...  # noqa: D102  # see the class
+
+    @property
+    def max_positions(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def model(self) -> Any: ...  # noqa: D102
+
+
+def chunk_context(fusor: ContextModel, filler: str, document_tokens: int, head_tokens: int = 0) -> ChunkContext:
     """The context of a model's chunks.
 
     Args:
@@ -51,7 +64,7 @@ def chunk_context(fusor: Fusor, filler: str, document_tokens: int, head_tokens: 
     return ChunkContext(filler_ids=filler_ids, document_tokens=window)
 
 
-def _filler_ids(fusor: Fusor, filler: str, limit: int) -> tuple[int, ...]:
+def _filler_ids(fusor: ContextModel, filler: str, limit: int) -> tuple[int, ...]:
     if filler == "none":
         return ()
     plain = PlainTokenizer(fusor.tokenizer)

@@ -1,0 +1,89 @@
+"""The connector's options, from vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cacheblend.base.errors import ConfigError
+from cacheblend.blend import FusionConfig
+from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.store import StoreConfig
+
+_ENGINE = EngineConfig(model="any", store_dir="any")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """Where chunks' KV is stored, and how prompts are blended.
+
+    Args:
+        store_dir: a store folder, as `cacheblend ingest --store` makes it; made when missing. Chunks that were ingested offline
+            with the same model, dtype and instruction are hits here.
+        recompute_ratio: share of the reusable tokens to recompute, 0..1, where a request does not say; see `FusionConfig`.
+        ram_budget_bytes: see `StoreConfig`; the workers of one engine share it.
+        nvme_budget_bytes: see `StoreConfig`.
+        codec: how chunks' KV is stored; see `EngineConfig`.
+        instruction: what chunks' KV is computed after, with the chat template's opening; see `EngineConfig`.
+        context_filler: passages that chunks' KV is computed after; see `EngineConfig`.
+        chunk_tokens: size of the chunks that the HTTP routes cut documents into.
+        separator: text between two chunks of a prompt, for clients that can mark chunks in no other way; "" for none.
+
+    Raises:
+        ConfigError: an unknown option, or a value that is not allowed.
+    """
+
+    store_dir: str
+    recompute_ratio: float = FusionConfig().recompute_ratio
+    ram_budget_bytes: int = _ENGINE.ram_budget_bytes
+    nvme_budget_bytes: int = _ENGINE.nvme_budget_bytes
+    codec: str = _ENGINE.codec
+    instruction: str = _ENGINE.instruction
+    context_filler: str = _ENGINE.context_filler
+    chunk_tokens: int = _ENGINE.chunk_tokens
+    separator: str = ""
+
+    def __post_init__(self) -> None:
+        EngineConfig(  # which checks the options that both have
+            model="any",
+            store_dir=self.store_dir,
+            recompute_ratio=self.recompute_ratio,
+            ram_budget_bytes=self.ram_budget_bytes,
+            nvme_budget_bytes=self.nvme_budget_bytes,
+            codec=self.codec,
+            context_filler=self.context_filler,
+            chunk_tokens=self.chunk_tokens,
+        )
+        if not isinstance(self.instruction, str):
+            raise ConfigError("instruction", self.instruction, "a text")
+        if not isinstance(self.separator, str) or (self.separator and not self.separator.strip()):
+            raise ConfigError("separator", self.separator, 'a text that is not white space alone, or "" for none')
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ConnectorConfig:
+        """The configuration that vLLM's `kv_connector_extra_config` names.
+
+        Raises:
+            ConfigError: an unknown option, none for `store_dir`, or a value that is not allowed.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(options.keys() - known):
+            raise ConfigError("kv_connector_extra_config", unknown, f"options are {', '.join(sorted(known))}")
+        if "store_dir" not in options:
+            raise ConfigError("kv_connector_extra_config", dict(options), 'give "store_dir", the folder of the chunks\' KV')
+        return cls(**options)
+
+    def store_config(self, workers: int = 1) -> StoreConfig:
+        """The store of one of so many workers."""
+        return StoreConfig(
+            directory=Path(self.store_dir) / KV_FOLDER,
+            ram_budget_bytes=max(1, self.ram_budget_bytes // workers),
+            nvme_budget_bytes=self.nvme_budget_bytes,
+        )
+
+    @property
+    def profile_dir(self) -> Path:
+        """Folder of the measured profiles."""
+        return EngineConfig(model="any", store_dir=self.store_dir).profile_dir

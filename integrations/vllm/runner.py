@@ -1,0 +1,331 @@
+"""The model runner over vLLM's own loaded layers: one file that knows the shape of vLLM's models, as of 0.32.
+
+Decoder layers are shallow copies whose `self_attn.attn` is ours; projections, norms, rotary embedding and MLP are vLLM's own
+modules, tensor-parallel and quantised ones included. Two copies of each: one with the layer's rotary embedding, one with none,
+which gives keys before RoPE whatever a family's projections and norms look like.
+
+Shapes: H KV heads and Q query heads of this rank, S rows, N tokens, D head size, M hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
+
+from cacheblend.base.errors import UnsupportedModelError
+from cacheblend.blend import KVGeometry, LayerKV
+from cacheblend.blend.attention import Rows
+from cacheblend.blend.decoder import ROWS_AT_ONCE, RowsPass
+from cacheblend.blend.isolated_pass import IsolatedPass, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.model_runner import CosSin
+from cacheblend.blend.question_pass import QuestionPass
+from cacheblend.store import LayerPair
+
+
+class _LayerPass(Protocol):
+    """What one pass of rows through one layer does with keys, values and attention."""
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor: ...
+
+
+class _Attention(nn.Module):
+    """Stands where vLLM's `Attention` was: (S, Q * D), (S, H * D), (S, H * D) -> (S, Q * D), by the pass that is set."""
+
+    def __init__(self, own: Any, layer: int) -> None:
+        super().__init__()
+        self.kv_heads, self.head_dim, self.layer = int(own.num_kv_heads), int(own.head_size), layer
+        self.scaling, self.softcap = float(own.impl.scale), getattr(own.impl, "logits_soft_cap", None) or None
+        self.layer_pass: _LayerPass | None = None
+
+    def forward(self, q_SX: torch.Tensor, k_SX: torch.Tensor, v_SX: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        assert self.layer_pass is not None
+        k, v = self.layer_pass.update(self._heads(k_SX), self._heads(v_SX), self.layer)
+        out = self.layer_pass.attend(self, self._heads(q_SX), k, v, None, scaling=self.scaling, softcap=self.softcap)
+        return out[0].flatten(1)
+
+    def _heads(self, x_SX: torch.Tensor) -> torch.Tensor:
+        return x_SX.view(len(x_SX), -1, self.head_dim).transpose(0, 1)[None]
+
+
+class _NoRotary(nn.Module):
+    """Stands where a rotary embedding was."""
+
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return q, k
+
+
+class _Capture:
+    """Keeps the keys and values that reach the attention. Of the output one row is computed, which nobody reads: a projection
+    of no rows at all is a floating point exception in vLLM 0.32's bfloat16 product on CPUs.
+    """
+
+    def __init__(self) -> None:
+        self.k_1HSD, self.v_1HSD = torch.empty(0), torch.empty(0)
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.k_1HSD, self.v_1HSD = k_1HSD, v_1HSD
+        return k_1HSD, v_1HSD
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        return q[:, :, :1].transpose(1, 2)
+
+
+class VllmRunner:
+    """A causal LM that vLLM has loaded, run layer by layer on chosen rows of a prompt; see `ModelRunner`.
+
+    One thread at a time, the worker's own, within vLLM's forward context.
+
+    Args:
+        model: the loaded model, whose `model.layers` it runs.
+        hf_config: its text model's configuration.
+        dtype: that it computes in.
+        device: where it is.
+
+    Raises:
+        UnsupportedModelError: its layers are not of the shape that can be run on chosen rows; the message names what is not.
+    """
+
+    def __init__(self, model: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._model = getattr(model, "language_model", model)
+        base: Any = getattr(self._model, "model", None)
+        self._base, self._hf_config, self._dtype = base, hf_config, dtype
+        layers = list(getattr(base, "layers", []))
+        family = type(model).__name__
+        for index, layer in enumerate(layers):
+            if trouble := _trouble(layer):
+                raise UnsupportedModelError(f"{family} cannot be blended in vLLM: layer {index} {trouble}")
+        if not layers:
+            raise UnsupportedModelError(f"{family} cannot be blended in vLLM: it has no model.layers")
+        attentions: list[Any] = [layer.self_attn.attn for layer in layers]
+        self._stubs = [_Attention(attention, index) for index, attention in enumerate(attentions)]
+        shapes = {(stub.kv_heads, stub.head_dim) for stub in self._stubs}
+        if len(shapes) > 1:
+            raise UnsupportedModelError(f"{family} cannot be blended in vLLM: its layers have (heads, head size) {shapes}")
+        twins = list(zip(layers, self._stubs, strict=True))
+        self._layers = [_with_modules(x, self_attn=_with_modules(x.self_attn, attn=stub)) for x, stub in twins]
+        none = _NoRotary()
+        self._unrotated = [
+            _with_modules(x, self_attn=_with_modules(x.self_attn, attn=stub, rotary_emb=none)) for x, stub in twins
+        ]
+        self._ropes = {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in layers}
+        self.layer_types: list[Hashable] = [id(layer.self_attn.rotary_emb) for layer in layers]
+        self.windows: list[int | None] = [_window(attention, hf_config) for attention in attentions]
+        self.geometry = KVGeometry(len(layers), *shapes.pop(), dtype, device)
+        self.vocab_size = int(hf_config.vocab_size)
+        self.max_positions: int | None = getattr(hf_config, "max_position_embeddings", None)
+        self.ranks, self.rank = int(get_tensor_model_parallel_world_size()), int(get_tensor_model_parallel_rank())
+
+    def empty_cache(self) -> DynamicCache:
+        """See `ModelRunner.empty_cache`."""
+        return DynamicCache(config=self._hf_config)
+
+    def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
+        """See `ModelRunner.embed`."""
+        hidden_SM: torch.Tensor = self._model.embed_input_ids(token_ids_S)
+        return hidden_SM[None]
+
+    def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
+        """See `ModelRunner.logits`."""
+        logits_1V: torch.Tensor = self._model.compute_logits(self._base.norm(hidden_1SM[0, -1:]))
+        return logits_1V[0].float()
+
+    def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
+        """See `ModelRunner.reduce`: the sum over all ranks."""
+        if self.ranks == 1:
+            return heads_sum_N
+        total_N: torch.Tensor = get_tp_group().all_reduce(heads_sum_N)
+        return total_N
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Of each flag, whether it is set on all ranks."""
+        if self.ranks == 1 or not flags:
+            return list(flags)
+        both = torch.tensor(flags, dtype=torch.int32)
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+        return [bool(flag) for flag in both]
+
+    def own_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
+        """The rank's own heads of a stored layer's `kv_heads`; where there are fewer than ranks, some have the same."""
+        first = self.rank * kv_heads // self.ranks
+        own = slice(first, first + self.geometry.kv_heads)
+        return pair[0][own], pair[1][own]
+
+    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
+        """All `kv_heads` of a layer, from the ranks that hold them."""
+        if self.ranks == 1:
+            return pair
+        kv_2HTD = torch.stack(pair).to(self.geometry.device)
+        every_2HTD: torch.Tensor = get_tp_group().all_gather(kv_2HTD.contiguous(), dim=1)
+        step = every_2HTD.shape[1] // kv_heads  # ranks that hold the same head stand side by side
+        k_HTD, v_HTD = every_2HTD[:, ::step].cpu()
+        return k_HTD, v_HTD
+
+    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
+        """See `ModelRunner.rotary`; from the tables of vLLM's rotary modules, in the model's dtype as they compute."""
+        pairs: dict[Hashable, CosSin] = {}
+        for kind, rope in self._ropes.items():
+            cos_NX, sin_NX = rope.cos_sin_cache.to(positions_N.device, self._dtype)[positions_N].chunk(2, dim=-1)
+            pairs[kind] = torch.cat([cos_NX, cos_NX], dim=-1)[None], torch.cat([sin_NX, sin_NX], dim=-1)[None]
+        return pairs
+
+    def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        """See `ModelRunner.rotate`: the halves of the rotary part are turned, what stands after it is left."""
+        cos, sin = (x[:, None] for x in cos_sin)
+        rotary_dim = cos.shape[-1]
+        turned, rest = k_1HSD[..., :rotary_dim], k_1HSD[..., rotary_dim:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+    def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ModelRunner.project_kv`."""
+        block, capture, hidden_SM = self._unrotated[layer], _Capture(), hidden_1SM[0]
+        self._stubs[layer].layer_pass = capture
+        positions_S = torch.zeros(len(hidden_SM), dtype=torch.long, device=hidden_SM.device)
+        block.self_attn(positions=positions_S, hidden_states=block.input_layernorm(hidden_SM))
+        return capture.k_1HSD, capture.v_1HSD
+
+    def run_rows(
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
+    ) -> torch.Tensor:
+        """See `ModelRunner.run_rows`."""
+        pieces: list[torch.Tensor] = []
+        done = 0
+        for piece in rows.split(ROWS_AT_ONCE):
+            layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
+            pieces.append(self._run(layer, hidden_1SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
+            done += len(piece)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def run_question(
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
+    ) -> torch.Tensor:
+        """See `ModelRunner.run_question`."""
+        return self._run(layer, hidden_1SM, rows.on_device_S, question)
+
+    def run_isolated(
+        self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See `ModelRunner.run_isolated`."""
+        device = self.geometry.device
+        together = list(runs([len(ids) for ids in sequences]))
+        first = 0 if shared is None else shared.tokens
+        positions_N = torch.cat([torch.arange(first, first + len(ids), device=device) for ids in sequences])
+        hidden_1NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=device))
+        rotary = self.rotary(positions_N, hidden_1NM)
+        for layer, window in enumerate(self.windows[:-1]):
+            masks = [
+                (
+                    run,
+                    None
+                    if shared is None and (window is None or window >= run.tokens)
+                    else prefix_mask(run, first, window, self._dtype, device),
+                )
+                for run in together
+            ]
+            turn = partial(self.rotate, cos_sin=rotary[self.layer_types[layer]])
+            prefix = None if shared is None else shared.layers[layer]
+            layer_pass = IsolatedPass(_both(turn), _isolated_attention, masks, prefix)
+            hidden_1NM = self._run(layer, hidden_1NM, positions_N, layer_pass, self._unrotated[layer])
+            yield layer_pass.k_1HND, layer_pass.v_1HND
+        yield self.project_kv(len(self._layers) - 1, hidden_1NM)
+
+    def share(self, prefix_ids: Sequence[int]) -> SharedPrefix:
+        """See `ModelRunner.share`."""
+        positions_P = torch.arange(len(prefix_ids), device=self.geometry.device)
+        rotary = self.rotary(positions_P, torch.empty(0))
+        every = zip(self.layer_types, self.run_isolated([prefix_ids]), strict=True)
+        return SharedPrefix(len(prefix_ids), [(self.rotate(k, rotary[kind]), v.clone()) for kind, (k, v) in every])
+
+    def _run(
+        self, layer: int, hidden_1SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: _LayerPass, block: Any = None
+    ) -> torch.Tensor:
+        """Rows through one layer, by default with its rotary embedding; gives (1, S, M)."""
+        self._stubs[layer].layer_pass = layer_pass
+        block = self._layers[layer] if block is None else block
+        # vLLM's fused norms add into the residual, which is the layer's input.
+        out_SM, residual_SM = block(positions=positions_S, hidden_states=hidden_1SM[0].clone(), residual=None)
+        self._stubs[layer].layer_pass = None
+        whole_SM: torch.Tensor = out_SM + residual_SM
+        return whole_SM[None]
+
+
+def _trouble(layer: Any) -> str:
+    """What of a layer is not of the shape that is run here; empty for nothing."""
+    attention = getattr(layer, "self_attn", None)
+    own, rope = getattr(attention, "attn", None), getattr(attention, "rotary_emb", None)
+    if not hasattr(layer, "input_layernorm") or own is None:
+        return f"({type(layer).__name__}) is not input_layernorm -> self_attn.attn (Mamba, MLA and linear attention are not)"
+    if not hasattr(own, "impl") or not hasattr(own.impl, "do_kv_cache_update"):
+        return (
+            f"has an attention ({type(own).__name__}, {type(getattr(own, 'impl', None)).__name__}) that writes no KV by itself"
+        )
+    if not hasattr(rope, "cos_sin_cache") or not getattr(rope, "is_neox_style", False):
+        return f"has a rotary embedding ({type(rope).__name__}) without one table of halves"
+    if getattr(own.impl, "alibi_slopes", None) is not None or getattr(own, "has_sink", False):
+        return "has ALiBi slopes or attention sinks"
+    if getattr(own, "kv_sharing_target_layer_name", None) is not None:
+        return "has the KV of another layer"
+    if getattr(own, "attn_type", "decoder") != "decoder":  # a str, and an enumeration too
+        return f"has attention of type {own.attn_type}"
+    return ""
+
+
+def _window(attention: Any, hf_config: Any) -> int | None:
+    """The layer's sliding window in tokens; None where it has none, or one that no prompt reaches."""
+    window = getattr(attention, "sliding_window", None)
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    return None if window is None or (positions is not None and window >= positions) else int(window)
+
+
+def _both(
+    turn: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda q, k: (turn(q), turn(k))
+
+
+def _isolated_attention(
+    _module: nn.Module,
+    q_BQTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    v_BHTD: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, None]:
+    """Attention output (B, T, Q, D) of sequences of one length; without a mask, causal."""
+    if softcap is None:
+        out = scaled_dot_product_attention(
+            q_BQTD, k_BHTD, v_BHTD, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+    groups = q_BQTD.shape[1] // k_BHTD.shape[1]
+    k_BQTD, v_BQTD = k_BHTD.repeat_interleave(groups, 1), v_BHTD.repeat_interleave(groups, 1)
+    scores = torch.tanh(torch.matmul(q_BQTD * scaling, k_BQTD.transpose(2, 3)) / softcap) * softcap
+    rows, keys = scores.shape[-2:]
+    if mask is None:
+        mask = torch.full((rows, keys), -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
+    scores = scores + mask
+    return torch.matmul(torch.softmax(scores, dim=-1), v_BQTD).transpose(1, 2), None
+
+
+def _with_modules(module: Any, **replaced: nn.Module) -> Any:
+    """A shallow copy of a module with some children replaced."""
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, **replaced}
+    return twin

@@ -1,0 +1,224 @@
+"""The scheduler's half: which requests are blended, and what tells their blocks from exact ones.
+
+It imports nothing of vLLM; a request is vLLM's `Request`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend.base.errors import InputError
+from cacheblend.blend import FusionConfig
+from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
+from cacheblend.store import ChunkKey
+
+from .keys import Chunk, ChunkKeys
+from .marks import PARAMS_KEY, Marks
+
+logger = logging.getLogger(__name__)
+# A blend is worth it where it runs no more than this share of the rows that vLLM's own prefill would: beside rows it copies,
+# rotates and writes KV, and a request that is left to vLLM shares its blocks with others.
+LARGEST_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class BlendJob:
+    """A prompt that a worker is to blend.
+
+    Args:
+        request_id: vLLM's.
+        token_ids: the whole prompt. All but the last token's KV is handed over; vLLM runs that one itself.
+        block_ids: the prompt's pages.
+        start: first position whose KV is handed over; what stands before it is in vLLM's prefix cache.
+        marks: where the chunks stand.
+        ratio: recompute ratio.
+        cache_salt: the request's.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    start: int
+    marks: Marks
+    ratio: float
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MissedChunk:
+    """A chunk whose KV is to be computed and stored when nothing is blended: after these chunks of its document."""
+
+    token_ids: Chunk
+    earlier: tuple[Chunk, ...]
+    cache_salt: str | None
+
+
+@dataclass(slots=True)
+class _Marked:
+    """A request that is to be blended, until it has finished."""
+
+    marks: Marks
+    ratio: float
+    tried: int = -1  # the preemption count of the last try: one that failed is left to vLLM
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class BlendScheduler:
+    """Decides on arrival and at scheduling, and keeps what the answers tell.
+
+    Args:
+        keys: names chunks' KV.
+        stored: whether a key's KV is stored; reads none.
+        ratio: where a request does not say.
+        block_size: tokens of a block hash.
+
+    Attributes:
+        counts: since the last `take_counts`, by name: "blended", "exact:REASON", ...
+    """
+
+    def __init__(self, keys: ChunkKeys, stored: Callable[[ChunkKey], bool], ratio: float, block_size: int) -> None:
+        self._keys, self._stored, self._ratio, self._block_size = keys, stored, ratio, block_size
+        self._marked: dict[str, _Marked] = {}
+        self._reports: dict[str, dict[str, Any]] = {}  # of requests that are left to vLLM
+        self._jobs: list[BlendJob] = []
+        self._missed: list[MissedChunk] = []
+        self._waiting_misses = 0
+        self.counts: Counter[str] = Counter()
+
+    def arrive(self, request: Any) -> None:
+        """Take a marked request, and salt the hashes of its blocks from the first approximate one on; before any lookup."""
+        params = request.kv_transfer_params
+        if not isinstance(params, Mapping) or PARAMS_KEY not in params:
+            return
+        reason = self._reason_to_refuse(request)
+        if not reason:
+            try:
+                marks = Marks.read(params[PARAMS_KEY], request.num_prompt_tokens)
+            except InputError as error:
+                logger.warning("request %s is computed exactly: %s", request.request_id, error)
+                reason = f"marks: {error}"
+        if not reason:
+            reason = self._take(request, marks)
+        if reason:
+            self.counts[f"exact:{reason.partition(':')[0]}"] += 1
+            self._reports[request.request_id] = {"blended": False, "reason": reason}
+
+    def _reason_to_refuse(self, request: Any) -> str:
+        """What of a request cannot be blended; empty for nothing."""
+        refused = {
+            "lora": request.lora_request is not None,
+            "multimodal": bool(request.mm_features),
+            "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
+            "pooling": request.sampling_params is None,
+            "prompt_logprobs": bool(request.skip_reading_prefix_cache),
+            "streaming_input": bool(request.resumable),
+        }
+        return next((reason for reason, found in refused.items() if found), "")
+
+    def _take(self, request: Any, marks: Marks) -> str:
+        """Take a request whose chunks are worth it; gives the reason where they are not."""
+        ids = request.prompt_token_ids
+        chunks = [tuple(ids[start:stop]) for start, stop in marks.chunks]
+        ratio = self._ratio if marks.ratio is None else marks.ratio
+        if not chunks:
+            return "no_chunks"
+        earlier = self._keys.earlier(chunks, marks.documents)
+        salt = request.cache_salt
+        stored = [self._stored(self._keys.key(*chunk, salt)) for chunk in zip(chunks, earlier, strict=True)]
+        missed = [
+            MissedChunk(chunk, texts, salt) for chunk, texts, found in zip(chunks, earlier, stored, strict=True) if not found
+        ]
+        reused = sum(len(chunk) for chunk, found in zip(chunks, stored, strict=True) if found)
+        tokens = request.num_prompt_tokens
+        if not reused or _rows(tokens, marks, ratio, reused) > LARGEST_SHARE * tokens:
+            self._missed += missed
+            return "not_stored" if missed else "not_worth_it"
+        first = marks.chunks[0][0] // self._block_size
+        if request.block_hashes or request._block_hasher is not None:
+            if first >= len(request.block_hashes):
+                self._missed += missed
+                return "short_prompt"  # the first chunk's block is not full, and would get an exact name when it is
+            self._salt(request, first, marks.salt(ratio, self._keys.digest))
+        self._marked[request.request_id] = _Marked(marks, ratio)
+        return ""
+
+    @staticmethod
+    def _salt(request: Any, first: int, salt: bytes) -> None:
+        """Rename the block `first`; all after it, those of generated tokens too, are hashed behind that name."""
+        exact = request.block_hashes[first]
+        request.block_hashes[first:] = [type(exact)(hashlib.sha256(salt + exact).digest())]
+        request.update_block_hashes()
+
+    def matched(self, request: Any, computed: int) -> int:
+        """How many tokens after the first `computed` a worker hands over; 0 where vLLM computes the prompt itself."""
+        marked = self._marked.get(request.request_id)
+        if marked is None or marked.tried == request.num_preemptions:
+            return 0
+        tokens, opening = request.num_prompt_tokens, min(computed, marked.marks.chunks[0][0])
+        # What vLLM's prefix cache leaves to compute; the opening is in the workers' memory then, too.
+        if _rows(tokens, marked.marks, marked.ratio) - opening > LARGEST_SHARE * (tokens - computed):
+            if not marked.report:
+                marked.report = {"blended": True, "reason": "prefix_cache", "cached_tokens": computed}
+            return 0
+        return max(0, int(tokens) - 1 - computed)
+
+    def allocated(self, request: Any, block_ids: Sequence[int], handed_over: int) -> None:
+        """Send a request to the workers, once its pages are allocated."""
+        if handed_over <= 0:
+            return
+        marked = self._marked[request.request_id]
+        marked.tried = request.num_preemptions
+        start = request.num_prompt_tokens - 1 - handed_over
+        ids = tuple(request.prompt_token_ids)
+        job = BlendJob(request.request_id, ids, tuple(block_ids), start, marked.marks, marked.ratio, request.cache_salt)
+        self._jobs.append(job)
+
+    def take_jobs(self) -> tuple[list[BlendJob], list[MissedChunk]]:
+        """What the workers are to begin, once each."""
+        jobs, self._jobs = self._jobs, []
+        missed, self._missed = self._missed, []
+        self._waiting_misses += len(missed)
+        return jobs, missed
+
+    def observe(self, reports: Mapping[str, dict[str, Any]], waiting_misses: int) -> None:
+        """Take in what the workers have done."""
+        self._waiting_misses = waiting_misses
+        for request_id, report in reports.items():
+            self.counts["blended" if report["blended"] else "exact:failed"] += 1
+            for name in ("hit_tokens", "missed_tokens", "recomputed_tokens"):
+                self.counts[name] += report.get(name, 0)
+            if request_id in self._marked:
+                self._marked[request_id].report = report
+
+    @property
+    def has_misses(self) -> bool:
+        """Whether missed chunks wait to be computed, for which the engine must go on stepping."""
+        return bool(self._missed or self._waiting_misses)
+
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        """Forget a request; gives what its answer tells, None for a request without marks."""
+        marked = self._marked.pop(request.request_id, None)
+        report = self._reports.pop(request.request_id, None) if marked is None else marked.report
+        return None if report is None else {PARAMS_KEY: report}
+
+    def take_counts(self) -> dict[str, int]:
+        """The counts since the last call."""
+        counts, self.counts = dict(self.counts), Counter()
+        return counts
+
+
+def _rows(tokens: int, marks: Marks, ratio: float, reused: int | None = None) -> float:
+    """Rows that a blend runs in the mean of the layers, with the question's pass; of the chunks `reused` tokens are stored, or all."""
+    if reused is None:
+        reused = sum(stop - start for start, stop in marks.chunks)
+    return tokens - reused * (1 - ratio) + min(MAX_QUESTION_TOKENS, tokens - marks.chunks[-1][1])
+
+
+def fusion_config(ratio: float) -> FusionConfig:
+    """How prompts are blended at a ratio."""
+    return FusionConfig(recompute_ratio=ratio)

@@ -1,0 +1,284 @@
+"""The worker's half: blends prompts into vLLM's pages, some layers a step of the engine, and stores what was missing.
+
+Shapes: H KV heads, T tokens handed over, D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from cacheblend.base.errors import DamagedEntryError, StoreError
+from cacheblend.blend import Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment, SegmentKV
+from cacheblend.loader import LayerLoader
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, LayerPair
+
+from .keys import Chunk, ChunkKeys
+from .scheduler import BlendJob, MissedChunk, fusion_config
+
+logger = logging.getLogger(__name__)
+MAX_WAITING_MISSES = 4096
+# A layer's cost that grows with the prompt and not with its rows: for so many tokens KV is copied, rotated and written in the
+# time of one row.
+TOKENS_OF_A_ROW = 16
+# What stands before the first chunk is the same for many requests (a system message): its KV is computed once.
+KEPT_OPENINGS = 4
+MIN_OPENING_TOKENS = 64
+
+
+class Ranks(Protocol):
+    """Processes that hold a model's heads together; `VllmRunner` is one of them."""
+
+    @property
+    def ranks(self) -> int: ...  # noqa: D102
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Of each flag, whether it is set on all ranks."""
+
+    def own_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
+        """The rank's own heads of a stored layer."""
+
+    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
+        """All heads of a layer."""
+
+
+class Pages(Protocol):
+    """vLLM's paged KV cache, as this worker holds it."""
+
+    def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
+        """Write rotated keys and values to the positions from `start` on of the request that has these blocks."""
+
+
+@dataclass(slots=True)
+class _PageSink:
+    """Writes each finished layer of a blend to the request's pages."""
+
+    pages: Pages
+    job: BlendJob
+
+    def put(self, layer: int, whole: LayerKV) -> None:
+        """See `LayerSink.put`."""
+        handed_over = slice(self.job.start, len(self.job.token_ids) - 1)
+        k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1).contiguous() for x_1HND in (whole.k_1HND, whole.v_1HND))
+        self.pages.write(layer, k_THD, v_THD, self.job.block_ids, self.job.start)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What became of the work since the last time; requests by vLLM's ids."""
+
+    done: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class BlendWorker:
+    """Blends one prompt after the other, and computes missed chunks when there is none; all in the engine's own thread.
+
+    Every rank of a tensor-parallel engine makes the same calls in the same order: the ranks agree on the hits before the first
+    layer, and have read all KV by then, so that none waits for another in the middle.
+
+    Args:
+        fusor: over vLLM's model.
+        keys: names chunks' KV.
+        store: where it is.
+        pages: where blended KV goes.
+        ranks: this process among those that hold the model.
+        kv_heads: of all ranks together.
+    """
+
+    def __init__(self, fusor: Fusor, keys: ChunkKeys, store: KVStore, pages: Pages, ranks: Ranks, kv_heads: int) -> None:
+        self._fusor, self._keys, self._store, self._pages, self._ranks = fusor, keys, store, pages, ranks
+        self._kv_heads = kv_heads
+        self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
+        self._missed: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
+        self._openings: OrderedDict[Chunk, ChunkKV] = OrderedDict()
+        self._progress = Progress()
+
+    @property
+    def waiting_misses(self) -> int:
+        """Missed chunks that are not computed yet."""
+        return len(self._missed)
+
+    @property
+    def blending(self) -> int:
+        """Prompts that wait or are under way."""
+        return len(self._blends)
+
+    def step(self, jobs: Iterable[BlendJob], missed: Iterable[MissedChunk], rows: int) -> None:
+        """Work as much as a chunk of vLLM's own prefill of `rows` tokens would; at least a layer, or a missed chunk."""
+        self._blends.extend((job, self._blend(job)) for job in jobs)
+        for chunk in missed:
+            self._miss(chunk)
+        left = max(1, rows) * self._fusor.runner.geometry.layers
+        if not self._blends:
+            self._compute_missed()
+        while self._blends and left > 0:
+            job, steps = self._blends[0]
+            try:
+                left -= next(steps)
+            except StopIteration as done:
+                self._end(job, done.value)
+            except Exception as error:
+                logger.exception("request %s is computed exactly: its blend failed", job.request_id)
+                self._progress.failed.add(job.request_id)
+                self._end(job, {"blended": False, "reason": f"failed: {type(error).__name__}"})
+
+    def cancel(self, request_ids: Collection[str]) -> None:
+        """Stop the blends of requests that have ended, whose pages are then free."""
+        for job, steps in [blend for blend in self._blends if blend[0].request_id in request_ids]:
+            steps.close()
+            self._blends.remove((job, steps))
+            self._progress.done.add(job.request_id)
+
+    def take_progress(self) -> Progress:
+        """What became of the work since the last call."""
+        progress, self._progress = self._progress, Progress()
+        return progress
+
+    def close(self) -> None:
+        """Stop what is under way, and close the store."""
+        for _, steps in self._blends:
+            steps.close()
+        self._blends.clear()
+        self._store.close()
+
+    def _end(self, job: BlendJob, report: dict[str, Any]) -> None:
+        self._blends.popleft()
+        self._progress.done.add(job.request_id)
+        self._progress.reports[job.request_id] = report
+
+    def _blend(self, job: BlendJob) -> Generator[int, None, dict[str, Any]]:
+        """Blend a prompt into its pages; yields what each layer cost in rows, and gives the report."""
+        for _ in job.marks.chunks:
+            try:
+                return (yield from self._blend_once(job))
+            except DamagedEntryError:
+                continue  # the damaged entry is a miss now
+        return (yield from self._blend_once(job))
+
+    @torch.no_grad()
+    def _blend_once(self, job: BlendJob) -> Generator[int, None, dict[str, Any]]:
+        started, ids = time.perf_counter(), job.token_ids
+        # 1. Look up the chunks; all ranks go on with the same hits.
+        chunks = [ids[start:stop] for start, stop in job.marks.chunks]
+        earlier = self._keys.earlier(chunks, job.marks.documents)
+        keys = [self._keys.key(*chunk, job.cache_salt) for chunk in zip(chunks, earlier, strict=True)]
+        with ExitStack() as held:
+            found, source = self._find(keys, held)
+            # 2. Lay the prompt out: what stands before the first chunk, the chunks, and what stands between and after them.
+            segments = [self._opening(ids[: job.marks.chunks[0][0]])]
+            after = [start for start, _ in job.marks.chunks[1:]] + [len(ids)]
+            for (_, stop), chunk, kv, next_start in zip(job.marks.chunks, chunks, found, after, strict=True):
+                segments += [Segment(chunk, kv), Segment(ids[stop:next_start])]
+            # 3. Blend it, each finished layer straight into the pages.
+            fixed = -(-len(ids) // TOKENS_OF_A_ROW)
+            steps = self._fusor.fuse_steps(segments, fusion_config(job.ratio), source, _PageSink(self._pages, job))
+            held.callback(steps.close)
+            while True:
+                try:
+                    layer: LayerReport = next(steps)
+                except StopIteration as done:
+                    blended = done.value
+                    break
+                yield layer.recomputed + fixed
+        # 4. What was missing is computed after its own context later, and stored.
+        for chunk, texts, kv in zip(chunks, earlier, found, strict=True):
+            if kv is None:
+                self._miss(MissedChunk(chunk, texts, job.cache_salt))
+        hits = [len(chunk) for chunk, kv in zip(chunks, found, strict=True) if kv is not None]
+        later = blended.recomputed[1:] or blended.recomputed
+        return {
+            "blended": True,
+            "chunks": len(chunks),
+            "hits": len(hits),
+            "hit_tokens": sum(hits),
+            "missed_tokens": sum(map(len, chunks)) - sum(hits),
+            "recomputed_tokens": round(sum(map(len, later)) / len(later)),
+            "recompute_ratio": round(blended.recomputed_ratio, 4),
+            "wait_s": round(blended.wait_s, 4),
+            "blend_s": round(time.perf_counter() - started, 4),
+        }
+
+    def _find(self, keys: Sequence[ChunkKey], held: ExitStack) -> tuple[list[SegmentKV | None], LayerSource]:
+        """The stored KV of each key, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
+        if self._ranks.ranks == 1:
+            placements = held.enter_context(self._store.pin(keys))
+            return list(placements), held.enter_context(LayerLoader())
+        found = [self._store.get(key) for key in keys]
+        agreed = self._ranks.agree([kv is not None for kv in found])
+        kept: list[SegmentKV | None] = []
+        for kv, everywhere in zip(found, agreed, strict=True):
+            if kv is None or not everywhere:
+                kept.append(None)
+            else:
+                kept.append(replace(kv, layers=[self._ranks.own_heads(pair, self._kv_heads) for pair in kv.layers]))
+        return kept, ResidentLayers()
+
+    def _opening(self, ids: Chunk) -> Segment:
+        """What stands before the first chunk: exact KV where it is worth to be kept."""
+        if len(ids) < MIN_OPENING_TOKENS:
+            return Segment(ids)
+        if ids not in self._openings:
+            self._openings[ids] = self._fusor.precompute(ids)
+            while len(self._openings) > KEPT_OPENINGS:
+                self._openings.popitem(last=False)
+        self._openings.move_to_end(ids)
+        return Segment(ids, self._openings[ids], exact=True)
+
+    def _miss(self, chunk: MissedChunk) -> None:
+        key = self._keys.key(chunk.token_ids, chunk.earlier, chunk.cache_salt)
+        if len(self._missed) < MAX_WAITING_MISSES:
+            self._missed.setdefault(key, chunk)
+
+    def _compute_missed(self) -> None:
+        """Compute the KV of one missed chunk after its own context, and store it."""
+        while self._missed:
+            key, chunk = self._missed.popitem(last=False)
+            if self._ranks.agree([key in self._store])[0]:
+                continue
+            self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)
+            return
+
+    def precompute(self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None) -> int:
+        """Compute and store the KV of documents' chunks; gives how many were new.
+
+        Args:
+            documents: the token ids of each document's chunks, in its order.
+            which: indexes of the chunks wanted of each; None for all.
+            cache_salt: whose they are; None for everybody's.
+        """
+        wanted: list[tuple[Sequence[Chunk], list[int]]] = []
+        for chunks in documents:
+            earlier = self._keys.context.earlier(chunks)
+            keys = [self._keys.key(chunk, texts, cache_salt) for chunk, texts in zip(chunks, earlier, strict=True)]
+            have = self._ranks.agree([key in self._store for key in keys])
+            wanted.append((chunks, [i for i, here in enumerate(have) if not here and (which is None or i in which)]))
+        stored = 0
+        for kv in self._fusor.precompute_documents(wanted, self._keys.head, self._keys.context):
+            whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
+            key = ChunkKey.of(
+                whole.token_ids,
+                prefix_ids=whole.prefix_ids,
+                context=whole.context,
+                model=self._keys.model,
+                codec=self._keys.codec,
+                namespace=self._keys.key(whole.token_ids, (), cache_salt).namespace,
+            )
+            stored += 1
+            if self._ranks.rank == 0:
+                try:
+                    self._store.put(key, whole, flush=False)
+                except StoreError as error:  # a full disk: the chunk stays a miss
+                    logger.warning("a chunk's KV is not stored: %s", error)
+        return stored

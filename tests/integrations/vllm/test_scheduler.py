@@ -1,0 +1,212 @@
+"""Which requests are blended, and what their blocks are called; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.blend import ChunkContext
+from cacheblend.integrations.vllm.config import ConnectorConfig
+from cacheblend.integrations.vllm.keys import ChunkKeys
+from cacheblend.integrations.vllm.marks import Marks
+from cacheblend.integrations.vllm.scheduler import BlendScheduler
+from cacheblend.store import ChunkKey
+
+BLOCK = 4
+KEYS = ChunkKeys((1, 2), ChunkContext(filler_ids=(3,), document_tokens=100), "model", "raw")
+TOKENS = list(range(100, 180))  # two chunks of 32 between 5 and 11 others
+CHUNKS = [[5, 37], [37, 69]]
+
+
+class _Request(SimpleNamespace):
+    """vLLM's request, as far as the connector reads it: blocks are hashed one after the other."""
+
+    def __init__(self, params: Any, tokens: list[int] = TOKENS, **other: Any) -> None:
+        super().__init__(
+            request_id="one",
+            kv_transfer_params=params,
+            prompt_token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            lora_request=None,
+            mm_features=[],
+            prompt_embeds=None,
+            sampling_params=object(),
+            skip_reading_prefix_cache=False,
+            resumable=False,
+            cache_salt=None,
+            num_preemptions=0,
+            block_hashes=[],
+            _block_hasher=object(),
+            **other,
+        )
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        for start in range(len(self.block_hashes) * BLOCK, len(self.prompt_token_ids) - BLOCK + 1, BLOCK):
+            before = self.block_hashes[-1] if self.block_hashes else b""
+            block = bytes(self.prompt_token_ids[start : start + BLOCK])
+            self.block_hashes.append(hashlib.sha256(before + block).digest())
+
+
+def _scheduler(ratio: float = 0.1, stored: bool = True) -> BlendScheduler:
+    return BlendScheduler(KEYS, lambda _: stored, ratio, BLOCK)
+
+
+def _marked(**more: Any) -> dict[str, Any]:
+    return {"cacheblend": {"chunks": CHUNKS, **more}}
+
+
+def test_blocks_from_the_first_chunk_on_get_names_of_their_own() -> None:
+    """Blocks before the first chunk keep their exact names; all others differ, by ratio and borders too."""
+    exact = _Request(None)
+    names = set[bytes]()
+    for params in (_marked(), _marked(ratio=0.5), {"cacheblend": {"chunks": [[5, 36], [37, 69]]}}):
+        request = _Request(params)
+        _scheduler().arrive(request)
+        assert request.block_hashes[:1] == exact.block_hashes[:1]
+        assert len(request.block_hashes) == len(exact.block_hashes)
+        assert not set(request.block_hashes[1:]) & set(exact.block_hashes)
+        assert not set(request.block_hashes[1:]) & names
+        names |= set(request.block_hashes[1:])
+    again = _Request(_marked())
+    _scheduler().arrive(again)
+    assert set(again.block_hashes[1:]) <= names
+
+
+def test_a_prompt_is_handed_over_but_for_its_last_token() -> None:
+    """Of a marked prompt all tokens but the last come from a worker, whatever of it is in the prefix cache."""
+    scheduler, request = _scheduler(), _Request(_marked())
+    scheduler.arrive(request)
+    assert scheduler.matched(request, 4) == 75
+    scheduler.allocated(request, list(range(20)), 75)
+    (job,), missed = scheduler.take_jobs()
+    assert (job.start, job.ratio, job.marks.chunks, missed) == (4, 0.1, ((5, 37), (37, 69)), [])
+    assert scheduler.take_jobs() == ([], [])
+
+
+def test_a_failed_blend_is_left_to_vllm_until_the_next_preemption() -> None:
+    """A request is offered once for each time that it begins; what failed is not tried again at once."""
+    scheduler, request = _scheduler(), _Request(_marked())
+    scheduler.arrive(request)
+    scheduler.allocated(request, [1], scheduler.matched(request, 0))
+    assert scheduler.matched(request, 0) == 0
+    request.num_preemptions = 1
+    assert scheduler.matched(request, 0) == 79
+
+
+def test_what_vllm_has_cached_of_a_blended_prompt_is_not_blended_again() -> None:
+    """Where vLLM's prefix cache leaves no more rows than a blend would run, vLLM computes them."""
+    scheduler, request = _scheduler(), _Request(_marked())
+    scheduler.arrive(request)
+    assert scheduler.matched(request, 60) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lora_request": object()}, "lora"),
+        ({"mm_features": [object()]}, "multimodal"),
+        ({"prompt_embeds": object()}, "prompt_embeds"),
+        ({"skip_reading_prefix_cache": True}, "prompt_logprobs"),
+        ({"kv_transfer_params": {"cacheblend": {"chunks": [[9, 3]]}}}, "marks"),
+        ({"kv_transfer_params": {"cacheblend": {"chunks": []}}}, "no_chunks"),
+        ({"kv_transfer_params": {"cacheblend": {"chunks": CHUNKS, "ratio": 1.0}}}, "not_worth_it"),
+        ({"block_hashes": []}, "short_prompt"),
+    ],
+)
+def test_requests_that_are_left_to_vllm(change: dict[str, Any], reason: str) -> None:
+    """What cannot be blended keeps its exact names, is counted, and its answer says why."""
+    scheduler, request = _scheduler(), _Request(_marked())
+    for name, value in change.items():
+        setattr(request, name, value)
+    before = list(request.block_hashes)
+    scheduler.arrive(request)
+    assert scheduler.matched(request, 0) == 0
+    assert request.block_hashes == before
+    assert scheduler.take_counts() == {f"exact:{reason}": 1}
+    answer = scheduler.finish(request)
+    assert answer is not None
+    assert not answer["cacheblend"]["blended"]
+    assert answer["cacheblend"]["reason"].startswith(reason)
+
+
+def test_missed_chunks_keep_the_engine_stepping_until_they_are_stored() -> None:
+    """A prompt whose chunks are not stored is exact; its chunks are computed afterwards, at idle steps."""
+    scheduler, request = _scheduler(stored=False), _Request(_marked(documents=[7, 7]))
+    scheduler.arrive(request)
+    assert scheduler.matched(request, 0) == 0
+    assert scheduler.has_misses
+    _, missed = scheduler.take_jobs()
+    assert [chunk.earlier for chunk in missed] == [(), (tuple(TOKENS[5:37]),)]
+    assert scheduler.has_misses
+    scheduler.observe({}, 0)
+    assert not scheduler.has_misses
+
+
+def test_unmarked_requests_are_not_touched() -> None:
+    """A request without marks, or with another connector's parameters, is nobody's business."""
+    scheduler = _scheduler()
+    for params in (None, {}, {"do_remote_prefill": True}):
+        request = _Request(params)
+        scheduler.arrive(request)
+        assert scheduler.matched(request, 0) == 0
+        assert scheduler.finish(request) is None
+    assert scheduler.take_counts() == {}
+
+
+def test_tenants_have_keys_of_their_own() -> None:
+    """A request's cache salt is in its chunks' keys, and a document's earlier text too."""
+    asked = list[ChunkKey]()
+    for salt in (None, "tenant"):
+        request = _Request(_marked())
+        request.cache_salt = salt
+        BlendScheduler(KEYS, lambda key: bool(asked.append(key)) or True, 0.1, BLOCK).arrive(request)
+    assert len(set(map(str, asked))) == 4
+    assert str(KEYS.key((5,), ((4,),), None)) != str(KEYS.key((5,), (), None))
+
+
+@given(borders=st.lists(st.integers(0, 60), max_size=8, unique=True), ratio=st.none() | st.floats(0, 1))
+def test_marks_are_read_as_written(borders: list[int], ratio: float | None) -> None:
+    """Marks that fit a prompt come back as they were given, and others of the same prompt have another salt."""
+    chunks = [list(pair) for pair in zip(sorted(borders)[::2], sorted(borders)[1::2], strict=False)]
+    marks = Marks.read({"chunks": chunks, "ratio": ratio}, 60)
+    assert Marks.read(marks.as_params(), 60) == marks
+    assert marks.salt(0.1, "a") != marks.salt(0.2, "a")
+    assert marks.salt(0.1, "a") != marks.salt(0.1, "b")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [],
+        {"chunk": []},
+        {"chunks": [[0, 4], [3, 9]]},
+        {"chunks": [[4, 4]]},
+        {"chunks": [[0, 61]]},
+        {"chunks": [[-1, 4]]},
+        {"chunks": [["0", 4]]},
+        {"chunks": [[0, True]]},
+        {"chunks": [[0, 4]], "ratio": 2},
+        {"chunks": [[0, 4]], "ratio": float("nan")},
+        {"chunks": [[0, 4]], "documents": [1, 2]},
+    ],
+)
+def test_bad_marks_are_refused(params: Any) -> None:
+    """Marks of another form, or that do not fit the prompt, are refused with a message."""
+    with pytest.raises(InputError):
+        Marks.read(params, 60)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"store_dir": ""}, {"store_dir": "x", "unknown": 1}, {"store_dir": "x", "recompute_ratio": 2}]
+)
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    """An option that is unknown or has a value that is not allowed is refused by name."""
+    with pytest.raises(ConfigError):
+        ConnectorConfig.from_options(options)
