@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import ChunkContext
-from cacheblend.blend.fingerprint import fingerprint_directory
-from cacheblend.blend.model_files import NO_CODE, load_tokenizer
+from cacheblend.blend.families import fingerprint_directory
+from cacheblend.blend.models import NO_CODE, load_tokenizer
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service.engine.chunk_contexts import chunk_context
-from cacheblend.service.engine.namespace import namespace_of
 from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.request import namespace_of
 from cacheblend.store import ChunkKey, context_digest
 
 from .config import ConnectorConfig

@@ -24,9 +24,8 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.attention import Rows
 from cacheblend.blend.decoder import ROWS_AT_ONCE, RowsPass
-from cacheblend.blend.isolated_pass import IsolatedPass, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.layer_passes import IsolatedPass, QuestionPass, SharedPrefix, prefix_mask, runs
 from cacheblend.blend.model_runner import CosSin
-from cacheblend.blend.question_pass import QuestionPass
 from cacheblend.store import LayerPair
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend import FusionConfig
-from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
+from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 from cacheblend.store import ChunkKey
 
 from .keys import Chunk, ChunkKeys
@@ -213,7 +213,7 @@ class BlendScheduler:
 
 
 def _rows(tokens: int, marks: Marks, ratio: float, reused: int | None = None) -> float:
-    """Rows that a blend runs in the mean of the layers, with the question's pass; of the chunks `reused` tokens are stored, or all."""
+    """Rows that a blend runs in the mean of the layers; of the chunks `reused` tokens are stored, None for all."""
     if reused is None:
         reused = sum(stop - start for start, stop in marks.chunks)
     return tokens - reused * (1 - ratio) + min(MAX_QUESTION_TOKENS, tokens - marks.chunks[-1][1])

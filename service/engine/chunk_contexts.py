@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.blend import ChunkContext
+from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, PlainTokenizer, Retriever
 from cacheblend.retriever.config import SEPARATOR
 from cacheblend.store import ChunkKey, ChunkKV, context_digest
