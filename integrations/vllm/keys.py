@@ -19,7 +19,7 @@ from cacheblend.blend.families import fingerprint_directory
 from cacheblend.blend.models import NO_CODE, load_tokenizer
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service.engine.chunk_contexts import chunk_context
-from cacheblend.service.engine.prompt import PromptBuilder
+from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import namespace_of
 from cacheblend.store import ChunkKey, context_digest
 
@@ -73,7 +73,7 @@ class ChunkKeys:
         fingerprint = fingerprint_directory(folder, named, dtype)
         if quantization is not None:
             fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{quantization}".encode()).hexdigest()
-        head = PromptBuilder(tokens, config.instruction).head
+        head = PromptRenderer(tokens, config.instruction).prefix
         positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)
         seen = SimpleNamespace(tokenizer=tokens, max_positions=positions, model=SimpleNamespace(name_or_path=str(folder)))
         context = chunk_context(seen, config.context_filler, DOCUMENT_TOKENS, len(head))

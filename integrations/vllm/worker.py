@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from cacheblend.base.errors import DamagedEntryError, StoreError
-from cacheblend.blend import Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment, SegmentKV
+from cacheblend.blend import Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader
-from cacheblend.store import ChunkKey, ChunkKV, KVStore, LayerPair
+from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair
 
 from .keys import Chunk, ChunkKeys
 from .scheduler import BlendJob, MissedChunk, fusion_config
@@ -210,14 +210,14 @@ class BlendWorker:
             "blend_s": round(time.perf_counter() - started, 4),
         }
 
-    def _find(self, keys: Sequence[ChunkKey], held: ExitStack) -> tuple[list[SegmentKV | None], LayerSource]:
+    def _find(self, keys: Sequence[ChunkKey], held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each key, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
         if self._ranks.ranks == 1:
             placements = held.enter_context(self._store.pin(keys))
             return list(placements), held.enter_context(LayerLoader())
         found = [self._store.get(key) for key in keys]
         agreed = self._ranks.agree([kv is not None for kv in found])
-        kept: list[SegmentKV | None] = []
+        kept: list[KVHandle | None] = []
         for kv, everywhere in zip(found, agreed, strict=True):
             if kv is None or not everywhere:
                 kept.append(None)
