@@ -14,7 +14,7 @@ from typing import Self
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
-from cacheblend.loader import LoadingController, Profile
+from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import DocumentVersion, KVStore
 
@@ -25,7 +25,7 @@ from .documents import Documents
 from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
-from .profiles import calibrated, find_controller, make_controller
+from .profiles import calibrated, find_controller
 from .prompt import PromptLayout, PromptRenderer, check_characters
 from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
 
@@ -95,10 +95,6 @@ class Engine:
     def controller(self) -> LoadingController | None:
         """Picks the ratio where a question does not; None, and so r*, until there is a profile of this model and device."""
         return self._prefiller.controller
-
-    def use_profile(self, profile: Profile) -> None:
-        """Plan with a profile (`measure_and_keep` makes one) from now on; ProfileError if it is of another model or device."""
-        self._prefiller.controller = make_controller(self.config, self.fusor, profile)
 
     def ingest(
         self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cacheblend.base.errors import ProfileError
@@ -16,17 +16,30 @@ from cacheblend.loader import (
     Profile,
     copied_tiers,
     describe_device,
-    measure_profile,
     read_calibration,
     read_profile,
-    write_profile,
 )
 from cacheblend.loader.calibration import prefix_digest
-from cacheblend.loader.profiler import LENGTHS, RATIOS
 
 from .config import EngineConfig
 
 logger = logging.getLogger(__name__)
+# Contexts of chunks' KV that an engine can have, by `cacheblend eval`'s names: filler passages, and a document's window.
+CONTEXT_OPTIONS = {
+    "default": ("auto", DOCUMENT_TOKENS),
+    "filler": ("auto", 0),
+    "document": ("none", DOCUMENT_TOKENS),
+    "head": ("none", 0),
+}
+
+
+def find_profile(config: EngineConfig, fusor: Fusor) -> Profile | None:
+    """The profile of the model on its device that stands beside the store; None where none was made.
+
+    Raises:
+        ProfileError: it is damaged.
+    """
+    return read_profile(config.profile_dir, model=fusor.fingerprint, device=describe_device(fusor.decoder.device))
 
 
 def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> LoadingController:
@@ -40,84 +53,42 @@ def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> Loa
     return LoadingController(config.loader, profile, schedule, copied_tiers(fusor.decoder.device))
 
 
-def find_profile(config: EngineConfig, fusor: Fusor) -> Profile | None:
-    """The profile of the model on its device that stands beside the store; None where none was made.
-
-    Raises:
-        ProfileError: it is damaged.
-    """
-    return read_profile(config.profile_dir, model=fusor.fingerprint, device=describe_device(fusor.decoder.device))
-
-
 def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | None:
     """A controller with the profile that stands beside the store; None, and so r* for every request, without one."""
+    r_star = config.loader.quality_ratio
     try:
         profile = find_profile(config, fusor)
     except ProfileError as error:
-        logger.warning("%s; until then the recompute ratio is r* = %s", error, config.loader.quality_ratio)
+        logger.warning("%s; until then the recompute ratio is r* = %s", error, r_star)
         return None
-    if profile is None:
-        logger.info(
-            "no profile of this model on %s; the recompute ratio is r* = %s until `cacheblend profile` has made one",
-            describe_device(fusor.decoder.device),
-            config.loader.quality_ratio,
-        )
-        return None
-    return make_controller(config, fusor, profile)
-
-
-def measure_and_keep(
-    config: EngineConfig,
-    fusor: Fusor,
-    *,
-    lengths: Sequence[int] = LENGTHS,
-    ratios: Sequence[float] = RATIOS,
-    repeats: int = 3,
-    on_progress: Callable[[str, int, int], None] | None = None,
-) -> Profile:
-    """Measure a model, its device and the disk of the store, and keep that beside the store; see `measure_profile`.
-
-    Raises:
-        ConfigError: a length, ratio or number of repeats outside its range.
-        ProfileError: the store's folder cannot be written.
-    """
-    profile = measure_profile(
-        fusor,
-        config.profile_dir,
-        config.loader,
-        chunk_tokens=config.chunk_tokens,
-        lengths=lengths,
-        ratios=ratios,
-        repeats=repeats,
-        on_progress=on_progress,
+    if profile is not None:
+        return make_controller(config, fusor, profile)
+    logger.info(
+        "no profile of this model on %s; the recompute ratio is r* = %s until `cacheblend profile` has made one",
+        describe_device(fusor.decoder.device),
+        r_star,
     )
-    write_profile(config.profile_dir, profile)
-    return profile
-
-
-logger = logging.getLogger(__name__)
-# Contexts of chunks' KV that an engine can have, by `cacheblend eval`'s names: filler passages, and a document's window.
-CONTEXT_OPTIONS = {
-    "default": ("auto", DOCUMENT_TOKENS),
-    "filler": ("auto", 0),
-    "document": ("none", DOCUMENT_TOKENS),
-    "head": ("none", 0),
-}
+    return None
 
 
 def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> EngineConfig:
     """The config with r* and selector of the calibration that stands beside the store.
 
     A selector that the config names stays; so do a `LoaderConfig.quality_ratio` other than the default, and `max_ratio`, which
-    r* is cut to. A `recompute_ratio` still comes first. The context decides the keys of the stored KV: another than the
-    engine's is told in a warning, and stays. A calibration that is damaged or of another model is told and left.
+    r* is cut to. A `recompute_ratio` still comes first. The context decides the keys of the stored KV: where the calibration's
+    is another one, the engine's stays, and a warning says so. A calibration that is damaged or of another model is left out
+    with a warning.
 
     Args:
         config: the user's.
         fusor: the model.
         prefix_ids: what every prompt begins with.
     """
-    found = _find(config, fusor, prefix_ids)
+    try:
+        found = read_calibration(config.profile_dir, model=fusor.fingerprint, prefix=prefix_digest(prefix_ids))
+    except ProfileError as error:
+        logger.warning("%s; until then the defaults hold", error)
+        return config
     if found is None:
         return config
     _compare_context(config, found)
@@ -131,27 +102,18 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
     return settled
 
 
-def _find(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> Calibration | None:
-    try:
-        return read_calibration(config.profile_dir, model=fusor.fingerprint, prefix=prefix_digest(prefix_ids))
-    except ProfileError as error:
-        logger.warning("%s; until then the defaults hold", error)
-        return None
-
-
 def _compare_context(config: EngineConfig, found: Calibration) -> None:
+    """Warn where the calibration's KV has another context than the engine's."""
     filler, document = config.context_filler != "none", config.context_document_tokens > 0
     own = next(name for name, (a, b) in CONTEXT_OPTIONS.items() if (a != "none", b > 0) == (filler, document))
     if own == found.context:
         return
-    if found.context not in CONTEXT_OPTIONS:
-        remedy = f"which an engine does not have; calibrate with --contexts {','.join(CONTEXT_OPTIONS)}"
-    else:
-        filler_option, document_option = CONTEXT_OPTIONS[found.context]
-        remedy = (
-            f"set --context-filler {filler_option} --context-document-tokens {document_option}, ingest again, "
-            "or calibrate with this one"
+    if found.context in CONTEXT_OPTIONS:
+        remedy = "set --context-filler {} --context-document-tokens {}, ingest again, or calibrate with this one".format(
+            *CONTEXT_OPTIONS[found.context]
         )
+    else:
+        remedy = f"which an engine does not have; calibrate with --contexts {','.join(CONTEXT_OPTIONS)}"
     logger.warning(
         "the calibration's KV was computed after the context %r, and this engine's is after %r: %s", found.context, own, remedy
     )

@@ -12,7 +12,9 @@ from fakes import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.retriever import Chunk, PlainTokenizer
+from cacheblend.loader import Profile
 from cacheblend.service import Answer, AnswerPlan, Engine
+from cacheblend.service.engine.profiles import make_controller
 from cacheblend.store import ChunkKey, context_digest
 
 OpenEngine = Callable[..., Engine]
@@ -59,6 +61,11 @@ def make_model(directory: Path, positions: int = POSITIONS) -> None:
 
 def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
     return engine.answer(QUESTION, method=method, **{"top_k": TOP_K, **options})
+
+
+def use_profile(engine: Engine, profile: Profile) -> None:
+    """Have an engine plan with a profile from now on."""
+    engine._prefiller.controller = make_controller(engine.config, engine.fusor, profile)
 
 
 def head_of(engine: Engine) -> tuple[int, ...]:

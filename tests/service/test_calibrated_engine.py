@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from engines import BROUGHT, OpenEngine, ask
+from engines import BROUGHT, OpenEngine, ask, use_profile
 from profiles import linear_profile
 
 from cacheblend.blend import FusionConfig, Fusor
@@ -85,14 +85,15 @@ def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
     """With a profile, the controller's r* is the calibrated ratio, and its cap stays above."""
     engine = calibrated_engine()
     geometry = engine.fusor.decoder.geometry
-    engine.use_profile(
+    use_profile(
+        engine,
         linear_profile(
             layers=geometry.layers,
             model=engine.fusor.fingerprint,
             device=describe_device(geometry.device),
             layer_token_bytes=geometry.layer_bytes(1),
             bytes_per_s=1e15,
-        )
+        ),
     )
     assert engine.controller is not None
     assert (engine.controller.config.quality_ratio, engine.controller.config.max_ratio) == (0.4, 1.0)

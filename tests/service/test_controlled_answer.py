@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from engines import BROUGHT, OpenEngine, ask, furthest, key_of
+from engines import BROUGHT, OpenEngine, ask, furthest, key_of, use_profile
 from profiles import linear_profile
 
 from cacheblend.base.errors import ProfileError
@@ -36,7 +36,7 @@ class TestController:
         engine.drain()
         tokens = [len(segment.token_ids) for segment in ask(engine, "full_reuse", documents=BROUGHT).plan.segments]
         loaded = engine.fusor.decoder.geometry.layer_bytes(tokens[1])
-        engine.use_profile(profile_of(engine, row_s=1 / sum(tokens), bytes_per_s=loaded / load_share))
+        use_profile(engine, profile_of(engine, row_s=1 / sum(tokens), bytes_per_s=loaded / load_share))
         return engine
 
     def test_without_a_profile(self, open_engine: OpenEngine) -> None:
@@ -65,7 +65,7 @@ class TestController:
         engine = open_engine(recompute_ratio=None)
         for part in ("model", "device"):
             with pytest.raises(ProfileError, match=f"another {part}: 'other'"):
-                engine.use_profile(dataclasses.replace(profile_of(engine), **{part: "other"}))
+                use_profile(engine, dataclasses.replace(profile_of(engine), **{part: "other"}))
 
     @pytest.mark.parametrize(("selector", "layers_read"), [("question_attention", 4), ("gradual", 3)])
     def test_fast_loading(self, open_engine: OpenEngine, selector: str, layers_read: int) -> None:
@@ -132,7 +132,7 @@ class TestController:
         engine.store.get(key_of(engine, chunks[0].chunk))  # is in RAM from now on
         engine.store.delete(key_of(engine, chunks[2].chunk))
         told = []
-        engine.use_profile(profile_of(engine))
+        use_profile(engine, profile_of(engine))
         assert engine.controller is not None
         plan = engine.controller.plan
         monkeypatch.setattr(engine.controller, "plan", lambda **arguments: told.append(arguments) or plan(**arguments))
