@@ -5,7 +5,7 @@
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/langchain integrations/vllm loader retriever service service/cli service/engine service/http service/serving store
+PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/vllm loader retriever service service/cli service/engine service/http service/serving store
 MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=

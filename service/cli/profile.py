@@ -46,9 +46,8 @@ def profile(
     """
     terminal.hush_libraries()
     from cacheblend.blend import Fusor
-    from cacheblend.loader.profile import profile_name
+    from cacheblend.loader import measure_profile, write_profile
     from cacheblend.service.engine.config import DTYPES, EngineConfig
-    from cacheblend.service.engine.profiles import measure_and_keep
 
     config = EngineConfig(
         model=model,
@@ -60,15 +59,17 @@ def profile(
     )
     fusor = Fusor.from_pretrained(model, config.resolve_device(), DTYPES[dtype], allow_unverified=allow_unverified)
     with terminal.progress_bars() as progress:
-        measured = measure_and_keep(
-            config,
+        measured = measure_profile(
             fusor,
+            config.profile_dir,
+            config.loader,
+            chunk_tokens=config.chunk_tokens,
             lengths=lengths or LENGTHS,
             ratios=ratios or RATIOS,
             repeats=repeats,
             on_progress=progress,
         )
-    path = config.profile_dir / profile_name(measured.model, measured.device)
+    path = write_profile(config.profile_dir, measured)
     if as_json:
         terminal.print_json({**measured.as_dict(), "file": str(path)})
         return

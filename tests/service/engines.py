@@ -11,8 +11,8 @@ import torch
 from fakes import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.loader import Profile
+from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.service import Answer, AnswerPlan, Engine
 from cacheblend.service.engine.profiles import make_controller
 from cacheblend.store import ChunkKey, context_digest

@@ -1,16 +1,21 @@
-"""A LangChain chat model that blends the stored KV of the documents it is given."""
+"""LangChain's interfaces: a chat model that blends the stored KV of the documents it is given, and the engine's retriever.
+
+A chain blends where the retriever's documents reach the chat model as documents, `model.invoke(question, documents=found)`, as
+in `examples/langchain_chain.py`. What a prompt template has put into a message's text is text: it is answered, and not blended.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, SkipValidation
 
 from cacheblend.base.errors import InputError
@@ -18,8 +23,39 @@ from cacheblend.retriever import Chunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message
 
+__all__ = ["CacheBlendRetriever", "ChatCacheBlend"]
+
 CALL_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
 ROLES = {"system": "system", "human": "user", "ai": "assistant"}
+
+
+class CacheBlendRetriever(BaseRetriever):
+    """Finds the engine's chunks nearest a question, as LangChain documents.
+
+    `ChatCacheBlend` answers over them from their stored KV, which it finds by the document's id and the chunk's position.
+
+    Args:
+        engine: open; its documents are ingested.
+        top_k: chunks to find, or as many as there are.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    engine: SkipValidation[Engine]
+    top_k: int = 6
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        return [
+            Document(
+                page_content=scored.chunk.text,
+                metadata={
+                    "document_id": scored.chunk.document_id,
+                    "title": scored.chunk.title,
+                    "position": scored.chunk.position,
+                    "distance": scored.distance,
+                },
+            )
+            for scored in self.engine.retriever.search(query, self.top_k)
+        ]
 
 
 class ChatCacheBlend(BaseChatModel):
