@@ -116,7 +116,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         ram_budget_bytes=80 * ENTRY_BYTES,
         nvme_budget_bytes=320 * ENTRY_BYTES,
         prefix_budget_bytes=2**20,
-        max_running=12,
+        max_num_seqs=12,
         max_waiting=24,
         on_miss=options.on_miss,
         answers=str(answers),

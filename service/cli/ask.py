@@ -37,7 +37,7 @@ def ask(
     selector: options.Selector = DEFAULTS["selector"],
     context_filler: options.ContextFiller = DEFAULTS["context_filler"],
     context_document_tokens: options.ContextDocumentTokens = DEFAULTS["context_document_tokens"],
-    codec: options.Codec = DEFAULTS["codec"],
+    kv_cache_dtype: options.KvCacheDtype = DEFAULTS["kv_cache_dtype"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
     as_json: options.Json = False,
 ) -> None:
@@ -73,7 +73,7 @@ def ask(
         selector=selector,
         context_filler=context_filler,
         context_document_tokens=context_document_tokens,
-        codec=codec,
+        kv_cache_dtype=kv_cache_dtype,
         max_tokens=max_tokens,
         allow_unverified=allow_unverified,
     )

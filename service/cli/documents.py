@@ -144,7 +144,7 @@ def ingest(
     chunk_overlap_tokens: options.ChunkOverlapTokens = DEFAULTS["chunk_overlap_tokens"],
     embedder: options.EmbedderName = DEFAULTS["embedder"],
     nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
-    codec: options.Codec = DEFAULTS["codec"],
+    kv_cache_dtype: options.KvCacheDtype = DEFAULTS["kv_cache_dtype"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
     context_filler: options.ContextFiller = DEFAULTS["context_filler"],
     context_document_tokens: options.ContextDocumentTokens = DEFAULTS["context_document_tokens"],
@@ -181,7 +181,7 @@ def ingest(
         embedder=embedder,
         ram_budget_bytes=1,  # nobody reads here, and memory that is used again costs less than new
         nvme_budget_bytes=nvme_budget_bytes,
-        codec=codec,
+        kv_cache_dtype=kv_cache_dtype,
         allow_unverified=allow_unverified,
         context_filler=context_filler,
         context_document_tokens=context_document_tokens,

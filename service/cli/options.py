@@ -87,11 +87,11 @@ NvmeBudget = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
-Codec = Annotated[
+KvCacheDtype = Annotated[
     str,
     typer.Option(
-        "--codec",
-        envvar="CACHEBLEND_CODEC",
+        "--kv-cache-dtype",
+        envvar="CACHEBLEND_KV_CACHE_DTYPE",
         help="How KV is stored: raw (exact), fp8_e4m3, int8 or int4.",
         rich_help_panel=ENGINE,
     ),

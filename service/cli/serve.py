@@ -102,7 +102,7 @@ def serve(
             "--config",
             "-c",
             envvar="CACHEBLEND_CONFIG",
-            help="TOML file with any of these options by name (max_running = 8), and [tenants.NAME] tables.",
+            help="TOML file with any of these options by name (max_num_seqs = 8), and [tenants.NAME] tables.",
             callback=_read_config,
             is_eager=True,
         ),
@@ -110,7 +110,9 @@ def serve(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     host: Annotated[str, _option("host", "Address to listen on.")] = HTTP["host"],
     port: Annotated[int, _option("port", "0 takes any free one.")] = HTTP["port"],
-    model_name: Annotated[str | None, _option("model_name", "What clients call the model.")] = HTTP["model_name"],
+    served_model_name: Annotated[str | None, _option("served_model_name", "What clients call the model.")] = HTTP[
+        "served_model_name"
+    ],
     cors_origins: Annotated[
         list[str] | None, _option("cors_origins", "A web origin whose pages may call the API; repeat for more.")
     ] = None,
@@ -122,8 +124,8 @@ def serve(
         "max_completion_bytes"
     ],
     max_documents: Annotated[int, _option("max_documents", "Documents of one call.", LIMITS)] = HTTP["max_documents"],
-    max_running: Annotated[int, _option("max_running", "Requests that hold a KV cache at once.", LIMITS)] = SERVING[
-        "max_running"
+    max_num_seqs: Annotated[int, _option("max_num_seqs", "Requests that hold a KV cache at once.", LIMITS)] = SERVING[
+        "max_num_seqs"
     ],
     max_waiting: Annotated[int, _option("max_waiting", "Waiting requests of a tenant.", LIMITS)] = SERVING["max_waiting"],
     max_uploads: Annotated[int, _option("max_uploads", "Waiting and running uploads of a tenant.", LIMITS)] = SERVING[
@@ -179,7 +181,7 @@ def serve(
     selector: options.Selector = DEFAULTS["selector"],
     context_filler: options.ContextFiller = DEFAULTS["context_filler"],
     context_document_tokens: options.ContextDocumentTokens = DEFAULTS["context_document_tokens"],
-    codec: options.Codec = DEFAULTS["codec"],
+    kv_cache_dtype: options.KvCacheDtype = DEFAULTS["kv_cache_dtype"],
     allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
 ) -> None:
     """Serve the OpenAI-shaped HTTP API and the web page, until interrupted. Logs are JSON lines on stderr.
@@ -221,13 +223,13 @@ def serve(
         context_filler=context_filler,
         context_document_tokens=context_document_tokens,
         on_miss=on_miss,
-        codec=codec,
+        kv_cache_dtype=kv_cache_dtype,
         recompute_ratio=recompute_ratio,
         max_tokens=max_tokens,
         allow_unverified=allow_unverified,
     )
     serving = ServingConfig(
-        max_running=max_running,
+        max_num_seqs=max_num_seqs,
         max_waiting=max_waiting,
         max_uploads=max_uploads,
         max_document_calls=max_document_calls,
@@ -244,7 +246,7 @@ def serve(
     http = HttpConfig(
         host=host,
         port=port,
-        model_name=model_name,
+        served_model_name=served_model_name,
         max_body_bytes=max_body_bytes,
         max_completion_bytes=max_completion_bytes,
         max_documents=max_documents,

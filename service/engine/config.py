@@ -53,7 +53,7 @@ class EngineConfig:
         unsalted_share: 0..1 of each of the three budgets, reserved for KV without a cache salt: ingested documents above all.
         salt_share: 0..1 of each budget, reserved for each cache salt, of those used last as many as fit beside that. What is
             not used of a reserve is lent to others.
-        codec: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8" or "int4". Another codec's KV is not found again.
+        kv_cache_dtype: how chunks' KV is stored: "raw" (exact), "fp8_e4m3", "int8", "int4". KV of another is not found again.
         recompute_ratio: share of reusable tokens to recompute, 0..1; None leaves it to the loading controller, which takes
             r*, or more where loading would take longer anyway; without a profile, r*. r* is the store's calibrated ratio, or
             `loader.quality_ratio`; see `calibrated`.
@@ -88,7 +88,7 @@ class EngineConfig:
     prefix_budget_bytes: int = 512 * MIB
     unsalted_share: float = 0.5
     salt_share: float = 0.05
-    codec: str = "raw"
+    kv_cache_dtype: str = "raw"
     recompute_ratio: float | None = None
     selector: str | None = None
     on_miss: str = ON_MISS[0]
@@ -115,8 +115,8 @@ class EngineConfig:
         gpus = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= gpus:
             raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
-        if self.codec not in CODECS:
-            raise ConfigError("codec", self.codec, f"one of {', '.join(CODECS)}")
+        if self.kv_cache_dtype not in CODECS:
+            raise ConfigError("kv_cache_dtype", self.kv_cache_dtype, f"one of {', '.join(CODECS)}")
         if self.on_miss not in ON_MISS:
             raise ConfigError("on_miss", self.on_miss, f"one of {', '.join(ON_MISS)}")
         if self.max_tokens is not None:

@@ -64,7 +64,7 @@ class Engine:
         self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
         prefix_tokens = len(self.prompts.prefix)
         context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, prefix_tokens)
-        self._encoder = encoder = ChunkEncoder(self.fusor, self.prompts.prefix, context, config.codec)
+        self._encoder = encoder = ChunkEncoder(self.fusor, self.prompts.prefix, context, config.kv_cache_dtype)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))

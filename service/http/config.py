@@ -18,7 +18,7 @@ class HttpConfig:
     Args:
         host: address to listen on; 127.0.0.1 is reached from this machine alone.
         port: 0 takes any free one.
-        model_name: what `/v1/models` calls the model; None for the last part of the model's path.
+        served_model_name: what `/v1/models` calls the model; None for the last part of the model's path.
         max_body_bytes: larger uploads of documents are refused.
         max_completion_bytes: larger bodies of all other requests are refused, questions among them; `max_body_bytes` holds too.
         max_documents: most documents of one ingest, and of one question that brings its own.
@@ -32,7 +32,7 @@ class HttpConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    model_name: str | None = None
+    served_model_name: str | None = None
     max_body_bytes: int = 32 * MIB
     max_completion_bytes: int = MIB
     max_documents: int = 1000

@@ -62,7 +62,7 @@ class Server:
         tenants = tuple(tenants)
         self.http = http or HttpConfig()
         self.keys = ApiKeys(tenants)
-        self.model_name = self.http.model_name or Path(engine_config.model).name or engine_config.model
+        self.model_name = self.http.served_model_name or Path(engine_config.model).name or engine_config.model
         self.engines: dict[str, Engine] = {}
         with ExitStack() as opened:
             if not tenants:

@@ -16,7 +16,7 @@ class ServingConfig:
     what agreement is good enough differs by model and by use, so `guard_floor` is the operator's to set.
 
     Args:
-        max_running: requests that hold a KV cache at once: those that decode together, and the one that is prefilled.
+        max_num_seqs: requests that hold a KV cache at once: those that decode together, and the one that is prefilled.
         max_waiting: requests of one tenant that may be prepared or wait; the next one is refused.
         max_uploads: uploads of one tenant that may wait or run; the next one is refused.
         max_document_calls: the same of calls that list, show, pin or delete documents.
@@ -37,7 +37,7 @@ class ServingConfig:
         ConfigError: a value is not allowed.
     """
 
-    max_running: int = 16
+    max_num_seqs: int = 16
     max_waiting: int = 64
     max_uploads: int = 8
     max_document_calls: int = 32
@@ -52,7 +52,7 @@ class ServingConfig:
     guard_window: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting", "max_uploads", "max_document_calls", "guard_tokens", "guard_window"):
+        for name in ("max_num_seqs", "max_waiting", "max_uploads", "max_document_calls", "guard_tokens", "guard_window"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, value, "a whole number of at least 1")

@@ -63,7 +63,7 @@ class Scheduler:
         several_tenants: bool = False,
     ) -> None:
         self.config = config or ServingConfig()
-        places = self.config.max_running
+        places = self.config.max_num_seqs
         self._most_running = max(1, places - math.ceil(places / 4)) if several_tenants else places  # of one tenant
         self._fusor, self._observer = fusor, observer
         self._changed = threading.Condition()
@@ -215,7 +215,7 @@ class Scheduler:
         return Failed(DeadlineError(f"no answer within deadline_s={self.config.deadline_s:g}; ask for less, or later"))
 
     def _admit(self) -> None:
-        while len(self._running) < self.config.max_running:
+        while len(self._running) < self.config.max_num_seqs:
             if (request := self._take()) is None:
                 return
             try:

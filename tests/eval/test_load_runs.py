@@ -64,7 +64,7 @@ def test_a_run_over_methods_and_a_peer(
     methods = "full_recompute,prefix_cache,blend"
     with (
         Engine(config, fusor=fusor, embedder=embedder) as engine,
-        Server(config, http=HttpConfig(model_name="m"), engine=engine) as server,
+        Server(config, http=HttpConfig(served_model_name="m"), engine=engine) as server,
         listening(server) as address,
         peer(lambda *_: sse(piece("a"), piece("b", "stop"), USAGE)) as other,
     ):

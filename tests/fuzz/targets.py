@@ -281,7 +281,7 @@ def bodies() -> Iterator[Check]:
         fusor = Fusor.from_pretrained(str(folder / "model"))
         engine = opened.enter_context(Engine(config, fusor=fusor, embedder=FakeEmbedder()))
         engine.ingest(DOCUMENTS[:2])
-        server = opened.enter_context(Server(config, http=HttpConfig(model_name=MODEL), engine=engine))
+        server = opened.enter_context(Server(config, http=HttpConfig(served_model_name=MODEL), engine=engine))
         client = opened.enter_context(httpx.Client(base_url=opened.enter_context(listening(server)), timeout=60))
 
         def check(data: st.DataObject) -> None:

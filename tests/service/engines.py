@@ -85,7 +85,7 @@ def key_of(engine: Engine, chunk: Chunk) -> ChunkKey:
         prefix_ids=head_of(engine),
         context=context_digest((), before if engine.config.context_document_tokens else ()),
         model=engine.fusor.fingerprint,
-        codec=engine.config.codec,
+        codec=engine.config.kv_cache_dtype,
     )
 
 

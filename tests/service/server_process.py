@@ -47,7 +47,7 @@ class ServedConfig:
     ram_budget_bytes: int = 2**30
     nvme_budget_bytes: int = 2**30
     prefix_budget_bytes: int = 2**20
-    max_running: int = 16
+    max_num_seqs: int = 16
     max_waiting: int = 64
     max_body_bytes: int = 2**20
     guard_share: float = 0.05
@@ -214,12 +214,12 @@ def main(config: ServedConfig) -> None:
         on_miss=config.on_miss,
     )
     serving = ServingConfig(
-        max_running=config.max_running,
+        max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
         guard_share=config.guard_share,
         grace_s=config.grace_s,
     )
-    http = HttpConfig(port=config.port, model_name=MODEL, max_body_bytes=config.max_body_bytes)
+    http = HttpConfig(port=config.port, served_model_name=MODEL, max_body_bytes=config.max_body_bytes)
     with open(config.answers or os.devnull, "a") as answers:
 
         def record(request: ServedRequest, how: Done | Failed | None) -> None:

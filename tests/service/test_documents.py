@@ -186,7 +186,7 @@ def test_codecs(open_ingested: OpenEngine, codec: str, most: float) -> None:
     with open_ingested() as engine:
         engine.ingest(DOCUMENTS)
         raw, raw_bytes = engine.answer(QUESTION, top_k=TOP_K), engine.store.stats().nvme.bytes
-    with open_ingested(codec=codec) as engine:
+    with open_ingested(kv_cache_dtype=codec) as engine:
         report = engine.ingest(DOCUMENTS)
         assert (report.unchanged, report.computed) == (len(DOCUMENTS), report.chunks)
         small_bytes = engine.store.stats().nvme.bytes - raw_bytes
@@ -202,8 +202,8 @@ def test_codecs(open_ingested: OpenEngine, codec: str, most: float) -> None:
 
 def test_unknown_codec(open_engine: OpenEngine, tmp_path: Path) -> None:
     """A codec that does not exist is refused with the ones that do, before anything is made."""
-    with pytest.raises(ConfigError, match=r"codec='zip'.*int4"):
-        open_engine(codec="zip", chunk_tokens=CHUNK_TOKENS)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='zip'.*int4"):
+        open_engine(kv_cache_dtype="zip", chunk_tokens=CHUNK_TOKENS)
     assert not (tmp_path / "store").exists()
 
 

@@ -67,7 +67,7 @@ def test_openai_client(open_engine: OpenEngine) -> None:
     """The client uploads documents and reads the stream."""
     engine = open_engine()
     with (
-        Server(engine.config, http=HttpConfig(model_name=MODEL), engine=engine) as server,
+        Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server,
         listening(server) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):

@@ -96,7 +96,7 @@ def test_an_ordinary_end_after_a_failed_write(engine: Engine, caplog: pytest.Log
         raise error
 
     def serve() -> None:
-        with Server(engine.config, None, HttpConfig(model_name=MODEL), engine=engine) as server:
+        with Server(engine.config, None, HttpConfig(served_model_name=MODEL), engine=engine) as server:
             server._opened.callback(fail)
             raise SystemExit(0)
 

@@ -46,7 +46,7 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
     """A flag wins over a variable, that over the file, and that over the default."""
     file = tmp_path / "c.toml"
     file.write_text(
-        f'model = "m"\nmax_running = 3\nport = 1\nhost = "::1"\ncors_origins = ["https://a.example"]\n'
+        f'model = "m"\nmax_num_seqs = 3\nport = 1\nhost = "::1"\ncors_origins = ["https://a.example"]\n'
         "direct_reads = true\nprefix_budget_bytes = 99\nsalt_share = 0.1\n"
         f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\nunsalted_share = 0.25\n'
     )
@@ -60,7 +60,7 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
     engine, serving, http, tenants = served
     assert engine.model == "m"
     assert (engine.direct_reads, engine.prefix_budget_bytes, engine.salt_share) == (True, 99, 0.2)
-    assert serving == ServingConfig(max_running=3)
+    assert serving == ServingConfig(max_num_seqs=3)
     assert http == HttpConfig(host="127.0.0.2", port=3, cors_origins=("https://a.example",))
     assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,), ram_budget_bytes=7, unsalted_share=0.25)]
 
@@ -68,9 +68,9 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "named"),
     [
-        ("max_runing = 3", ConfigError, "max_running"),
-        ("max_running = ", InputError, "not TOML"),
-        ("max_running = 0", ConfigError, "at least 1"),
+        ("max_num_seq = 3", ConfigError, "max_num_seqs"),
+        ("max_num_seqs = ", InputError, "not TOML"),
+        ("max_num_seqs = 0", ConfigError, "at least 1"),
         ("deadline_s = 0", ConfigError, "above 0"),
         ("guard_share = 1.5", ConfigError, "from 0 to 1"),
         ("guard_window = 0", ConfigError, "at least 1"),

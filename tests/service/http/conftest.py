@@ -16,8 +16,8 @@ from cacheblend.service.serving import ServingConfig
 
 @pytest.fixture
 def server(engine: Engine) -> Iterator[Server]:
-    http = HttpConfig(model_name=MODEL, max_body_bytes=20_000, max_documents=5)
-    with Server(engine.config, ServingConfig(max_running=4), http, engine=engine) as server:
+    http = HttpConfig(served_model_name=MODEL, max_body_bytes=20_000, max_documents=5)
+    with Server(engine.config, ServingConfig(max_num_seqs=4), http, engine=engine) as server:
         yield server
 
 

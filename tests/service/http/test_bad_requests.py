@@ -42,7 +42,7 @@ CASES = [(field, value) for kind, fields in FIELDS.items() for field in fields f
 def client(engine: Engine) -> Iterator[httpx.Client]:
     """A client of a service with the limits that it has by default."""
     with (
-        Server(engine.config, http=HttpConfig(model_name=MODEL), engine=engine) as server,
+        Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server,
         listening(server) as address,
         httpx.Client(base_url=address, timeout=60) as client,
     ):

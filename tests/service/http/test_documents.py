@@ -112,7 +112,7 @@ def test_a_full_disk_is_told_to_whom_it_belongs(client: httpx.Client, engine: En
 def test_an_upload_beyond_the_budget_is_told_so(open_engine: OpenEngine) -> None:
     """An upload whose KV does not fit the budget at once gets 507; its text is there, and is answered from."""
     engine = open_engine(nvme_budget_bytes=60_000)
-    http = HttpConfig(model_name=MODEL)
+    http = HttpConfig(served_model_name=MODEL)
     with (
         Server(engine.config, ServingConfig(guard_share=0.0), http, engine=engine) as server,
         listening(server) as address,

@@ -108,9 +108,9 @@ def test_unknown_paths(client: httpx.Client) -> None:
 
 def test_full_queue(engine: Engine) -> None:
     """A request too many is answered with 429 and the seconds to wait."""
-    serving = ServingConfig(max_running=1, max_waiting=1, grace_s=0.0)
+    serving = ServingConfig(max_num_seqs=1, max_waiting=1, grace_s=0.0)
     with (
-        Server(engine.config, serving, HttpConfig(model_name=MODEL), engine=engine) as server,
+        Server(engine.config, serving, HttpConfig(served_model_name=MODEL), engine=engine) as server,
         listening(server) as address,
         httpx.Client(base_url=address, timeout=60) as client,
     ):

@@ -30,7 +30,7 @@ def tenant_address(model_dir: Path, tmp_path: Path) -> Iterator[str]:
     config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
     tenants = [TenantConfig(name="one", api_key_sha256=(hash_key(KEY),))]
     with (
-        Server(config, http=HttpConfig(model_name=MODEL), tenants=tenants, embedder=FakeEmbedder()) as server,
+        Server(config, http=HttpConfig(served_model_name=MODEL), tenants=tenants, embedder=FakeEmbedder()) as server,
         listening(server) as address,
     ):
         yield address
@@ -98,7 +98,7 @@ def test_pages_of_ours(client: httpx.Client, engine: Engine) -> None:
     own = {"Origin": str(client.base_url).rstrip("/")}
     assert client.post("/v1/chat/completions", json=CHAT, headers=own).status_code == 200
     origin = {"Origin": "https://app.example"}
-    http = HttpConfig(model_name=MODEL, cors_origins=("https://app.example",))
+    http = HttpConfig(served_model_name=MODEL, cors_origins=("https://app.example",))
     with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
         response = httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=origin, timeout=60)
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, origin["Origin"])

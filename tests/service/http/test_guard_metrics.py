@@ -28,7 +28,7 @@ def client(model_dir: Path, tmp_path: Path) -> Iterator[httpx.Client]:
     config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
     serving = ServingConfig(guard_share=1.0, guard_floor=1.0, guard_window=1, guard_tokens=40)
     with (
-        Server(config, serving, HttpConfig(model_name=MODEL), tenants, embedder=FakeEmbedder()) as server,
+        Server(config, serving, HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()) as server,
         listening(server) as address,
         httpx.Client(base_url=address, timeout=60) as client,
     ):

@@ -76,7 +76,11 @@ def serve(model_dir: Path, tmp_path: Path, embedder: SlowEmbedder) -> Iterator[S
             )
             server = stack.enter_context(
                 Server(
-                    config, ServingConfig(guard_share=0, **serving), HttpConfig(model_name=MODEL), TENANTS, embedder=embedder
+                    config,
+                    ServingConfig(guard_share=0, **serving),
+                    HttpConfig(served_model_name=MODEL),
+                    TENANTS,
+                    embedder=embedder,
                 )
             )
             server.engines["good"].ingest(DOCUMENTS[:2])

@@ -86,7 +86,9 @@ def tenants(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, Tenant]]:
     )
     known = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
     with (
-        Server(config, ServingConfig(guard_share=0.0), HttpConfig(model_name=MODEL), known, embedder=FakeEmbedder()) as server,
+        Server(
+            config, ServingConfig(guard_share=0.0), HttpConfig(served_model_name=MODEL), known, embedder=FakeEmbedder()
+        ) as server,
         listening(server) as address,
         ExitStack() as stack,
     ):

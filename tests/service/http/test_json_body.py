@@ -141,7 +141,7 @@ def test_the_loop_goes_on(engine: Engine, path: str) -> None:
             await asyncio.sleep(0.01)
             lags.append(time.perf_counter() - began - 0.01)
 
-    with Server(engine.config, http=HttpConfig(model_name=MODEL), engine=engine) as server:
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server:
         server.engines[""].prompts._max_positions = None  # as a model of very many has them: all of it is tokenised
         with listening(server, on_loop=tick) as address, httpx.Client(base_url=address, timeout=60) as client:
             assert client.get("/healthz").status_code == 200
@@ -152,7 +152,7 @@ def test_the_loop_goes_on(engine: Engine, path: str) -> None:
 
 def test_limits_by_route(engine: Engine) -> None:
     """A question may have a megabyte, an upload what is configured, and the message names the option."""
-    http = HttpConfig(model_name=MODEL, max_body_bytes=5000, max_completion_bytes=1000)
+    http = HttpConfig(served_model_name=MODEL, max_body_bytes=5000, max_completion_bytes=1000)
     with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
         for path, name, limit in (
             ("/v1/documents", "max_body_bytes", 5000),
@@ -168,7 +168,7 @@ def test_limits_by_route(engine: Engine) -> None:
 
 def test_bodies_together_have_a_bound(engine: Engine) -> None:
     """Bodies that have come in part count: the one that is too much is answered with 429, small ones always go through."""
-    http = HttpConfig(model_name=MODEL, max_body_bytes=MIB)
+    http = HttpConfig(served_model_name=MODEL, max_body_bytes=MIB)
     with Server(engine.config, http=http, engine=engine) as server, listening(server) as address, ExitStack() as stack:
         host, port = address.removeprefix("http://").split(":")
         head = b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

@@ -79,7 +79,7 @@ def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
     config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
     with (
         Server(
-            config, ServingConfig(guard_share=0.0), HttpConfig(model_name=MODEL), tenants, embedder=FakeEmbedder()
+            config, ServingConfig(guard_share=0.0), HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()
         ) as server,
         listening(server) as address,
         httpx.Client(base_url=address, timeout=60) as client,
@@ -157,7 +157,7 @@ def test_cors_is_closed(client: httpx.Client, engine: Engine) -> None:
     """No other site's page may read the API, unless its origin is named."""
     origin = {"Origin": "https://example.org"}
     assert "access-control-allow-origin" not in client.get("/v1/models", headers=origin).headers
-    http = HttpConfig(model_name=MODEL, cors_origins=("https://example.org",))
+    http = HttpConfig(served_model_name=MODEL, cors_origins=("https://example.org",))
     with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
         assert httpx.get(f"{address}/v1/models", headers=origin).headers["access-control-allow-origin"] == origin["Origin"]
 

@@ -57,7 +57,7 @@ def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
 @pytest.fixture
 def server(engine: Engine) -> Iterator[Server]:
     engine.ingest([{"id": "markup", "title": MARKUP, "text": MARKUP}])
-    with Server(engine.config, http=HttpConfig(model_name=MODEL), engine=engine) as server:
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server:
         yield server
 
 
@@ -148,7 +148,7 @@ def test_text_is_never_markup(page: Any, address: str) -> None:
 def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
     """What the service refuses stands in an alert, with its words, and the next question is answered all the same."""
     engine = open_engine()
-    with Server(engine.config, http=HttpConfig(model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
         page.expected_faults = 1  # the browser's own line about a status of 400
         open_page(page, address)
         page.get_by_role("textbox", name="Question").fill(QUESTION)

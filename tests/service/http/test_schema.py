@@ -25,7 +25,7 @@ CHECKS = [
 
 def test_no_request_breaks_it(engine: Engine) -> None:
     """Requests that the schema allows, and ones that it forbids, are answered on every route as it says, streams too."""
-    http = HttpConfig(model_name=MODEL, max_documents=5)
+    http = HttpConfig(served_model_name=MODEL, max_documents=5)
     with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
         described = httpx.get(f"{address}/openapi.json").json()
         for body in ("ChatBody", "CompletionBody"):  # nothing else comes further than the model's name

@@ -97,7 +97,7 @@ def test_cache_salt(engine: Engine, scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
 def test_cancelling(engine: Engine, when: str) -> None:
     """A cancelled request ends wherever it is, without another event, its pins go, and the next one is served."""
-    with Scheduler(engine.fusor, ServingConfig(max_running=1)) as scheduler:
+    with Scheduler(engine.fusor, ServingConfig(max_num_seqs=1)) as scheduler:
         gate = threading.Event()
         first = serve(engine, scheduler, QUESTION, top_k=4, max_tokens=300, on_token=None if when == "decoding" else gate.wait)
         wait_until(lambda: scheduler.state.waiting == 0)
@@ -117,7 +117,7 @@ def test_cancelling(engine: Engine, when: str) -> None:
 
 def test_full_queue(engine: Engine) -> None:
     """A tenant with too many waiting is refused, told when to come again, and another tenant is not."""
-    with Scheduler(engine.fusor, ServingConfig(max_running=1, max_waiting=2, grace_s=0.0)) as scheduler:
+    with Scheduler(engine.fusor, ServingConfig(max_num_seqs=1, max_waiting=2, grace_s=0.0)) as scheduler:
         gate = threading.Event()
         serve(engine, scheduler, QUESTION, max_tokens=300, on_token=gate.wait)
         wait_until(lambda: scheduler.state.waiting == 0)
@@ -141,7 +141,7 @@ def test_full_queue(engine: Engine) -> None:
 def test_tenants_take_turns(engine: Engine) -> None:
     """A tenant that asks once is not behind all the requests of one that asked many times before."""
     order: list[str] = []
-    with Scheduler(engine.fusor, ServingConfig(max_running=1), lambda request, _: order.append(request.tenant)) as scheduler:
+    with Scheduler(engine.fusor, ServingConfig(max_num_seqs=1), lambda request, _: order.append(request.tenant)) as scheduler:
         gate = threading.Event()
         blocker = serve(engine, scheduler, QUESTION, tenant="first", on_token=gate.wait)
         wait_until(lambda: scheduler.state.waiting == 0)
@@ -189,7 +189,7 @@ def test_a_tenant_leaves_places_for_others(engine: Engine) -> None:
     """Where several tenants ask, long answers of one take no more than three quarters of the places."""
     order: list[str] = []
     with Scheduler(
-        engine.fusor, ServingConfig(max_running=4), lambda request, _: order.append(request.tenant), several_tenants=True
+        engine.fusor, ServingConfig(max_num_seqs=4), lambda request, _: order.append(request.tenant), several_tenants=True
     ) as scheduler:
         clients = [serve(engine, scheduler, QUESTION, max_tokens=300, tenant="a") for _ in range(4)]
         wait_until(lambda: scheduler.state.decoding == 3)
@@ -203,7 +203,7 @@ def test_a_tenant_leaves_places_for_others(engine: Engine) -> None:
 
 def test_retry_after_counts_the_tenants_own(engine: Engine) -> None:
     """What others have waiting is not in a tenant's `Retry-After`."""
-    with Scheduler(engine.fusor, ServingConfig(max_running=1, max_waiting=12, grace_s=0.0)) as scheduler:
+    with Scheduler(engine.fusor, ServingConfig(max_num_seqs=1, max_waiting=12, grace_s=0.0)) as scheduler:
         gate = threading.Event()
         serve(engine, scheduler, QUESTION, max_tokens=300, on_token=gate.wait)
         wait_until(lambda: scheduler.state.waiting == 0)
