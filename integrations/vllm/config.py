@@ -39,7 +39,7 @@ class ConnectorConfig:
     recompute_ratio: float = FusionConfig().recompute_ratio
     ram_budget_bytes: int = _ENGINE.ram_budget_bytes
     nvme_budget_bytes: int = _ENGINE.nvme_budget_bytes
-    codec: str = _ENGINE.codec
+    codec: str = _ENGINE.kv_cache_dtype
     instruction: str = _ENGINE.instruction
     context_filler: str = _ENGINE.context_filler
     chunk_tokens: int = _ENGINE.chunk_tokens
@@ -52,7 +52,7 @@ class ConnectorConfig:
             recompute_ratio=self.recompute_ratio,
             ram_budget_bytes=self.ram_budget_bytes,
             nvme_budget_bytes=self.nvme_budget_bytes,
-            codec=self.codec,
+            kv_cache_dtype=self.codec,
             context_filler=self.context_filler,
             chunk_tokens=self.chunk_tokens,
         )
