@@ -8,15 +8,15 @@ from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers, chec
 from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext
 from .prompt import Prompt, Segment
-from .result import FusedPrompt, LayerReport
+from .result import FusionResult, LayerReport
 from .selection import SELECTORS, ExplicitPositions, FusionConfig, Schedule, SelectionStep, Selector, TopDeviation
 
 __all__ = [
     "SELECTORS",
     "ChunkContext",
     "ExplicitPositions",
-    "FusedPrompt",
     "FusionConfig",
+    "FusionResult",
     "Fusor",
     "IncompatibleKVError",
     "KVGeometry",

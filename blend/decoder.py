@@ -298,7 +298,7 @@ class CacheSink:
 
     Attributes:
         cache: of the whole prompt, once all layers are there.
-        memory: see `FusedPrompt.memory`.
+        memory: see `FusionResult.memory`.
     """
 
     def __init__(self, runner: ModelRunner) -> None:

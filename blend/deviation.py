@@ -22,7 +22,7 @@ def kv_deviation(
     return k_C + (fresh_v_1HCD.float() - stored_v_1HCD.float()).square().sum(dim=(0, 1, 3))
 
 
-def deviation_left(cache: DynamicCache, full: DynamicCache) -> float:
+def relative_kv_error(cache: DynamicCache, full: DynamicCache) -> float:
     """Squared difference of all keys and values over the squared size of full recompute's: 0 is none left.
 
     Sums run over layers, heads, tokens and head size, in float32; relative, so that models can be compared. Layers with a

@@ -18,7 +18,7 @@ from .layer_passes import QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import Prompt
-from .result import FusedPrompt, LayerReport
+from .result import FusionResult, LayerReport
 from .selection import SelectionStep, Selector
 
 # Rows of a check that are projected together: what they need stays near the caches.
@@ -57,7 +57,7 @@ class Fusion:
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
-    def steps(self) -> Generator[LayerReport, None, FusedPrompt]:
+    def steps(self) -> Generator[LayerReport, None, FusionResult]:
         """Run layer after layer; each yields its report."""
         runner, prompt = self._runner, self._prompt
         cache = CacheSink(runner)
@@ -103,7 +103,7 @@ class Fusion:
             reports.append(LayerReport(layer, len(self._rows), arrived - started, time.perf_counter() - arrived))
             yield reports[-1]
 
-        return FusedPrompt(
+        return FusionResult(
             runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
             cache.cache,
             prompt.token_ids,

@@ -27,13 +27,13 @@ from .model_runner import LayerSink, ModelRunner
 from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import Prompt, Segment
-from .result import FusedPrompt, LayerReport
+from .result import FusionResult, LayerReport
 from .selection import FusionConfig
 
 # A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.
 SHARED_PREFIX_TOKENS = 64
 NO_CONTEXT = ChunkContext(document_tokens=0)
-FusionSteps = Generator[LayerReport, None, FusedPrompt]
+FusionSteps = Generator[LayerReport, None, FusionResult]
 
 
 class Fusor:
@@ -213,7 +213,7 @@ class Fusor:
 
     def fuse(
         self, segments: Iterable[Segment], config: FusionConfig | None = None, source: LayerSource | None = None
-    ) -> FusedPrompt:
+    ) -> FusionResult:
         """Blend the segments into one prompt's KV cache.
 
         Args:
@@ -231,7 +231,7 @@ class Fusor:
             try:
                 next(steps)
             except StopIteration as done:
-                result: FusedPrompt = done.value
+                result: FusionResult = done.value
                 return result
 
     @torch.no_grad()
@@ -258,7 +258,7 @@ class Fusor:
         return (yield from Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
     @torch.no_grad()
-    def prefill(self, token_ids: Sequence[int]) -> FusedPrompt:
+    def prefill(self, token_ids: Sequence[int]) -> FusionResult:
         """Full prefill by the model's own forward: the reference that blending is held against.
 
         Raises:
@@ -274,10 +274,10 @@ class Fusor:
         output: Any = self.model(ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
         everywhere = (torch.arange(len(token_ids)),) * self.decoder.geometry.layers
         none = torch.zeros(len(token_ids))
-        return FusedPrompt(output.logits[0, -1].float(), cache, tuple(token_ids), everywhere, everywhere, none, 0, 0)
+        return FusionResult(output.logits[0, -1].float(), cache, tuple(token_ids), everywhere, everywhere, none, 0, 0)
 
     def generate(
-        self, fused: FusedPrompt, max_new_tokens: int = 32, *, on_token: OnToken | None = None, **kwargs: Any
+        self, fused: FusionResult, max_new_tokens: int = 32, *, on_token: OnToken | None = None, **kwargs: Any
     ) -> list[int]:
         """Continue as `model.generate` does: the first token from `fused.logits`, the rest from `fused.cache`, which stays.
 

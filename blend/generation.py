@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend.store import LayerPair
 
 from . import layer_source
-from .result import FusedPrompt
+from .result import FusionResult
 
 
 class SequenceKV:
@@ -36,7 +36,7 @@ class SequenceKV:
         windows: per layer, how many of the last positions it sees; None for all.
     """
 
-    def __init__(self, fused: FusedPrompt, windows: Sequence[int | None]) -> None:
+    def __init__(self, fused: FusionResult, windows: Sequence[int | None]) -> None:
         self.tokens = int(fused.cache.get_seq_length())
         layers: list[Any] = fused.cache.layers
         memory: list[torch.Tensor | None] = [None] * len(layers)
@@ -188,7 +188,7 @@ OnToken = Callable[[int, DynamicCache], None]
 
 
 def continue_from(
-    model: PreTrainedModel, fused: FusedPrompt, max_new_tokens: int, on_token: OnToken | None = None, **kwargs: Any
+    model: PreTrainedModel, fused: FusionResult, max_new_tokens: int, on_token: OnToken | None = None, **kwargs: Any
 ) -> list[int]:
     """The tokens that `model.generate` gives behind the prompt, with its own processors, sampling and stopping.
 

@@ -27,7 +27,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FusedPrompt:
+class FusionResult:
     """The KV cache of a whole prompt and the logits behind it. N tokens, L layers, V vocabulary.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -107,8 +107,8 @@ class SelectionStep:
 class Selector(Protocol):
     """Picks the reusable tokens that a layer recomputes, from those that the layer before it did.
 
-    A selector with an attribute `reads_attention` that is true is given `SelectionStep.attention_C`, for which the question
-    runs over the stored KV first.
+    Two attributes are optional. `reads_attention`, where true: the question runs over the stored KV first, which gives
+    `SelectionStep.attention_C`. `schedule`: how many tokens the layers run, for the loading controller's predictions.
     """
 
     def select(self, step: SelectionStep) -> torch.Tensor:
@@ -166,6 +166,8 @@ class QuestionAttention:
 class _ChosenOnce(ABC):
     """A choice at layer 0 that all layers keep; layer 1 measures its KV deviation, for those who watch."""
 
+    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=1)
+
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
 
@@ -208,6 +210,7 @@ class AttentionDeviation:
     """
 
     widening: ClassVar[int] = 2
+    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=widening, asks=True)
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
@@ -229,7 +232,7 @@ class ExplicitPositions:
     """Recomputes given positions: replays a recorded plan, or serves a test.
 
     Args:
-        recomputed: per layer the absolute positions to recompute, as in `FusedPrompt.recomputed`; positions that are not
+        recomputed: per layer the absolute positions to recompute, as in `FusionResult.recomputed`; positions that are not
             reusable are ignored, since they run anyway.
 
     """
@@ -264,37 +267,15 @@ class Oracle(_ChosenOnce):
         return self._error_N[step.candidates_C]
 
 
-ONCE = Schedule(0.0, first_layer=1)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedSelector:
-    """A selector by the name that configurations use.
-
-    Args:
-        make: the selector of a ratio and a spread.
-        schedule: of a spread; what the loading controller predicts with.
-    """
-
-    make: Callable[[float, float], Selector]
-    schedule: Callable[[float], Schedule]
-
-
-def _by_deviation(schedule: Callable[[float], Schedule]) -> NamedSelector:
-    return NamedSelector(lambda ratio, spread: TopDeviation(ratio, schedule(spread)), schedule)
-
-
-def _chosen_once(make: Callable[[float], Selector], schedule: Schedule = ONCE) -> NamedSelector:
-    return NamedSelector(lambda ratio, _: make(ratio), lambda _: schedule)
-
-
-SELECTORS: Mapping[str, NamedSelector] = {
-    "question_attention": NamedSelector(lambda ratio, _: QuestionAttention(ratio), lambda _: QuestionAttention.schedule),
-    "attention_deviation": _chosen_once(AttentionDeviation, Schedule(0.0, first_layer=AttentionDeviation.widening, asks=True)),
-    "gradual": _by_deviation(Schedule),
-    "single_shot": _by_deviation(lambda _: Schedule(0.0)),
-    "first_tokens": _chosen_once(FirstTokens),
-    "random": _chosen_once(RandomTokens),
+# A selector's name in configurations, and what makes it of a recompute ratio. One of your own is a line here, or an object
+# given as `FusionConfig.selector`.
+SELECTORS: dict[str, Callable[[float], Selector]] = {
+    "question_attention": QuestionAttention,
+    "attention_deviation": AttentionDeviation,
+    "gradual": lambda ratio: TopDeviation(ratio, Schedule(0.3)),
+    "single_shot": lambda ratio: TopDeviation(ratio, Schedule(0.0)),
+    "first_tokens": FirstTokens,
+    "random": RandomTokens,
 }
 
 
@@ -310,7 +291,6 @@ class FusionConfig:
             it won on pretrained models (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9);
             "single_shot": the same chosen at layer 1 for all layers; "attention_deviation": a product of both;
             "first_tokens": EPIC's; "random": the control.
-        gradual_spread: how far the first and last ratio of gradual filtering lie from the mean, relative to it, 0..1.
 
     Raises:
         ConfigError: a value outside its range, or an unknown selector.
@@ -319,24 +299,19 @@ class FusionConfig:
 
     recompute_ratio: float = 0.14
     selector: str | Selector = "question_attention"
-    gradual_spread: float = 0.3
 
     def __post_init__(self) -> None:
-        for name in ("recompute_ratio", "gradual_spread"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1:
-                raise ConfigError(name, value, "a number from 0 to 1")
+        ratio = self.recompute_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not math.isfinite(ratio) or not 0 <= ratio <= 1:
+            raise ConfigError("recompute_ratio", ratio, "a number from 0 to 1")
         if self.selector not in SELECTORS if isinstance(self.selector, str) else not hasattr(self.selector, "select"):
             raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTORS)}, or a Selector")
 
     @property
     def schedule(self) -> Schedule:
-        """How many tokens the layers run, with a selector that is known by name."""
-        name = self.selector if isinstance(self.selector, str) else "gradual"
-        return SELECTORS[name].schedule(self.gradual_spread)
+        """How many tokens the layers run; that of single-shot selection for a selector that does not say."""
+        return getattr(self.resolve_selector(), "schedule", Schedule(0.0))
 
     def resolve_selector(self) -> Selector:
         """The selector itself."""
-        if isinstance(self.selector, str):
-            return SELECTORS[self.selector].make(self.recompute_ratio, self.gradual_spread)
-        return self.selector
+        return SELECTORS[self.selector](self.recompute_ratio) if isinstance(self.selector, str) else self.selector

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .base.errors import StoreFullError as StoreFullError
     from .base.errors import UnsupportedModelError as UnsupportedModelError
     from .blend import ChunkContext as ChunkContext
-    from .blend import FusedPrompt as FusedPrompt
     from .blend import FusionConfig as FusionConfig
+    from .blend import FusionResult as FusionResult
     from .blend import Fusor as Fusor
     from .blend import ModelRunner as ModelRunner
     from .blend import Segment as Segment
@@ -84,7 +84,7 @@ _MODULES = {
         "StoreFullError",
         "UnsupportedModelError",
     ),
-    "blend": ("ChunkContext", "FusedPrompt", "FusionConfig", "Fusor", "ModelRunner", "Segment", "SelectionStep", "Selector"),
+    "blend": ("ChunkContext", "FusionResult", "FusionConfig", "Fusor", "ModelRunner", "Segment", "SelectionStep", "Selector"),
     "loader": ("LoaderConfig", "LoadingController", "Profile", "measure_profile"),
     "retriever": ("Retriever", "RetrieverConfig"),
     "service": ("Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "Timings"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from cacheblend.blend import FusedPrompt
+from cacheblend.blend import FusionResult
 from cacheblend.eval.data.source import OWN_QUESTION
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
@@ -111,7 +111,7 @@ def ask_handbook(
     asked = []
     for index, item in enumerate(questions):
         start = index % len(METHODS)
-        answers: dict[str, tuple[Answer, FusedPrompt]] = {}
+        answers: dict[str, tuple[Answer, FusionResult]] = {}
         for method in METHODS[start:] + METHODS[:start]:
             request = engine.prepare(item.question, top_k=top_k, method=method)
             answers[method] = engine.complete(request), request.fused
@@ -120,7 +120,7 @@ def ask_handbook(
     return asked
 
 
-def _compare(engine: Engine, item: HandbookQuestion, answers: Mapping[str, tuple[Answer, FusedPrompt]]) -> AskedQuestion:
+def _compare(engine: Engine, item: HandbookQuestion, answers: Mapping[str, tuple[Answer, FusionResult]]) -> AskedQuestion:
     full_answer, full = answers["full_recompute"]
     positions = engine.fusor.max_positions
     room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.eval.metrics import ModelCompute, compute_share
 
 SHAPE: dict[str, Any] = {
@@ -54,7 +54,7 @@ def make_segments(fusor: Fusor, chunks: int, chunk_tokens: int, question_tokens:
     return [Segment([1]), *(Segment(text, fusor.precompute(text, (1,))) for text in texts), Segment(draw(question_tokens))]
 
 
-def measure(calls: dict[str, Callable[[], FusedPrompt]], repeats: int) -> dict[str, list[float]]:
+def measure(calls: dict[str, Callable[[], FusionResult]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every call, interleaved, after one warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
@@ -84,7 +84,7 @@ def main() -> None:
     fusor = Fusor.from_pretrained(options.model, dtype=options.dtype) if options.model else make_fusor()
     segments = make_segments(fusor, options.chunks, options.chunk_tokens, options.question_tokens)
     token_ids = [token for segment in segments for token in segment.token_ids]
-    calls: dict[str, Callable[[], FusedPrompt]] = {"full": lambda: fusor.prefill(token_ids)}
+    calls: dict[str, Callable[[], FusionResult]] = {"full": lambda: fusor.prefill(token_ids)}
     for ratio in options.ratios:
         config = FusionConfig(recompute_ratio=ratio, selector=options.selector)
         calls[f"blend {ratio}"] = lambda config=config: fusor.fuse(segments, config)

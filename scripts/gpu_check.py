@@ -30,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import MistralConfig, MistralForCausalLM
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, Prompt, Segment
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, describe_device
 from cacheblend.loader.profiler import drop_page_cache
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
@@ -82,7 +82,7 @@ class Check:
         """The whole prompt."""
         return [token for segment in (Segment([1]), *self.resident, self.question) for token in segment.token_ids]
 
-    def blend(self, ratio: float, store: KVStore | None) -> FusedPrompt:
+    def blend(self, ratio: float, store: KVStore | None) -> FusionResult:
         """Blend the prompt with KV from a store, or with KV in memory."""
         config = FusionConfig(recompute_ratio=ratio)
         if store is None:
@@ -128,7 +128,7 @@ def median_s(
     return statistics.median(seconds)
 
 
-def off_by(one: FusedPrompt, other: FusedPrompt) -> float:
+def off_by(one: FusionResult, other: FusionResult) -> float:
     """Largest difference of logits, keys and values, over the largest logit."""
     off = float((one.logits - other.logits).abs().max())
     mine: Any = one.cache.layers

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cacheblend.blend import ChunkContext, FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.eval.data import Example, FileSource, Preset
 from cacheblend.eval.data.file_source import find_file, read_examples
 from cacheblend.eval.data.source import prompt_renderer
@@ -62,7 +62,7 @@ class Bench:
         ratio: float,
         prefix_ids: Sequence[int],
         context: ChunkContext,
-    ) -> FusedPrompt:
+    ) -> FusionResult:
         """The prompt blended from chunks computed after a prefix and a context."""
         kvs = self.fusor.precompute_documents([([chunk], [0]) for chunk in chunks], prefix_ids, context)
         segments = [Segment(chunk, replace(kv, prefix_ids=())) for chunk, kv in zip(chunks, kvs, strict=True)]

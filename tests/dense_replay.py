@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.blend import FusedPrompt, Segment
+from cacheblend.blend import FusionResult, Segment
 
 
 def rotate(x_HND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -19,7 +19,7 @@ def rotate(x_HND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return x_HND * cos + torch.cat((-x_HND[..., half:], x_HND[..., :half]), -1) * sin
 
 
-def replay(model: Any, segments: Sequence[Segment], fused: FusedPrompt) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def replay(model: Any, segments: Sequence[Segment], fused: FusionResult) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits, and K and V of every layer, computed with hidden states of all N positions, stale ones poisoned with NaN."""
     base, config = model.model, model.config
     tokens = torch.tensor(fused.token_ids)

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor
+from cacheblend.blend import FusionConfig, FusionResult, Fusor
 from cacheblend.blend.deviation import kv_deviation
 from cacheblend.eval.data import Wording
 from cacheblend.eval.methods import CONTEXTS, ResidentRequest, make_methods, plan_methods
@@ -94,7 +94,7 @@ METHODS = ("blend", "blend_hkvd", "random_tokens")
 
 
 @torch.no_grad()
-def forward_attention(fusor: Fusor, fused: FusedPrompt, question_tokens: int) -> list[torch.Tensor]:
+def forward_attention(fusor: Fusor, fused: FusionResult, question_tokens: int) -> list[torch.Tensor]:
     """The forward attention matrix of each layer, float32 (Q, S, N): the question's tokens over the whole prompt (§4.1).
 
     The question runs once more over the fused context, so the model must have been loaded with

@@ -10,7 +10,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Protocol
 
-from cacheblend.blend import ChunkContext, FusedPrompt, Fusor, Segment
+from cacheblend.blend import ChunkContext, FusionResult, Fusor, Segment
 from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.eval.data import Request
@@ -160,7 +160,7 @@ class MethodAnswer:
     ttft_s: float
     recomputed_tokens: float
     loaded_bytes: int
-    fused: FusedPrompt | None
+    fused: FusionResult | None
 
 
 class Method(Protocol):
@@ -183,7 +183,7 @@ class PrefillMethod(ABC):
         """Nothing, unless a method says otherwise."""
 
     @abstractmethod
-    def prefill(self, resident: ResidentRequest) -> FusedPrompt:
+    def prefill(self, resident: ResidentRequest) -> FusionResult:
         """The prompt's cache and first logits."""
 
     def answer(self, resident: ResidentRequest, max_new_tokens: int) -> MethodAnswer:
@@ -199,12 +199,12 @@ class PrefillMethod(ABC):
             fused=fused,
         )
 
-    def loaded_bytes(self, resident: ResidentRequest, fused: FusedPrompt) -> int:
+    def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:
         """Bytes of stored KV that the prefill read; none, unless a method says otherwise."""
         return 0
 
 
-def generate(fusor: Fusor, fused: FusedPrompt, max_new_tokens: int, **kwargs: Any) -> tuple[list[int], float]:
+def generate(fusor: Fusor, fused: FusionResult, max_new_tokens: int, **kwargs: Any) -> tuple[list[int], float]:
     """Greedy token ids, and when the first was on the host, on `time.perf_counter`'s clock."""
     clock = FirstTokenClock()
     config: Any = fusor.model.generation_config
@@ -225,6 +225,6 @@ def generate(fusor: Fusor, fused: FusedPrompt, max_new_tokens: int, **kwargs: An
     return token_ids, clock.first_token
 
 
-def rows_run(fused: FusedPrompt) -> float:
+def rows_run(fused: FusionResult) -> float:
     """Tokens that ran through a layer, in the mean over layers 1 and up."""
     return fmean(len(positions) for positions in fused.recomputed[1:] or fused.recomputed)

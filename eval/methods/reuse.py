@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, SelectionStep
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, SelectionStep
 from cacheblend.blend.selection import Oracle
 
 from .method import PrefillMethod, ResidentRequest
@@ -29,7 +29,7 @@ class Blend(PrefillMethod):
         """The chunks' KV and the head's."""
         _ = resident.head_kv, resident.chunk_kv(self._context)
 
-    def prefill(self, resident: ResidentRequest) -> FusedPrompt:
+    def prefill(self, resident: ResidentRequest) -> FusionResult:
         """Fuse."""
         return self._fusor.fuse(resident.blend_segments(self._context), self.config_for(resident))
 
@@ -37,7 +37,7 @@ class Blend(PrefillMethod):
         """Ratio and selector for one request."""
         return self._config
 
-    def loaded_bytes(self, resident: ResidentRequest, fused: FusedPrompt) -> int:
+    def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:
         """The chunks' KV from layer 1 up, layer 0 too where not all of its tokens ran, and the head's."""
         ran_layer_0 = len(fused.recomputed[0]) == len(fused.token_ids) - fused.exact_tokens
         chunks = [kv for kv in resident.chunk_kv(self._context) if kv is not None]
@@ -81,7 +81,7 @@ class _Listening:
 class FullRecompute(PrefillMethod):
     """Nothing is reused."""
 
-    def prefill(self, resident: ResidentRequest) -> FusedPrompt:
+    def prefill(self, resident: ResidentRequest) -> FusionResult:
         """The Hugging Face model's own forward."""
         return self._fusor.prefill(resident.prompt.token_ids)
 
@@ -96,10 +96,10 @@ class PrefixCache(PrefillMethod):
         """The prefix's KV."""
         _ = resident.prefix_kv
 
-    def prefill(self, resident: ResidentRequest) -> FusedPrompt:
+    def prefill(self, resident: ResidentRequest) -> FusionResult:
         """Run what stands behind the prefix."""
         return self._fusor.fuse(resident.prefix_segments())
 
-    def loaded_bytes(self, resident: ResidentRequest, fused: FusedPrompt) -> int:
+    def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:
         """The prefix's KV."""
         return 0 if resident.prefix_kv is None else resident.prefix_kv.nbytes

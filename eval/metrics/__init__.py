@@ -1,6 +1,6 @@
 """Answer quality, nearness to full recompute, what was computed, and differences between methods."""
 
-from cacheblend.blend.deviation import deviation_left, first_token_kl_nats
+from cacheblend.blend.deviation import first_token_kl_nats, relative_kv_error
 
 from .answers import exact_match, f1, normalize, quality, rouge_l
 from .compute import ModelCompute, compute_share
@@ -13,7 +13,6 @@ __all__ = [
     "ModelCompute",
     "answer_nll_nats",
     "compute_share",
-    "deviation_left",
     "equal_greedy_tokens",
     "exact_match",
     "f1",
@@ -21,5 +20,6 @@ __all__ = [
     "normalize",
     "paired_difference",
     "quality",
+    "relative_kv_error",
     "rouge_l",
 ]

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from cacheblend.blend import FusedPrompt
+from cacheblend.blend import FusionResult
 from cacheblend.blend.decoder import Decoder
 
 _UNGATED = ("starcoder2",)  # MLPs of two matrices; all others have three
@@ -60,7 +60,7 @@ class ModelCompute:
         everything = torch.arange(tokens)
         return self.head + sum(self._rows(everything, window) for window in self.windows)
 
-    def fusion(self, fused: FusedPrompt, selection_rows: Iterable[int] = ()) -> int:
+    def fusion(self, fused: FusionResult, selection_rows: Iterable[int] = ()) -> int:
         """Of what brought a prompt's cache about; tokens of exact segments (a cached prefix) cost nothing.
 
         A layer whose candidates were compared has projected K and V of all of them, and does so again for those that it runs.
@@ -87,7 +87,7 @@ class ModelCompute:
         return len(positions_S) * self.row + int(keys_S.sum()) * self.score
 
 
-def compute_share(fused: FusedPrompt, model: ModelCompute) -> float:
+def compute_share(fused: FusionResult, model: ModelCompute) -> float:
     """Multiply-adds of a fusion over those of full prefill on the same tokens: 1 for full recompute.
 
     Includes layer 0, projections of candidates and, where `fused.selection_rows` tells its rows by layer, the selector's own

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cacheblend.blend import FusedPrompt, Fusor
+from cacheblend.blend import FusionResult, Fusor
 from cacheblend.blend.deviation import equal_tokens_share
 from cacheblend.blend.generation import branch_cache
 
@@ -21,7 +21,7 @@ COMPARED_TOKENS = 16
 
 
 @torch.no_grad()
-def answer_nll_nats(fusor: Fusor, fused: FusedPrompt, answer_ids: Sequence[int]) -> float:
+def answer_nll_nats(fusor: Fusor, fused: FusionResult, answer_ids: Sequence[int]) -> float:
     """Negative log-likelihood of an answer after a prompt, summed over its tokens, by teacher forcing.
 
     The first token is marked by the prompt's own logits, the others by one forward over a branch of its cache, which stays as

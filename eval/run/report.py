@@ -29,7 +29,7 @@ def summarize(run: RunFolder) -> dict[str, Any]:
         `methods.<method>.<class>` for the class "all" and each of the data set's: `cases`; the task's metrics (`f1` and `em`,
         or `rouge_l`; null where the weights are random) and `<first metric>_difference` from full recompute with its 95 %
         interval; `first_token_kl_nats`, `gold_nll_over_full_nats`, `equal_greedy_tokens`, each with a `_difference` as well;
-        `ttft_s_median`, `ttft_s_p95`; means of `recomputed_tokens`, `loaded_bytes`, `prompt_tokens`, `deviation_left`,
+        `ttft_s_median`, `ttft_s_p95`; means of `recomputed_tokens`, `loaded_bytes`, `prompt_tokens`, `relative_kv_error`,
         `gold_nll_nats` and `compute_share`. A mean is over the cases that have the value, None where none has. Beside it the
         data set, the model, `weights`, and how many cases were cut.
 
@@ -75,7 +75,7 @@ def _summary(label: str, rows: Sequence[Row]) -> dict[str, Any]:
         "prompt_tokens": float(np.mean([row["prompt_tokens"] for row in rows])),
         "recomputed_tokens": float(np.mean([result["recomputed_tokens"] for result in results])),
         "loaded_bytes": float(np.mean([result["loaded_bytes"] for result in results])),
-        **{name: _mean(_known(results, name)) for name in ("deviation_left", "gold_nll_nats", "compute_share")},
+        **{name: _mean(_known(results, name)) for name in ("relative_kv_error", "gold_nll_nats", "compute_share")},
     }
 
 
@@ -173,7 +173,7 @@ def _rows(methods: dict[str, Any], metric: str | None) -> Iterable[list[str]]:
             f"{all_['recomputed_tokens']:,.0f} of {all_['prompt_tokens']:,.0f}",
             _number(all_["compute_share"]),
             _number(all_["loaded_bytes"] / 1e6, 1),
-            _number(all_["deviation_left"], 4),
+            _number(all_["relative_kv_error"], 4),
             _with_interval(all_, "first_token_kl_nats"),
             _with_interval(all_, "gold_nll_over_full_nats", sign="+"),
             _number(all_["equal_greedy_tokens"], 2),

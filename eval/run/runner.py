@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cacheblend.base.errors import InputError
-from cacheblend.blend import FusedPrompt, Fusor
+from cacheblend.blend import FusionResult, Fusor
 from cacheblend.eval.data import Example, Request
 from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import (
@@ -31,10 +31,10 @@ from cacheblend.eval.metrics import (
     ModelCompute,
     answer_nll_nats,
     compute_share,
-    deviation_left,
     equal_greedy_tokens,
     first_token_kl_nats,
     quality,
+    relative_kv_error,
 )
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import DTYPES
@@ -43,7 +43,7 @@ from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
 from .report import summarize
 
 NEARNESS = (
-    "deviation_left",
+    "relative_kv_error",
     "first_token_kl_nats",
     "gold_nll_nats",
     "gold_nll_over_full_nats",
@@ -63,7 +63,7 @@ class _Reference:
         gold_nll_nats: of that answer.
     """
 
-    full: FusedPrompt
+    full: FusionResult
     token_ids: list[int]
     gold_ids: tuple[int, ...] = ()
     gold_nll_nats: float = 0.0
@@ -154,13 +154,13 @@ class CaseRunner:
             **self._nearness(answer.fused, answer.token_ids, reference),
         }
 
-    def _nearness(self, fused: FusedPrompt | None, token_ids: Sequence[int], reference: _Reference) -> dict[str, Any]:
+    def _nearness(self, fused: FusionResult | None, token_ids: Sequence[int], reference: _Reference) -> dict[str, Any]:
         """Nearness to full recompute and the compute it took; None for methods that read another prompt."""
         if fused is None:
             return dict.fromkeys(NEARNESS)
         gold_nll_nats = answer_nll_nats(self._fusor, fused, reference.gold_ids) if reference.gold_ids else None
         found = (
-            deviation_left(fused.cache, reference.full.cache),
+            relative_kv_error(fused.cache, reference.full.cache),
             first_token_kl_nats(reference.full.logits, fused.logits),
             gold_nll_nats,
             None if gold_nll_nats is None else gold_nll_nats - reference.gold_nll_nats,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError
-from cacheblend.blend import FusedPrompt, Fusor, LayerReport, ResidentLayers, Segment
+from cacheblend.blend import FusionResult, Fusor, LayerReport, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
 
@@ -160,7 +160,7 @@ class Prefiller:
                             try:
                                 report = next(layers)
                             except StopIteration as done:
-                                fused: FusedPrompt = done.value
+                                fused: FusionResult = done.value
                                 break
                             paused = time.perf_counter()
                             yield report

@@ -14,7 +14,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import FusedPrompt
+from cacheblend.blend import FusionResult
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import ScoredChunk
 
@@ -275,15 +275,15 @@ class Request:
     ended: float = field(init=False, default=0.0)
     token_ids: list[int] = field(init=False, default_factory=list)
     text: str = field(init=False, default="")
-    _fused: FusedPrompt | None = field(init=False, default=None, repr=False)
+    _fused: FusionResult | None = field(init=False, default=None, repr=False)
 
     @property
-    def fused(self) -> FusedPrompt:
+    def fused(self) -> FusionResult:
         """The prompt's KV and first logits, once it is prefilled."""
         assert self._fused is not None, "the request is not prefilled, or was released"
         return self._fused
 
-    def finish_prefill(self, fused: FusedPrompt, segments: Sequence[PlannedSegment]) -> None:
+    def finish_prefill(self, fused: FusionResult, segments: Sequence[PlannedSegment]) -> None:
         """Note the prefill's result."""
         self._fused, self.segments, self.prefilled = fused, tuple(segments), time.perf_counter()
 

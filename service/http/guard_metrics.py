@@ -10,7 +10,7 @@ from ..serving import CheckReport
 
 AGREEMENT = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 KL_NATS = (0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0)
-DEVIATION_LEFT = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+RELATIVE_KV_ERROR = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class GuardMetrics:
@@ -40,7 +40,7 @@ class GuardMetrics:
             "first_token_kl_nats", "KL divergence of the first token's distribution, full from blended.", KL_NATS
         )
         self._deviation = histogram(
-            "kv_deviation_left", "Squared difference of the KV to full prefill's, over its squared size.", DEVIATION_LEFT
+            "relative_kv_error", "Squared difference of the KV to full prefill's, over its squared size.", RELATIVE_KV_ERROR
         )
         self._least_ratio = Gauge(
             "cacheblend_guard_least_recompute_ratio",
@@ -57,4 +57,4 @@ class GuardMetrics:
         for prefill, found in report.comparisons.items():
             self._agreement.labels(*labels, prefill).observe(found.agreement)
             self._kl.labels(*labels, prefill).observe(found.first_token_kl_nats)
-            self._deviation.labels(*labels, prefill).observe(found.deviation_left)
+            self._deviation.labels(*labels, prefill).observe(found.relative_kv_error)

@@ -6,8 +6,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.blend import FusedPrompt, Fusor, NextToken, SequenceKV
-from cacheblend.blend.deviation import deviation_left, equal_tokens_share, first_token_kl_nats
+from cacheblend.blend import FusionResult, Fusor, NextToken, SequenceKV
+from cacheblend.blend.deviation import equal_tokens_share, first_token_kl_nats, relative_kv_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,13 +17,13 @@ class Comparison:
     Args:
         agreement: share of full prefill's first greedy tokens that blending gives too, before the first that differs, 0..1.
         first_token_kl_nats: Kullback-Leibler divergence of the first token's distribution, full from blended.
-        deviation_left: squared difference of the prompt's KV over its squared size; 0 is none left (paper §4.1).
+        relative_kv_error: squared difference of the prompt's KV over its squared size; 0 is none left (paper §4.1).
         recompute_ratio: that the blended prompt ran at.
     """
 
     agreement: float
     first_token_kl_nats: float
-    deviation_left: float
+    relative_kv_error: float
     recompute_ratio: float
 
     @property
@@ -33,7 +33,7 @@ class Comparison:
 
 
 def first_tokens(
-    fusor: Fusor, prompts: Sequence[FusedPrompt], tokens: int, greedy: Mapping[str, Any]
+    fusor: Fusor, prompts: Sequence[FusionResult], tokens: int, greedy: Mapping[str, Any]
 ) -> Generator[None, None, list[list[int]]]:
     """Each prompt's first greedy tokens, all of them a token a step; the prompts' caches stay as they are.
 
@@ -56,7 +56,7 @@ def first_tokens(
 
 
 def compare(
-    full: FusedPrompt, full_tokens: Sequence[int], blended: FusedPrompt, blended_tokens: Sequence[int], recompute_ratio: float
+    full: FusionResult, full_tokens: Sequence[int], blended: FusionResult, blended_tokens: Sequence[int], recompute_ratio: float
 ) -> Comparison:
     """Hold a blended prompt against full prefill.
 
@@ -70,6 +70,6 @@ def compare(
     return Comparison(
         agreement=equal_tokens_share(full_tokens, blended_tokens),
         first_token_kl_nats=first_token_kl_nats(full.logits, blended.logits),
-        deviation_left=deviation_left(blended.cache, full.cache),
+        relative_kv_error=relative_kv_error(blended.cache, full.cache),
         recompute_ratio=recompute_ratio,
     )

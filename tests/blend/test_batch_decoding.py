@@ -9,13 +9,13 @@ import torch
 from prompts import rag_prompt
 from tiny_models import CONFIGS, WINDOW, tiny_model
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, NextToken, Segment, SequenceKV
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, NextToken, Segment, SequenceKV
 
 TOKENS = 2 * WINDOW
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0}
 
 
-def prompts(fusor: Fusor) -> list[FusedPrompt]:
+def prompts(fusor: Fusor) -> list[FusionResult]:
     """A blended one, one below every window, and one in full."""
     blended = rag_prompt(fusor)
     return [
@@ -25,7 +25,7 @@ def prompts(fusor: Fusor) -> list[FusedPrompt]:
     ]
 
 
-def decode(fusor: Fusor, fused: list[FusedPrompt], drawers: list[NextToken], join_every: int = 3) -> list[list[int]]:
+def decode(fusor: Fusor, fused: list[FusionResult], drawers: list[NextToken], join_every: int = 3) -> list[list[int]]:
     """Tokens of each; one more sequence joins every few steps, and each leaves when it is done."""
     running: list[tuple[NextToken, SequenceKV]] = []
     waiting = list(zip(fused, drawers, strict=True))

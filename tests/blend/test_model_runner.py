@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from cacheblend.base.errors import UnsupportedModelError
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, KVGeometry, LayerKV, Segment
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, KVGeometry, LayerKV, Segment
 from cacheblend.blend.attention import Rows, attend
 from cacheblend.blend.layer_passes import QuestionPass, SharedPrefix
 from cacheblend.blend.model_runner import CosSin
@@ -166,7 +166,7 @@ def test_layers_go_to_a_sink() -> None:
     steps = fusor.fuse_steps(
         segments, sink=SimpleNamespace(put=lambda layer, whole: taken.insert(layer, whole.kv_21HND.clone()))
     )
-    blended: FusedPrompt
+    blended: FusionResult
     while True:
         try:
             next(steps)
@@ -196,7 +196,7 @@ def test_two_processes_select_the_same_tokens(selector: str) -> None:
 
         return add
 
-    def blend(runner: PlainRunner) -> FusedPrompt:
+    def blend(runner: PlainRunner) -> FusionResult:
         fusor = Fusor.from_runner(runner, fingerprint="plain")
         return fusor.fuse(_prompt(fusor), FusionConfig(recompute_ratio=0.2, selector=selector))
 

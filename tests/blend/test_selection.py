@@ -47,7 +47,7 @@ def step_at(layer: int, candidates: int, reusable: int, **known: torch.Tensor) -
 @pytest.mark.parametrize("reusable", [100, 101, 102, 103])
 def test_single_shot_never_scores_twice(reusable: int) -> None:
     """The single-shot choice asks for deviations at layer 1 alone, whatever is left over of its share."""
-    single = SELECTORS["single_shot"].make(0.2, 0.3)
+    single = SELECTORS["single_shot"](0.2)
     first = round(0.2 * reusable)
     counts = ((0, reusable), (1, reusable), (2, first), (3, first), (4, first))
     assert [int(single.select(step_at(layer, count, reusable)).sum()) for layer, count in counts] == [reusable, *[first] * 4]
@@ -57,22 +57,22 @@ def test_single_shot_never_scores_twice(reusable: int) -> None:
 def test_selectors_keep_their_schedule(name: str) -> None:
     """Every layer keeps what the schedule that the controller counts with says, nothing at ratio 0, all at 1."""
     for ratio in (0.0, 0.2, 1.0):
-        selector, count, kept = SELECTORS[name].make(ratio, 0.3), 40, []
+        selector, count, kept = SELECTORS[name](ratio), 40, []
         for layer in range(5):
             count = int(selector.select(step_at(layer, count, 40)).sum())
             kept.append(count)
-        assert kept == SELECTORS[name].schedule(0.3).counts(40, 5, ratio)
+        assert kept == FusionConfig(selector=name).schedule.counts(40, 5, ratio)
         assert sum(kept[1:]) == round(ratio * 40) * 4
 
 
 def test_the_question_s_attention_decides() -> None:
     """The tokens of highest attention are kept; the product with the deviation decides among twice as many."""
     attention = torch.tensor([0.1, 0.9, 0.2, 0.8, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0])
-    question = SELECTORS["question_attention"].make(0.2, 0.3)
+    question = SELECTORS["question_attention"](0.2)
     assert question.select(step_at(0, 10, 10, attention=attention)).nonzero()[:, 0].tolist() == [1, 3, 4]
     later = step_at(4, 4, 10, attention=torch.tensor([0.1, 0.5, 0.9, 0.7]))
     assert question.select(later).tolist() == [False, False, True, False]
-    product = SELECTORS["attention_deviation"].make(0.1, 0.3)
+    product = SELECTORS["attention_deviation"](0.1)
     assert product.select(step_at(0, 10, 10, attention=attention)).nonzero()[:, 0].tolist() == [1, 3]
     narrowed = step_at(1, 2, 10, attention=attention[[1, 3]], deviation=torch.tensor([1.0, 2.0]))
     assert product.select(narrowed).tolist() == [False, True]
@@ -81,7 +81,7 @@ def test_the_question_s_attention_decides() -> None:
 def test_first_tokens_are_those_of_every_chunk() -> None:
     """EPIC's choice goes by the place in the chunk."""
     offset = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4])
-    chosen = SELECTORS["first_tokens"].make(0.4, 0.3).select(step_at(0, 10, 10, offset=offset))
+    chosen = SELECTORS["first_tokens"](0.4).select(step_at(0, 10, 10, offset=offset))
     assert chosen.nonzero()[:, 0].tolist() == [0, 1, 5, 6]
 
 

@@ -12,7 +12,7 @@ import torch
 from fakes import tiny_tokenizer
 from tiny_models import CONFIGS, WINDOW, tiny_model
 
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.eval.metrics import (
     ModelCompute,
     answer_nll_nats,
@@ -28,7 +28,7 @@ PROMPT = [*HEAD, *CHUNK, *OTHER, *QUESTION]
 ANSWER = [11, 45, 8, 70, 33]
 
 
-def _fused(fusor: Fusor, ratio: float, selector: str = "gradual") -> FusedPrompt:
+def _fused(fusor: Fusor, ratio: float, selector: str = "gradual") -> FusionResult:
     chunks = [Segment(chunk, fusor.precompute(chunk, HEAD[:1])) for chunk in (CHUNK, OTHER)]
     head = Segment(HEAD, fusor.precompute(HEAD), exact=True)
     return fusor.fuse([head, *chunks, Segment(QUESTION)], FusionConfig(recompute_ratio=ratio, selector=selector))

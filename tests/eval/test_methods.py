@@ -25,7 +25,7 @@ from cacheblend.eval.methods import (
     make_methods,
     plan_methods,
 )
-from cacheblend.eval.metrics import deviation_left
+from cacheblend.eval.metrics import relative_kv_error
 
 NEW_TOKENS = 4
 
@@ -56,7 +56,7 @@ def _deviation(answer: MethodAnswer, answers: dict[str, MethodAnswer]) -> float:
     full = answers["full_recompute"].fused
     assert answer.fused is not None
     assert full is not None
-    return deviation_left(answer.fused.cache, full.cache)
+    return relative_kv_error(answer.fused.cache, full.cache)
 
 
 def test_all_read_the_same_prompt(answers: dict[str, MethodAnswer], request_: Request) -> None:
@@ -187,7 +187,7 @@ def test_a_chunk_not_yet_seen_is_a_hole(fusor: Fusor, request_: Request) -> None
         method.prepare(cold)
         answer = method.answer(cold, 1)
         if answer.fused is not None:
-            assert deviation_left(answer.fused.cache, fusor.prefill(request_.prompt.token_ids).cache) < 1e-9, name
+            assert relative_kv_error(answer.fused.cache, fusor.prefill(request_.prompt.token_ids).cache) < 1e-9, name
     history.remember(chunks)
     assert history.cached((*chunks[:2], *reversed(chunks))) == ((True,) * (len(chunks) + 2), 2)
     assert history.cached(chunks[1:]) == ((True,) * (len(chunks) - 1), 0)

@@ -14,7 +14,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import DynamicCache
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.eval.metrics import deviation_left, exact_match, f1, paired_difference, rouge_l
+from cacheblend.eval.metrics import exact_match, f1, paired_difference, relative_kv_error, rouge_l
 from cacheblend.eval.metrics.answers import _scorer
 
 WORDS = [
@@ -120,6 +120,6 @@ def test_deviation_is_relative() -> None:
             made.update(scale * keys, scale * values, layer)
         return made
 
-    assert deviation_left(cache(1.0), cache(1.0)) == 0
-    assert deviation_left(cache(0.0), cache(1.0)) == pytest.approx(1.0)
-    assert deviation_left(cache(1.1), cache(1.0)) == pytest.approx(0.01, rel=1e-4)
+    assert relative_kv_error(cache(1.0), cache(1.0)) == 0
+    assert relative_kv_error(cache(0.0), cache(1.0)) == pytest.approx(1.0)
+    assert relative_kv_error(cache(1.1), cache(1.0)) == pytest.approx(0.01, rel=1e-4)

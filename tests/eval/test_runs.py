@@ -57,7 +57,7 @@ def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> Non
         assert all(of_class["all"][key] is not None for key in ("f1", "em", "ttft_s_median", "ttft_s_p95", "prompt_tokens"))
     full, blend = summary["methods"]["full_recompute"]["all"], summary["methods"]["blend"]["all"]
     assert "f1_difference" not in full
-    assert full["deviation_left"] == 0 < blend["deviation_left"]
+    assert full["relative_kv_error"] == 0 < blend["relative_kv_error"]
     assert blend["f1_difference"]["mean"] == pytest.approx(blend["f1"] - full["f1"])
     for name, of_full in (("first_token_kl_nats", 0), ("gold_nll_over_full_nats", 0), ("equal_greedy_tokens", 1)):
         assert full[name] == pytest.approx(of_full, abs=1e-9)

@@ -13,13 +13,13 @@ from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts, wait_u
 
 from cacheblend.base.errors import DamagedEntryError
 from cacheblend.base.memory import Bytes
-from cacheblend.blend import FusedPrompt, FusionConfig, Fusor, IncompatibleKVError, Prompt, Segment
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, IncompatibleKVError, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.loader.layer_loader import THREADS, LayerBuffer
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, Placement, StoreConfig
 
 
-def assert_same(one: FusedPrompt, other: FusedPrompt) -> None:
+def assert_same(one: FusionResult, other: FusionResult) -> None:
     assert torch.equal(one.logits, other.logits)
     assert largest_difference(one.cache, other.cache) == 0
     assert torch.equal(one.deviation, other.deviation)

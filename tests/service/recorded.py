@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from cacheblend.blend import ExplicitPositions, FusedPrompt, FusionConfig, Fusor, Segment
+from cacheblend.blend import ExplicitPositions, FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service import Answer, AnswerPlan
 from cacheblend.service.engine.chunk_contexts import chunk_context
@@ -69,7 +69,7 @@ class RecordedAnswer:
         return all(kind != "blended" for kind, *_ in self.segments)
 
 
-def replay_prompt(fusor: Fusor, recorded: RecordedAnswer) -> FusedPrompt:
+def replay_prompt(fusor: Fusor, recorded: RecordedAnswer) -> FusionResult:
     """Prefill a recorded prompt alone, from KV that is computed anew."""
     if recorded.method == "full_recompute":
         return fusor.prefill([token for _, token_ids, _ in recorded.segments for token in token_ids])

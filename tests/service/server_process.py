@@ -29,7 +29,7 @@ import httpx
 MODEL = "tiny"
 START_S, STOP_S = 60, 60
 # Whatever of these is alive keeps a request's KV, pins or place.
-OF_REQUESTS = ("FusedPrompt", "SequenceKV", "RunningRequest", "ServedRequest", "Placement", "LayerLoader", "CachedPrefix")
+OF_REQUESTS = ("FusionResult", "SequenceKV", "RunningRequest", "ServedRequest", "Placement", "LayerLoader", "CachedPrefix")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,7 @@ def test_metrics_and_store(client: httpx.Client) -> None:
     common = {"namespace": "one", "model": MODEL}
     assert value("checks_total", **common, outcome="compared") == 5
     assert value("least_recompute_ratio", **common) == 1.0
-    for histogram in ("agreement", "first_token_kl_nats", "kv_deviation_left"):
+    for histogram in ("agreement", "first_token_kl_nats", "relative_kv_error"):
         assert value(f"{histogram}_count", **common, prefill="served") == 4
         assert value(f"{histogram}_sum", **common, prefill="served") > 0
         assert value(f"{histogram}_count", **common, prefill="lower") >= 3

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cacheblend.blend import FusedPrompt
+from cacheblend.blend import FusionResult
 from cacheblend.service.serving.comparison import compare
 
 
-def prompt(probabilities: list[float], kv: float = 1.0) -> FusedPrompt:
+def prompt(probabilities: list[float], kv: float = 1.0) -> FusionResult:
     cache = DynamicCache()
     cache.update(torch.full((1, 2, 3, 4), kv), torch.full((1, 2, 3, 4), kv), 0)
-    return FusedPrompt(torch.tensor(probabilities).log(), cache, (0, 1, 2), (), (), torch.zeros(3), 2, 0)
+    return FusionResult(torch.tensor(probabilities).log(), cache, (0, 1, 2), (), (), torch.zeros(3), 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_divergence_and_deviation() -> None:
     """KL is taken of full from blended, and the KV's squared difference over full prefill's size."""
     found = compare(prompt([0.9, 0.1]), [0], prompt([0.5, 0.5], kv=1.1), [0], 0.15)
     assert found.first_token_kl == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
-    assert found.deviation_left == pytest.approx(0.01, rel=1e-4)
+    assert found.relative_kv_error == pytest.approx(0.01, rel=1e-4)
     same = compare(prompt([0.9, 0.1]), [0], prompt([0.9, 0.1]), [0], 0.15)
-    assert same.first_token_kl == same.deviation_left == 0
+    assert same.first_token_kl == same.relative_kv_error == 0

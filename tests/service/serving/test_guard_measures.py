@@ -24,5 +24,5 @@ def test_mean_kl_of_the_window() -> None:
 
 def test_the_older_name() -> None:
     """`first_token_kl` is the same number."""
-    found = Comparison(agreement=1.0, first_token_kl_nats=0.25, deviation_left=0.0, recompute_ratio=0.15)
+    found = Comparison(agreement=1.0, first_token_kl_nats=0.25, relative_kv_error=0.0, recompute_ratio=0.15)
     assert found.first_token_kl == found.first_token_kl_nats == 0.25

@@ -11,7 +11,7 @@ import torch
 from engines import QUESTION, key_of, wait_until
 from served import Client, serve
 
-from cacheblend.blend.deviation import deviation_left
+from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
 from cacheblend.service.serving import CheckReport, Done, Scheduler, ServingConfig
 from cacheblend.service.serving.guard import STEP
@@ -55,8 +55,8 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
         prepared = engine.prepare(QUESTION, top_k=4, method=method)
         list(engine.prefill_steps(prepared))
         caches.append(prepared.fused.cache)
-    assert served.deviation_left == pytest.approx(deviation_left(*caches), rel=1e-3)
-    assert served.deviation_left > 0
+    assert served.relative_kv_error == pytest.approx(relative_kv_error(*caches), rel=1e-3)
+    assert served.relative_kv_error > 0
     assert served.recompute_ratio == 0.15
     assert [report.outcome for report in reports] == ["compared"]
     assert (quality.checked, quality.agreement, quality.least_recompute_ratio) == (1, served.agreement, 0.0)
