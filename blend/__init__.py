@@ -1,4 +1,4 @@
-"""The method: a chunk's KV, keys moved to their place, HKVD tokens picked, fused layer by layer."""
+"""The method: chunks' KV computed after a context, keys rotated to their place, chosen tokens recomputed layer by layer."""
 
 from cacheblend.base.errors import IncompatibleKVError, UnsupportedModelError
 
@@ -7,8 +7,7 @@ from .generation import NextToken, SequenceKV
 from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers, check_shape
 from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext
-from .prompt import Prompt, Segment
-from .result import FusionResult, LayerReport
+from .prompt import FusionResult, LayerReport, Prompt, Segment
 from .selection import SELECTORS, ExplicitPositions, FusionConfig, Schedule, SelectionStep, Selector, TopDeviation
 
 __all__ = [

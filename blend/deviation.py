@@ -1,4 +1,4 @@
-"""How far a token's stored KV is from its fresh KV: the KV deviation (paper §4.1)."""
+"""Measures of nearness to full prefill: KV deviation (paper §4.1), relative KV error, first-token KL, equal greedy tokens."""
 
 from __future__ import annotations
 

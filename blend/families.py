@@ -1,4 +1,4 @@
-"""Which models blending is verified on, and why the others are refused."""
+"""Model families: those that blending is verified on, why others are refused, and the fingerprint that tells models apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's fusion: the state that walks from layer 0 to the last (paper §4.2, §4.3).
+"""A blend: one prompt's walk through the layers, each on the tokens that the selector keeps (paper §4.2, §4.3).
 
 Shapes: H KV heads, N tokens of the prompt, S rows that a layer runs, P of them at a time, C candidates
 among them, D head size, M hidden size.
@@ -17,8 +17,7 @@ from .deviation import kv_deviation
 from .layer_passes import QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
-from .prompt import Prompt
-from .result import FusionResult, LayerReport
+from .prompt import FusionResult, LayerReport, Prompt
 from .selection import SelectionStep, Selector
 
 # Rows of a check that are projected together: what they need stays near the caches.
@@ -71,18 +70,20 @@ class Fusion:
         questions: list[LayerReport] = []
         asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1  # of one layer the stored KV is exact
         if asks and getattr(self._selector, "reads_attention", False):
-            # 1. The question looks at the stored KV.
+            # 1. The question's rows run over the stored KV; what they attend to decides which tokens layer 0 keeps.
             self._source.start(prompt, runner.geometry, reuse_layer_0=True)
             yield from self._ask(token_ids_N, rotary, questions)
             keep_S = self._choose(0, positions, _nothing_ran)
         else:
+            # 1. Without a question to ask, the selector chooses at layer 0; by KV deviation it keeps all tokens there.
             keep_S = self._choose(0, positions, _nothing_ran)
             self._source.start(prompt, runner.geometry, reuse_layer_0=not bool(keep_S.all()))
-        # 2. The rows that are kept run through every layer.
+        # 2. The tokens that are kept run through every layer.
         self._rows = Rows.of(positions[keep_S], runner.geometry.device)
         self._hidden_1SM = runner.embed(token_ids_N[self._rows.on_device_S])
         reads_layer_0 = bool(questions) or not bool(keep_S.all())
         for layer in range(runner.geometry.layers):
+            # 3. The layer's stored KV: read by the question already, or waited for, its keys rotated to their positions.
             started = time.perf_counter()
             is_read = layer in self._read
             whole = self._read.pop(layer) if is_read else self._source.synchronize(layer)
@@ -90,13 +91,16 @@ class Fusion:
             cos_sin_N = rotary[runner.layer_types[layer]]
             if not is_read:
                 self._rotate(whole, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
+            # 4. Fewer tokens go on, where the selector says so; K and V projected to compare them stay.
             fresh = self._filter(layer, whole, cos_sin_N) if layer > 0 else None
             rows = self._rows
             if 0 < layer == runner.geometry.layers - 1:
                 if fresh is None:
                     fresh = self._project(layer, whole, cos_sin_N)
                 rows, self._hidden_1SM = rows.last, self._hidden_1SM[:, -1:]  # of the others nobody reads the output
+            # 5. Attention and MLP of those tokens, against the whole layer, their K and V in its place.
             self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=fresh is None)
+            # 6. The finished layer goes to the cache, or to the caller's sink.
             sink.put(layer, whole)
             recomputed.append(self._rows.positions_S)
             projected.append(self._rows.positions_S if fresh is None else fresh)

@@ -26,8 +26,7 @@ from .layer_source import LayerSource, ResidentLayers
 from .model_runner import LayerSink, ModelRunner
 from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
-from .prompt import Prompt, Segment
-from .result import FusionResult, LayerReport
+from .prompt import FusionResult, LayerReport, Prompt, Segment
 from .selection import FusionConfig
 
 # A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.

@@ -1,8 +1,8 @@
-"""The next token of several sequences in one pass, each over KV of its own length.
+"""Generation after a blended prompt: as `model.generate` does, and the next token of several sequences in one pass.
 
-The sequences stand where a prompt's rows would: projections and MLP run for all of them at once, which reads the weights
-once; attention runs for each over its own keys. So nothing is padded or masked, and a sequence joins or leaves between two
-steps without a copy of another's KV.
+In a pass the sequences stand where a prompt's rows would: projections and MLP run for all of them at once, which reads the
+weights once; attention runs for each over its own keys. So nothing is padded or masked, and a sequence joins or leaves between
+two steps without a copy of another's KV.
 
 Shapes: R sequences, Q query heads, H KV heads, G = Q / H, K keys that a sequence sees, C room for keys, D head size.
 """
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend.store import LayerPair
 
 from . import layer_source
-from .result import FusionResult
+from .prompt import FusionResult
 
 
 class SequenceKV:

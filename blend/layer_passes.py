@@ -1,10 +1,15 @@
-"""A packed batch: sequences that do not see each other in one pass through the decoder, without padding.
+"""Two kinds of passes through a layer, beside a blend's rows: isolated sequences, and the question over stored KV.
 
-All but attention works token by token, so there it does not matter whose tokens they are; attention is called once for every
-run of sequences of one length. What all of them stand after may be shared: its KV is computed once, and attended to by each.
+Isolated encoding is a packed batch: sequences that do not see each other, without padding. All but attention works token by
+token; attention is called once for every run of sequences of one length. The KV of a prefix that all of them stand after is
+computed once and attended to by each.
 
-Shapes: B sequences of a run, T tokens of each, N tokens of all, P tokens of a shared prefix, H KV heads, Q query heads, D head
-size.
+The question's pass tells which tokens are worth recomputing. A stored token's error reaches the answer through attention, so
+every token's weight in the attention of the prompt's last token is added up over heads and layers. ProphetKV and QCFuse add up
+the weights of all the question's tokens; the last one's gave a lower KL to full prefill (docs/benchmarks.md).
+
+Shapes: B sequences of a run, T tokens of each, N tokens of all or of the prompt, P tokens of a shared prefix, H KV heads,
+G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = G x S, K tokens whose KV is known, D head size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a fusion gets the stored KV of each layer from.
+"""Sources of a prompt's stored KV, layer by layer, and the memory that layers lie in.
 
 Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 """

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, by directory, GGUF file, known name or hub id."""
+"""Models by directory, GGUF file, known name or hub id; packages of known ones; the dtype that "auto" stands for."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Chunks' KV, each computed after its context, several documents in one pass.
+"""Chunks' KV, each computed after its context, several documents in one pass (docs/adr/006-contextual-chunk-kv.md).
 
-A chunk's KV that was computed after the beginning-of-sequence token alone has seen no prompt: its first tokens draw the
-attention that a text's first tokens draw, and its tokens know nothing of standing in a text. On pretrained models that costs
-more than any recompute brings back (docs/benchmarks.md). So a document is read after the prompt's head and filler passages,
-its chunks one after the other, and each chunk's slice is its KV.
+A document is read after the prompt's head and filler passages, its chunks one after the other; each chunk's slice is its KV.
 
 Shapes: H KV heads, N rows of a pass, T tokens of a chunk, D head size.
 """

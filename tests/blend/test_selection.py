@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prompts import BOS, chunk, draw_ids
+from tiny_models import tiny_model
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, SelectionStep
+from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Schedule, Segment, SelectionStep
 from cacheblend.blend.selection import Oracle, layer_counts
 
 
@@ -76,6 +78,26 @@ def test_the_question_s_attention_decides() -> None:
     assert product.select(step_at(0, 10, 10, attention=attention)).nonzero()[:, 0].tolist() == [1, 3]
     narrowed = step_at(1, 2, 10, attention=attention[[1, 3]], deviation=torch.tensor([1.0, 2.0]))
     assert product.select(narrowed).tolist() == [False, True]
+
+
+def test_a_selector_of_one_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class and a line: a selector that is registered is known to configurations by its name, and blends."""
+
+    class EveryOther:
+        schedule = Schedule(0.0, first_layer=1)
+
+        def __init__(self, ratio: float) -> None:
+            self.ratio = ratio
+
+        def select(self, step: SelectionStep) -> torch.Tensor:
+            return step.all() if step.layer else step.offset_C % 2 == 0
+
+    monkeypatch.setitem(SELECTORS, "every_other", EveryOther)
+    config = FusionConfig(recompute_ratio=0.5, selector="every_other")
+    assert config.schedule is EveryOther.schedule
+    fusor = Fusor(tiny_model("llama"))
+    segments = [Segment(BOS), chunk(fusor, 10, seed=1), Segment(draw_ids(3, seed=2))]
+    assert fusor.fuse(segments, config).recomputed[2].tolist() == [0, 1, 3, 5, 7, 9, 11, 12, 13]
 
 
 def test_first_tokens_are_those_of_every_chunk() -> None:
