@@ -1,6 +1,6 @@
 """Text -> chunks -> vectors -> the chunks nearest a question."""
 
-from .catalog import CatalogedDocument
+from .catalog_rows import CatalogedDocument
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Chunk, Document, ScoredChunk, in_reading_order
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches

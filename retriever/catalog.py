@@ -1,7 +1,6 @@
 """The catalog: documents, their chunks, token ids and vectors in one SQLite file, the source of truth of the index.
 
-Each row has a checksum of all that it holds, which every read compares: SQLite has none of its own. It finds what disks do, and
-is no defence against someone who may write to the file.
+Every read compares the row's checksum, see `catalog_rows`.
 
 Shapes: N chunks, D dimensions.
 """
@@ -19,13 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from cacheblend.base.errors import DamagedDocumentError, InputError, RetrieverError, StoreFullError
 from cacheblend.base.files import is_disk_full, make_private_file
 from cacheblend.store.layout import Reserve
 
+from .catalog_rows import (
+    SCHEMA,
+    SELECT_CHUNKS,
+    SELECT_DOCUMENTS,
+    TO_FORMAT_2,
+    CatalogedDocument,
+    chunk_of,
+    document_of,
+    row_checksum,
+)
 from .document import Chunk, Document
 
 logger = logging.getLogger(__name__)
@@ -35,56 +43,6 @@ _BEFORE_CHECKSUMS = "1"  # a format that is brought to this one at opening
 BUSY_TIMEOUT_S = 30.0
 _WRONG_VALUE = re.compile(r"\S+ value in ")  # found by the row's checksum
 _STATE = ("generation", "dimensions", "format")  # what of `meta` is no setting
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS documents (
-    id TEXT PRIMARY KEY,
-    version TEXT NOT NULL,
-    title TEXT NOT NULL,
-    created_s REAL NOT NULL,
-    chunks INTEGER NOT NULL DEFAULT 0,     -- how many the document has
-    checksum BLOB NOT NULL DEFAULT x''     -- of id, version, title and number of chunks
-);
-CREATE TABLE IF NOT EXISTS chunks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- the index's id; never used twice
-    document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
-    position INTEGER NOT NULL,
-    text TEXT NOT NULL,
-    token_ids BLOB NOT NULL,               -- int32, little-endian
-    vector BLOB NOT NULL,                  -- float32, little-endian
-    checksum BLOB NOT NULL DEFAULT x'',    -- of document, version, position, text, token ids and vector
-    UNIQUE (document_id, position)
-);
-"""
-_TO_FORMAT_2 = [
-    f"ALTER TABLE {table} ADD COLUMN {column}"
-    for table, column in (
-        ("documents", "chunks INTEGER NOT NULL DEFAULT 0"),
-        ("documents", "checksum BLOB NOT NULL DEFAULT x''"),
-        ("chunks", "checksum BLOB NOT NULL DEFAULT x''"),
-    )
-]
-_SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
-_SELECT_CHUNKS = """
-SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum
-FROM chunks c JOIN documents d ON d.id = c.document_id
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogedDocument:
-    """A document as the catalog lists it; `created_s` is Unix time.
-
-    Of a `damaged` one id, title, version or the number of chunks is not what was written; its title is left out.
-    """
-
-    id: str
-    version: str
-    title: str
-    chunks: int
-    created_s: float
-    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +129,7 @@ class Catalog:
                 self._db.execute("PRAGMA synchronous = NORMAL")
                 if self._has_meta() and self._meta("format") == _BEFORE_CHECKSUMS:
                     self._add_checksums()
-                self._db.executescript(_SCHEMA)
+                self._db.executescript(SCHEMA)
                 if self._meta("format") is None:
                     self._set_meta("format", FORMAT)
             if not self._is_empty():
@@ -223,7 +181,7 @@ class Catalog:
                 "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)",
                 (
                     *(document.id, document.version, document.title, time.time(), len(chunks)),
-                    _checksum(document.id, document.version, document.title, len(chunks)),
+                    row_checksum(document.id, document.version, document.title, len(chunks)),
                 ),
             )
             added = [self._insert(chunk, vector_D) for chunk, vector_D in zip(chunks, vectors_ND, strict=True)]
@@ -282,12 +240,12 @@ class Catalog:
                 raise self._unknown(after)
             last = rows[0][0]
         arguments = (last, -1 if limit is None else limit)
-        return [_document(row) for row in self._rows(f"{_SELECT_DOCUMENTS} WHERE rowid > ? ORDER BY rowid LIMIT ?", arguments)]
+        return [document_of(row) for row in self._rows(f"{SELECT_DOCUMENTS} WHERE rowid > ? ORDER BY rowid LIMIT ?", arguments)]
 
     def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""
-        rows = self._rows(f"{_SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
-        return _document(rows[0]) if rows else None
+        rows = self._rows(f"{SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
+        return document_of(rows[0]) if rows else None
 
     def ids(self) -> set[str]:
         """Every document's id."""
@@ -349,13 +307,13 @@ class Catalog:
 
         """
         if document_id is None:
-            return [_chunk(row) for row in self._rows(_SELECT_CHUNKS + "ORDER BY c.id")]
-        rows = self._rows(_SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
+            return [chunk_of(row) for row in self._rows(SELECT_CHUNKS + "ORDER BY c.id")]
+        rows = self._rows(SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
         if not rows:
             if self.version(document_id) is not None:
                 raise DamagedDocumentError(document_id)
             raise self._unknown(document_id)
-        chunks = [_chunk(row) for row in rows]
+        chunks = [chunk_of(row) for row in rows]
         if [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
             raise DamagedDocumentError(document_id)
         return chunks
@@ -367,8 +325,8 @@ class Catalog:
             DamagedDocumentError: the row is not what was written.
 
         """
-        rows = self._rows(_SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
-        return _chunk(rows[0]) if rows else None
+        rows = self._rows(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
+        return chunk_of(rows[0]) if rows else None
 
     def vectors(self, document_id: str | None = None) -> tuple[list[int], NDArray[np.float32]]:
         """Index ids of a document's chunks, or of all, ascending, and their vectors, float32 (N, D).
@@ -400,7 +358,7 @@ class Catalog:
 
     def _insert(self, chunk: Chunk, vector_D: NDArray[np.float32]) -> int:
         token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
-        checksum = _checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
+        checksum = row_checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
         cursor = self._db.execute(
             "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)",
             (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum),
@@ -429,9 +387,9 @@ class Catalog:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if self._meta("format") == _BEFORE_CHECKSUMS:  # no other process was sooner
-                for statement in _TO_FORMAT_2:
+                for statement in TO_FORMAT_2:
                     self._db.execute(statement)
-                self._db.create_function("checksum", -1, _checksum, deterministic=True)
+                self._db.create_function("checksum", -1, row_checksum, deterministic=True)
                 self._db.execute("UPDATE documents SET chunks = (SELECT count(*) FROM chunks WHERE document_id = documents.id)")
                 self._db.execute("UPDATE documents SET checksum = checksum(id, version, title, chunks)")
                 self._db.execute(
@@ -517,32 +475,3 @@ class Catalog:
 
     def _unknown(self, document_id: str) -> InputError:
         return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
-
-
-def _document(row: tuple[Any, ...]) -> CatalogedDocument:
-    id_, version, title, chunks, created_s, checksum = row
-    if checksum == _checksum(id_, version, title, chunks):
-        return CatalogedDocument(id_, version, title, chunks, created_s)
-    printable_id, printable_version = (str(value).encode(errors="replace").decode() for value in (id_, version))
-    return CatalogedDocument(printable_id, printable_version, "", chunks if isinstance(chunks, int) else 0, 0.0, damaged=True)
-
-
-def _chunk(row: tuple[Any, ...]) -> Chunk:
-    document_id, version, position, title, text, token_ids, vector, checksum, chunks, document_checksum = row
-    if checksum != _checksum(document_id, version, position, text, token_ids, vector) or document_checksum != _checksum(
-        document_id, version, title, chunks
-    ):
-        raise DamagedDocumentError(str(document_id))
-    ids = tuple(np.frombuffer(token_ids, dtype="<i4").tolist())
-    return Chunk(document_id, version, position, title, text, ids)
-
-
-def _checksum(*fields: object) -> bytes:
-    """The xxh3-128 of values as SQLite gives them, each with its kind and length."""
-    digest = xxhash.xxh3_128()
-    for field in fields:
-        kind = next((kind for kind in (bytes, str, int) if isinstance(field, kind)), object)
-        raw = field if isinstance(field, bytes) else str(field).encode(errors="surrogateescape")
-        digest.update(f"{kind.__name__}:{len(raw)}:".encode())
-        digest.update(raw)
-    return digest.digest()

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
 
-from .catalog import Catalog, CatalogedDocument
+from .catalog import Catalog
+from .catalog_rows import CatalogedDocument
 from .config import RetrieverConfig
 from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches

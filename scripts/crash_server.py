@@ -43,7 +43,7 @@ from engines import CHUNK_TOKENS, make_model
 from server_process import ServedConfig, ServerProcess, free_port
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.retriever.indexed_documents import IndexedDocuments
+from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.store import KVStore, StoreConfig
 
 WRITERS, ASKERS = 3, 3

@@ -44,7 +44,7 @@ from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.loader import Profile, describe_device, write_profile
 from cacheblend.retriever import Document
-from cacheblend.retriever.indexed_documents import IndexedDocuments
+from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import ChunkKey, ChunkKV
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cacheblend.retriever.indexed_documents import IndexedDocuments
+from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.documents import Documents, DocumentStatus
 from cacheblend.service.engine.ingest import IngestProgress

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.catalog import IndexReport
-from cacheblend.retriever.indexed_documents import INDEX_FILE, IndexedDocuments
+from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
 from cacheblend.service.engine.ingest import merge_stores
 from cacheblend.store import KVStore, StoreConfig

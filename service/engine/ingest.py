@@ -19,7 +19,7 @@ from rich.console import Console
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError, PromptTooLongError
 from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever, Splitter
-from cacheblend.retriever.merge import merge_indexes
+from cacheblend.retriever.index_folder import merge_indexes
 from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.merge import MergeReport, check_stores, merge
 

@@ -10,8 +10,7 @@ from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import DamagedDocumentError, RetrieverError, StoreFullError
 from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.indexed_documents import IndexedDocuments
-from cacheblend.retriever.merge import merge_indexes
+from cacheblend.retriever.index_folder import IndexedDocuments, merge_indexes
 
 DOCUMENTS = [
     {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof. " * 3},

@@ -9,7 +9,7 @@ from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import RetrieverError
 from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.merge import merge_indexes
+from cacheblend.retriever.index_folder import merge_indexes
 
 DOCUMENTS = [{"id": str(number), "text": f"words of number {number} " * 20} for number in range(5)]
 
