@@ -77,7 +77,7 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         if role == KVConnectorRole.SCHEDULER:
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
-            keys = _keys(self._config, vllm_config)
+            keys = ChunkKeys.for_engine(self._config, vllm_config)
             self._scheduler = BlendScheduler(keys, self._store.__contains__, self._config.recompute_ratio, hashed)
 
     # The scheduler's side, in the order in which vLLM calls it.
@@ -126,7 +126,7 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         settings = self._vllm_config.model_config
         device = torch.device(self._vllm_config.device_config.device)
         runner = VllmRunner(worker.model_runner.get_model(), settings.hf_text_config, settings.dtype, device)
-        keys = _keys(self._config, self._vllm_config)
+        keys = ChunkKeys.for_engine(self._config, self._vllm_config)
         store = KVStore(self._config.store_config(runner.ranks))
         try:
             pages = _Pages(self._attentions, self._block_size, device)
@@ -217,11 +217,6 @@ class _Pages:
         slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(self._device)
         attention = self._attentions[layer]
         attention.impl.do_kv_cache_update(attention, k_THD, v_THD, attention.kv_cache, slots_T)
-
-
-def _keys(config: ConnectorConfig, vllm_config: Any) -> ChunkKeys:
-    model = vllm_config.model_config
-    return ChunkKeys.for_model(config, model.model, model.tokenizer or model.model, model.dtype, model.quantization)
 
 
 def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:

