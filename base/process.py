@@ -28,6 +28,15 @@ def hold_freed_memory() -> None:
     mallopt(M_TRIM_THRESHOLD, FREED_BYTES)
 
 
+def return_freed_memory() -> None:
+    """Hand back what `hold_freed_memory` holds, after work that is larger than a prefill's."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, TypeError, AttributeError):
+        return
+    trim(0)
+
+
 def in_own_thread(function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
     """Call a function in a new thread that ends with it; returns or raises what it does, an interrupt once it has ended.
 

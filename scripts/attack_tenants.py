@@ -13,15 +13,16 @@ Figures, of which those with a bound must hold, else the exit code is 1:
 
 `healthz_worst_s`: longest answer of `/healthz` under attack; at most 0.5.
 `ttft_alone_s`, `ttft_attacked_s`: median seconds from sending to the first token at the good tenant; `ttft_ratio` at most 2.
-`attacked_stages`: medians of what the server says of it under attack: from arrival to a prompt that is laid out, retrieval in
-that, then the queue, and from the prompt to the first token, the queue included.
+`stages_alone`, `stages_attacked`: medians of what the server says of it: `prepare_s` from arrival to a prompt that is laid out,
+`retrieve_s` of that, `queue_s` until its prefill, `ttft_s` from the prompt to the first token, queue included, and in
+`server_ttft_s` the whole, from a request's headers to its first token at the server. What is left of the client's own time is
+the machine, which client and server share.
 `time_outs`, `failures`: of the good tenant's requests, both phases; 0.
 `rss_before_mib`, `rss_after_mib`: VmRSS of the server before the attack, and `SETTLE_S` after it; `rss_growth` at most 0.2.
 `hostile`: what the hostile tenant was answered, by kind; "dropped" is what it hung up on or was cut off.
 
-`server_ttft_s`: seconds from a request's headers at the server to its first token there: what is left of `ttft_attacked_s` is
-the machine, which client and server share. The hostile clients are a process of their own, at niceness 10: a real tenant has a
-machine of its own, and what its clients compute is no load of the server's.
+The hostile clients are a process of their own, at niceness 10: a real tenant has a machine of its own, and what its clients
+compute is no load of the server's.
 """
 
 from __future__ import annotations
@@ -312,16 +313,16 @@ def attack(folder: Path, seconds: float, model: str | None, without: Collection[
             time.sleep(min(SETTLE_S, seconds))
             after = resident_mib(pid)
             alone += good.ask_for(max(3.0, seconds / 10))[0]
-            alone_stages["server_ttft_s"] += good.take_stages()["server_ttft_s"]
+            for stage, seconds_of in good.take_stages().items():
+                alone_stages[stage] += seconds_of
     figures = {
         "seconds": seconds,
         "answers": len(under_attack),
         "healthz_worst_s": round(max(healthz, default=0.0), 3),
         "ttft_alone_s": round(median(alone or [0.0]), 4),
         "ttft_attacked_s": round(median(under_attack or [TIMEOUT_S]), 4),
-        "server_ttft_alone_s": round(median(alone_stages["server_ttft_s"] or [0.0]), 4),
-        "server_ttft_s": round(median(attacked_stages["server_ttft_s"] or [0.0]), 4),
-        "attacked_stages": {name: round(median(values or [0.0]), 4) for name, values in attacked_stages.items()},
+        "stages_alone": {name: round(median(values or [0.0]), 4) for name, values in alone_stages.items()},
+        "stages_attacked": {name: round(median(values or [0.0]), 4) for name, values in attacked_stages.items()},
         "time_outs": good.time_outs,
         "failures": len(good.failures),
         "first_failures": good.failures[:3],

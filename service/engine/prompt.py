@@ -17,6 +17,7 @@ from cacheblend.store import DocumentVersion
 BEFORE_QUESTION = "Question: "
 AFTER_QUESTION = "\nAnswer:"
 MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
+FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
 
 
@@ -241,6 +242,9 @@ class PromptRenderer:
         return _Frame(prefix, between[-1], self._template_ids(rendered))
 
     def _ids(self, text: str) -> tuple[int, ...]:
+        most = self._max_positions
+        if most is not None and len(text) > 2 * (first := most * FIRST_READ) and len(self._plain.ids(text[:first])) > most:
+            raise PromptTooLongError(f"a text has more tokens than the model's {most} positions; ask a shorter question")
         return tuple(self._plain.ids(text))
 
     def _template_ids(self, text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.base.errors import CacheBlendError, QueueFullError
+from cacheblend.base.process import return_freed_memory
 
 from .config import HttpConfig
 from .errors import ApiError, error_response
@@ -19,6 +21,8 @@ BODY_S = 300.0  # for the whole of it
 UNCOUNTED_BYTES = 2**16  # of each body; so many of every connection have room in any case
 BODIES_OF_TENANT, BODIES = 2, 4  # of `max_body_bytes` each, that are in memory at once
 RETRY_AFTER_S = 5
+LARGE_BYTES = 2**20  # some time after such a body is answered, freed memory goes back to the system
+RETURN_AFTER_S = 5.0
 
 
 class BodyLimit:
@@ -32,6 +36,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, http: HttpConfig) -> None:
         self._app, self._http = app, http
         self._held = Counter[str]()  # bytes, by tenant
+        self._returns_memory = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -113,6 +118,13 @@ class BodyLimit:
         finally:
             self._held[tenant] -= counted
             self._held += Counter()  # without the tenants that have none
+            if counted > LARGE_BYTES and not self._returns_memory:
+                self._returns_memory = True
+                asyncio.get_running_loop().call_later(RETURN_AFTER_S, self._return_memory)
+
+    def _return_memory(self) -> None:
+        self._returns_memory = False
+        threading.Thread(target=return_freed_memory, daemon=True).start()
 
     def _limit(self, scope: Scope) -> tuple[str, int]:
         most_bytes, name = self._http.max_body_bytes, "max_body_bytes"

@@ -28,6 +28,19 @@ from cacheblend.base.errors import (
 logger = logging.getLogger(__name__)
 MOST_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
+# OpenAI's fields that are taken with their neutral value alone.
+UNSUPPORTED = {
+    "n": "1",
+    "best_of": "1",
+    "presence_penalty": "0",
+    "frequency_penalty": "0",
+    "logit_bias": "{}",
+    "logprobs": "false",
+    "echo": "false",
+    "suffix": "null",
+    "store": "false",
+    "response_format.type": '"text"',
+}
 
 
 class ApiError(CacheBlendError):
@@ -103,13 +116,45 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
 
+# What pydantic finds, in words that say what to do; its own words where a kind is not here.
+REMEDIES = {
+    "missing": "is missing; give it",
+    "extra_forbidden": "is no field of this request; leave it out",
+    "literal_error": "must be {expected}",
+    "none_required": "is not supported; leave it out",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be a text",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "too_long": "is longer than {max_length}; shorten it",
+    "too_short": "is empty; give at least {min_length}",
+    "value_error": "{error}",
+}
+
+
 def validation_error(first: Mapping[str, Any]) -> ApiError:
     """The error of a field, from the first that pydantic found."""
     names = [part for part in first["loc"] if part not in ("body", "query", "path")]
     place = [str(name)[:MOST_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
     param = ".".join(place) or None
     given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}{given}", param=param, code="invalid_value")
+    if param in UNSUPPORTED:
+        what = f"only {UNSUPPORTED[param]} is supported; leave it out"
+    else:
+        remedy = REMEDIES.get(first["type"])
+        what = remedy.format_map(first.get("ctx", {})) if remedy else first["msg"]
+    return ApiError(400, f"{param or 'the body'}: {what}{given}", param=param, code="invalid_value")
 
 
 def error_response(error: Exception) -> JSONResponse:
