@@ -137,8 +137,8 @@ REMEDIES = {
     "dict_type": "must be an object",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
-    "too_long": "is longer than {max_length}; shorten it",
-    "too_short": "is empty; give at least {min_length}",
+    "too_long": "is too long; at most {max_length}",
+    "too_short": "is too short; at least {min_length}",
     "value_error": "{error}",
 }
 

@@ -23,6 +23,7 @@ from .tenants import ApiKeys, TenantConfig
 
 logger = logging.getLogger(__name__)
 MAX_SCRAPES = 8
+PREPARED_AHEAD = 2  # of a tenant's requests that wait for the model; the next one is prepared when one of them has begun
 
 
 class Server:
@@ -89,7 +90,12 @@ class Server:
                 Scheduler(any_engine.fusor, serving, ended, self.metrics.guard.observe, several_tenants=several)
             )
             limits = scheduler.config
-            self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, one_at_a_time=True)
+            self.preparing = preparing = CallPool(
+                "preparing requests",
+                limits.max_waiting,
+                one_at_a_time=True,
+                ready=lambda tenant: scheduler.waiting(tenant) < PREPARED_AHEAD,
+            )
             self.uploads = CallPool(
                 "uploads",
                 limits.max_uploads,

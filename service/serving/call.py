@@ -101,6 +101,7 @@ class CallPool:
             all work.
         gives_way: tells whether more important work goes on; while it does, what runs here takes `share` of the time.
         share: 0..1.
+        ready: whether a tenant's next call is worth beginning; until then it waits, and others have their turns.
     """
 
     def __init__(
@@ -112,12 +113,14 @@ class CallPool:
         one_at_a_time: bool = False,
         gives_way: Callable[[], bool] = lambda: False,
         share: float = 1.0,
+        ready: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._name, self._max_calls, self._per_tenant, self._one_at_a_time = name, max_calls, per_tenant, one_at_a_time
-        self._gives_way, self._rest = gives_way, 1 / share - 1
+        self._gives_way, self._rest, self._ready = gives_way, 1 / share - 1, ready
         self._changed = threading.Condition()
         self._queue: FairQueue[Call[Any]] = FairQueue(max_calls)
-        self._running: deque[Call[Any]] = deque()  # the first one has its turn
+        self._running: list[Call[Any]] = []
+        self._turns: deque[Call[Any]] = deque()  # those of them that have begun, or may; the first one has its turn
         self._threads: set[threading.Thread] = set()
         self._mean_s: dict[str, float] = {}  # a running mean of a call's work, by tenant, for Retry-After
         self._closing = False
@@ -200,6 +203,7 @@ class CallPool:
 
     def _run(self, call: Call[Any]) -> None:
         try:
+            self._wait_until_ready(call)
             self._wait_for_turn(call)
             if call.over is None:
                 call.run(lambda: self._between_batches(call))
@@ -212,6 +216,7 @@ class CallPool:
                     before_s = self._mean_s.get(call.tenant, worked_s)
                     self._mean_s[call.tenant] = before_s + 0.2 * (worked_s - before_s)
                 self._running.remove(call)
+                self._turns.remove(call)
                 self._threads.discard(threading.current_thread())
                 self._start()
                 self._changed.notify_all()
@@ -228,19 +233,25 @@ class CallPool:
             time.sleep(min(LOOK_EVERY_S, self._rest * batch_s))
             call.check()
         with self._changed:
-            if self._one_at_a_time and self._running[0] is call:
-                self._running.rotate(-1)
+            if self._one_at_a_time and self._turns[0] is call:
+                self._turns.rotate(-1)
                 self._changed.notify_all()
         self._wait_for_turn(call)
         call.check()
 
+    def _wait_until_ready(self, call: Call[Any]) -> None:
+        with self._changed:
+            while call.over is None and not self._ready(call.tenant):
+                self._changed.wait(LOOK_EVERY_S)
+            self._turns.append(call)
+
     def _wait_for_turn(self, call: Call[Any]) -> None:
         with self._changed:
             call.waits_for_turn = True
-            while self._one_at_a_time and (first := self._running[0]) is not call and call.over is None:
+            while self._one_at_a_time and (first := self._turns[0]) is not call and call.over is None:
                 took_s = 0.0 if first.begun is None or first.waits_for_turn else time.perf_counter() - first.begun
                 if took_s > TURN_S:
-                    self._running.rotate(-1)
+                    self._turns.rotate(-1)
                     self._changed.notify_all()
                 else:
                     self._changed.wait(TURN_S / 10)

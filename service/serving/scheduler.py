@@ -102,6 +102,11 @@ class Scheduler:
         with self._changed:
             self._check_room(tenant, preparing)
 
+    def waiting(self, tenant: str) -> int:
+        """How many requests of a tenant wait."""
+        with self._changed:
+            return self._queue.count(tenant)
+
     @property
     def state(self) -> SchedulerState:
         """What goes on now."""

@@ -208,3 +208,20 @@ def test_an_error_is_the_callers(pool: CallPool) -> None:
     with pytest.raises(ZeroDivisionError):
         failing.future.result(10)
     assert next_one.future.result(10) == 2
+
+
+def test_not_before_it_is_worth_it() -> None:
+    """A call whose tenant is not ready waits, is given up as others are, and keeps nobody else's turn."""
+    ready = {"a": False, "b": True}
+    pool = CallPool("calls", 4, one_at_a_time=True, ready=ready.__getitem__)
+    held, given_up, other = (Call(lambda _: "done", tenant=tenant) for tenant in ("a", "a", "b"))
+    for call in (held, given_up, other):
+        pool.submit(call)
+    assert other.future.result(10) == "done"
+    assert not held.future.done()
+    pool.leave(given_up, ClientGoneError("gone"))
+    ready["a"] = True
+    assert held.future.result(10) == "done"
+    with pytest.raises(ClientGoneError):
+        given_up.future.result(10)
+    pool.close()
