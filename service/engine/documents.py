@@ -6,30 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.retriever import CatalogedDocument, Chunk
 from cacheblend.store import KVStore, StoredDocument
 
-
-class DocumentIndex(Protocol):
-    """The index's part: `Retriever`, or `IndexedDocuments` where there is no model at hand."""
-
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
-        """Documents in the order of adding: at most `limit`, and those added after the document `after`."""
-
-    def document(self, document_id: str) -> CatalogedDocument | None:
-        """One document; None where there is no such document."""
-
-    def ids(self) -> set[str]:
-        """Every document's id."""
-
-    def chunks(self, document_id: str) -> list[Chunk]:
-        """The chunks of a document."""
-
-    def delete(self, document_id: str) -> int:
-        """Remove a document."""
+if TYPE_CHECKING:
+    from cacheblend.retriever import Retriever
+    from cacheblend.retriever.index_folder import IndexedDocuments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +54,14 @@ class Documents:
     """Lists, shows, pins and deletes documents in index and store together.
 
     Args:
-        index: where their text is.
+        index: where their text is; `IndexedDocuments` where there is no model at hand.
         store: where their chunks' KV is.
         changing: held by whoever changes documents in both, so that a deletion does not come between an ingest's two halves.
     """
 
-    def __init__(self, index: DocumentIndex, store: KVStore, changing: AbstractContextManager[object] | None = None) -> None:
+    def __init__(
+        self, index: Retriever | IndexedDocuments, store: KVStore, changing: AbstractContextManager[object] | None = None
+    ) -> None:
         self._index, self._store = index, store
         self._changing = changing or nullcontext()
 
@@ -156,39 +143,42 @@ class Documents:
                     self._index.delete(id_)
         return status
 
-    def pin(self, id_: str) -> None:
-        """Spare the KV of a document's chunks from evictions, also what is computed of it later.
+    def pin(self, id_: str) -> DocumentStatus:
+        """Spare the KV of a document's chunks from evictions, also what is computed of it later; its status then.
 
         Raises:
             InputError: there is no such document, or its KV was never ingested.
         """
         self.status(id_)
         self._store.documents.pin(id_)
+        return self.status(id_)
 
-    def unpin(self, id_: str) -> None:
-        """Let the KV of a document's chunks be evicted again; raises as `pin` does."""
+    def unpin(self, id_: str) -> DocumentStatus:
+        """Let the KV of a document's chunks be evicted again; see `pin`."""
         self.status(id_)
         self._store.documents.unpin(id_)
+        return self.status(id_)
 
 
 def _status(document: CatalogedDocument, stored: StoredDocument | None) -> DocumentStatus:
+    stored = stored or StoredDocument(document.id, document.version, False, 0, 0, 0, 0, 0, 0)
     return DocumentStatus(
         id=document.id,
         title=document.title,
         version=document.version,
         chunks=document.chunks,
-        pinned=stored is not None and stored.pinned,
-        stored_chunks=stored.stored_chunks if stored else 0,
-        shared_chunks=stored.shared_chunks if stored else 0,
-        stored_bytes=stored.stored_bytes if stored else 0,
-        own_bytes=stored.own_bytes if stored else 0,
+        pinned=stored.pinned,
+        stored_chunks=stored.stored_chunks,
+        shared_chunks=stored.shared_chunks,
+        stored_bytes=stored.stored_bytes,
+        own_bytes=stored.own_bytes,
         damaged=document.damaged,
     )
 
 
 def _lost(stored: StoredDocument) -> DocumentStatus:
-    nothing = CatalogedDocument(stored.id, stored.version, "", 0, 0.0)
-    return _status(nothing, stored)
+    """Of a document that the store alone knows."""
+    return _status(CatalogedDocument(stored.id, stored.version, "", 0, 0.0), stored)
 
 
 def _unknown(id_: str) -> InputError:

@@ -57,17 +57,20 @@ class Engine:
         self.fusor = fusor or Fusor.from_pretrained(
             config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
         )
-        if self.fusor.tokenizer is None:
+        tokenizer = self.fusor.tokenizer
+        if tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
+        padding = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None)
+        self._pad_token_id = int(next(padding, 0))
         self._changing = threading.Lock()  # of the documents
-        self.prompts = PromptRenderer(self.fusor.tokenizer, config.instruction, max_positions=self.fusor.max_positions)
+        self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
         self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
-        prefix_tokens = len(self.prompts.prefix)
-        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, prefix_tokens)
-        self._encoder = encoder = ChunkEncoder(self.fusor, self.prompts.prefix, context, config.kv_cache_dtype)
+        prefix_ids = self.prompts.prefix
+        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
+        self._encoder = encoder = ChunkEncoder(self.fusor, prefix_ids, context, config.kv_cache_dtype)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
-            self.retriever = opened.enter_context(Retriever(config.retriever_config(), self.fusor.tokenizer, embedder))
+            self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
             self._contexts = ChunkContexts(context, self.retriever)
             self.foreground = foreground or Foreground()
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
@@ -161,11 +164,11 @@ class Engine:
             documents: bring your own retriever: these are split and used whole, and nothing is searched. A `Chunk` of this
                 engine's retriever is used as it is.
             recompute_ratio: for "blend", 0..1; None takes the config's, or else the loading controller's choice.
-            max_tokens: most tokens to generate; None takes the config's, or else as many as fit behind the prompt.
+            max_tokens: most tokens to generate; None takes the config's, or else as many as fit after the prompt.
             temperature: 0 is greedy; above, tokens are sampled.
             top_p: sample from the most likely tokens of this total probability.
             sampling_top_k: sample from so many most likely tokens; 0 for all.
-            layout: what stands around the chunks; None puts the config's instruction before and the question behind them. With
+            layout: what stands around the chunks; None puts the config's instruction before and the question after them. With
                 a layout, `top_k=0` retrieves nothing.
 
         Raises:
@@ -188,25 +191,6 @@ class Engine:
             )
             return self.complete(request)
 
-    def complete(self, request: Request) -> Answer:
-        """Answer a prepared request: prefill it, decode, and put the answer together."""
-        with self.foreground:
-            for _ in self.prefill_steps(request):
-                pass
-            clock, prefix = FirstTokenClock(), request.prefix
-            request.token_ids = self.fusor.generate(
-                request.fused,
-                request.max_tokens,
-                on_token=None if prefix is None else prefix.append_from,
-                streamer=clock,
-                **request.sampling,
-            )
-            if prefix is not None:
-                prefix.commit_prompt()  # an answer of one token has appended none
-        request.first_token, request.ended = clock.first_token, time.perf_counter()
-        request.text = self.fusor.tokenizer.decode(request.token_ids, skip_special_tokens=True)
-        return request.answer()
-
     def prepare(
         self,
         question: str,
@@ -228,42 +212,64 @@ class Engine:
         A prompt that is too long without its chunks is refused before anything is embedded. Of stored KV only that of the
         `cache_salt` is used. `check` is called between batches of embedding; what it raises ends the work.
         """
+        # 1. Check what is asked.
         self._check_open()
-        go_on = check or (lambda: None)
-        go_on()
-        started = time.perf_counter()
+        check = check or (lambda: None)
+        check()
+        started, config = time.perf_counter(), self.config
         self._prefiller.check_method(method)
-        max_tokens = self.config.max_tokens if max_tokens is None else max_tokens
+        max_tokens = config.max_tokens if max_tokens is None else max_tokens
         if max_tokens is not None:
             check_max_tokens(max_tokens)
         sampling = sampling_options(temperature, top_p, sampling_top_k)
-        if recompute_ratio is None:
-            recompute_ratio = self.config.recompute_ratio
-        self.config.fusion_config(recompute_ratio)
-        positions, nothing = self.fusor.max_positions, layout is not None and documents is None and top_k == 0
+        recompute_ratio = config.recompute_ratio if recompute_ratio is None else recompute_ratio
+        config.fusion_config(recompute_ratio)
+        searches = documents is not None or layout is None or top_k != 0
         layout = layout or self.prompts.question(question)
-        layout.tokens(()).check_length(max_tokens, positions)
-        chunks = [] if nothing else self._retrieve(question, top_k, documents, go_on)
-        go_on()
-        retrieved = time.perf_counter()
-        found = [scored.chunk for scored in chunks]
+        layout.tokens(()).check_length(max_tokens, self.fusor.max_positions)
+        # 2. Find the chunks.
+        scored = self._retrieve(question, top_k, documents, check) if searches else []
+        check()
+        retrieved, chunks = time.perf_counter(), [one.chunk for one in scored]
+        # 3. Lay out the prompt.
         prompt = replace(
-            layout.tokens(found),
-            earlier=self._contexts.of_prompt(found),
-            documents=self._documents_of(found, brought=documents is not None),
+            layout.tokens(chunks),
+            earlier=self._contexts.of_prompt(chunks),
+            documents=self._documents_of(chunks, brought=documents is not None),
         )
-        max_tokens = prompt.check_length(max_tokens, positions)
         return Request(
             method=method,
             recompute_ratio=recompute_ratio,
-            max_tokens=max_tokens,
-            sampling={"pad_token_id": self._pad_token_id(), **sampling},
-            chunks=chunks,
-            prompt=prompt,
+            max_tokens=prompt.check_length(max_tokens, self.fusor.max_positions),
+            sampling={"pad_token_id": self._pad_token_id, **sampling},
             namespace=namespace_of(cache_salt),
+            chunks=scored,
+            prompt=prompt,
             started=started,
             retrieved=retrieved,
         )
+
+    def complete(self, request: Request) -> Answer:
+        """Answer a prepared request."""
+        with self.foreground:
+            # 4. Prefill: look the chunks' KV up, load it layer by layer, blend it.
+            for _ in self.prefill_steps(request):
+                pass
+            # 5. Decode.
+            clock, prefix = FirstTokenClock(), request.prefix
+            request.token_ids = self.fusor.generate(
+                request.fused,
+                request.max_tokens,
+                on_token=None if prefix is None else prefix.append_from,
+                streamer=clock,
+                **request.sampling,
+            )
+            if prefix is not None:
+                prefix.commit_prompt()  # an answer of one token has appended none
+        # 6. Put the answer together: text, plan, timings.
+        request.first_token, request.ended = clock.first_token, time.perf_counter()
+        request.text = self.fusor.tokenizer.decode(request.token_ids, skip_special_tokens=True)
+        return request.answer()
 
     def prefill_steps(self, request: Request) -> PrefillSteps:
         """Prefill a prepared request, one layer a step; see `Prefiller.steps`."""
@@ -310,15 +316,11 @@ class Engine:
     def _documents_of(self, chunks: Sequence[Chunk], *, brought: bool) -> tuple[DocumentVersion | None, ...]:
         """The ingested document that each chunk is of; None for a text that was brought and is not ingested as it is."""
         documents = [(chunk.document_id, chunk.version) for chunk in chunks]
-        if brought:
-            known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
-            return tuple(document if known[document[0]] == document[1] else None for document in documents)
-        return tuple(documents)
+        if not brought:
+            return tuple(documents)
+        known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
+        return tuple((id_, version) if known[id_] == version else None for id_, version in documents)
 
     def _check_open(self) -> None:
         if self._closed:
             raise InputError(f"the engine on {self.config.store_dir} is closed; open a new one")
-
-    def _pad_token_id(self) -> int:
-        tokenizer = self.fusor.tokenizer
-        return int(next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0))

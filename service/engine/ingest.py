@@ -9,16 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError, PromptTooLongError
-from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever, Splitter
+from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
 from cacheblend.retriever.index_folder import merge_indexes
 from cacheblend.store import ChunkKey, KVStore
 from cacheblend.store.merge import MergeReport, check_stores, merge
@@ -27,12 +25,17 @@ from .chunk_contexts import ChunkEncoder
 from .config import INDEX_FOLDER, KV_FOLDER
 from .document_sources import DocumentStream, StreamSize
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 StreamProgress = Callable[[int, int], None]
 Check = Callable[[], None]
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
+LINE_EVERY_S = 10.0  # of progress, where there is no terminal
+CHARACTERS_PER_TOKEN = 4.0  # until a batch of documents says how many there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +72,30 @@ class IngestReport:
     @classmethod
     def empty(cls) -> IngestReport:
         """Of no documents."""
-        return cls(**dict.fromkeys((field.name for field in dataclasses.fields(cls)), 0))
+        return cls(**dict.fromkeys((each.name for each in dataclasses.fields(cls)), 0))
 
     def __add__(self, other: IngestReport) -> IngestReport:
         """Both in one; a chunk that both have counts twice."""
-        names = [field.name for field in dataclasses.fields(self)]
+        names = [each.name for each in dataclasses.fields(self)]
         return IngestReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Documents that are ingested at once, and what was done of them."""
+
+    documents: Sequence[Document]
+    on_progress: Progress = lambda *_: None
+    on_computed: Callable[[int], None] = lambda _: None  # called with the tokens of each chunk that was computed
+    check: Check = lambda: None
+    chunks: dict[tuple[str, str], list[Sequence[int]]] = field(default_factory=dict)  # by document and version
+    keys: dict[tuple[str, str], list[ChunkKey]] = field(default_factory=dict)
+    stored: list[ChunkKey] = field(default_factory=list)
+    tokens: int = 0
 
 
 class Ingester:
@@ -92,12 +109,7 @@ class Ingester:
     """
 
     def __init__(
-        self,
-        encoder: ChunkEncoder,
-        retriever: Retriever,
-        store: KVStore,
-        *,
-        changing: AbstractContextManager[object],
+        self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore, *, changing: AbstractContextManager[object]
     ) -> None:
         self._encoder, self._retriever, self._store, self._changing = encoder, retriever, store, changing
 
@@ -108,7 +120,7 @@ class Ingester:
         given = [Document.of(document) for document in documents]
         if not given:
             raise InputError("no documents to ingest; give at least one")
-        report = self._ingest(given, on_progress or (lambda *_: None), check=check or (lambda: None))
+        report = self._ingest(_Batch(given, on_progress or (lambda *_: None), check=check or (lambda: None)))
         if report.evicted:
             raise BudgetTooSmallError(
                 f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget "
@@ -125,68 +137,66 @@ class Ingester:
         report = on_progress or (lambda *_: None)
         total, tokens = IngestReport.empty(), 0
 
-        def computed(chunk_tokens: int) -> None:
+        def count(chunk_tokens: int) -> None:
             nonlocal tokens
             tokens += chunk_tokens
             report(total.documents, tokens)
 
         for batch in _batches(map(Document.of, documents)):
-            total += self._ingest(batch, lambda *_: None, computed)
+            total += self._ingest(_Batch(batch, on_computed=count))
             report(total.documents, tokens)
         evicted = self._store.stats().nvme.evictions - evictions
-        total = replace(total, evicted=evicted, seconds=time.perf_counter() - started)
-        self._warn_of_evictions(total)
-        return total
+        if evicted:
+            budget_bytes = self._store.config.nvme_budget_bytes
+            logger.warning(
+                "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes
+            )
+        return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
-    def _ingest(
-        self,
-        given: Sequence[Document],
-        report: Progress,
-        computed_one: Callable[[int], None] = lambda _: None,
-        check: Check = lambda: None,
-    ) -> IngestReport:
-        started = time.perf_counter()
-        stands_after = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
-        _check_chunks(given, self._retriever.splitter, self._encoder.fusor.max_positions, stands_after)
-        began = {document.id: self._retriever.version(document.id) for document in given}
-        # 1. What is new is embedded. Nothing is written before all KV is there: who gives up leaves the documents as they were.
+    def _ingest(self, batch: _Batch) -> IngestReport:
+        started, given, retriever = time.perf_counter(), batch.documents, self._retriever
+        self._check_lengths(given)
+        versions = {document.id: retriever.version(document.id) for document in given}
+        # 1. Embed what is new. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         embedded: dict[str, EmbeddedDocument] = {}
-        done = len(given) - len(new := self._retriever.changed(given))
+        done = len(given) - len(new := retriever.changed(given))
         if done:
-            report("index", done, len(given))
-        for one in self._retriever.embed(new, check):
+            batch.on_progress("index", done, len(given))
+        for one in retriever.embed(new, batch.check):
             embedded[one.document.id] = one
-            report("index", done + len(embedded), len(given))
-        # 2. Chunks' KV that is not stored yet is computed and stored.
-        chunks: dict[tuple[str, str], list[Sequence[int]]] = {}
-        keys: dict[tuple[str, str], list[ChunkKey]] = {}
+            batch.on_progress("index", done + len(embedded), len(given))
+        # 2. Compute and store chunks' KV that is not stored yet.
         for document in {document.id: document for document in given}.values():
             of_document = embedded[document.id].chunks if document.id in embedded else self._chunks(document)
             own: list[Sequence[int]] = [chunk.token_ids for chunk in of_document]
-            chunks[document.id, document.version] = own
-            keys[document.id, document.version] = list(map(self._encoder.key, own, self._encoder.context.earlier(own)))
-        every = dict.fromkeys(key for of_document in keys.values() for key in of_document)
+            batch.chunks[document.id, document.version] = own
+            batch.keys[document.id, document.version] = list(map(self._encoder.key, own, self._encoder.context.earlier(own)))
+        every = dict.fromkeys(key for keys in batch.keys.values() for key in keys)
         found = {key for key in every if key in self._store}
-        stored: list[ChunkKey] = []
         try:
-            tokens = self._compute(chunks, keys, every.keys() - found, stored, report, computed_one, check)
-            # 3. The documents change, all at once. KV that was there and is evicted by now is computed first.
+            self._compute(batch, every.keys() - found)
+            # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
             while True:
                 with self._changing, self._store.exclusive():
                     for document in given:
-                        if self._retriever.version(document.id) not in (began[document.id], document.version):
+                        if retriever.version(document.id) not in (versions[document.id], document.version):
                             raise DocumentChangedError(document.id)
                     gone = {key for key in found if key not in self._store}
                     if not gone:
-                        replaced = sum(self._retriever.put(one) for one in embedded.values())
+                        replaced = sum(retriever.put(one) for one in embedded.values())
                         dropped = self._store.documents.put(
-                            (*document, list(dict.fromkeys(own))) for document, own in keys.items()
+                            (*document, list(dict.fromkeys(keys))) for document, keys in batch.keys.items()
                         )
                         break
-                tokens += self._compute(chunks, keys, gone, stored, report, computed_one, check)
+                self._compute(batch, gone)
                 found -= gone  # once each: where the budget is below the corpus, they may go again
         except CacheBlendError:  # given up by client or service, a full disk, a changed document: as if it never came
-            self._drop(stored)
+            try:
+                self._store.documents.drop_unowned(batch.stored)
+            except CacheBlendError as error:
+                logger.warning(
+                    "the KV of %d chunks of an ingest that was given up stays until it is evicted: %s", len(batch.stored), error
+                )
             raise
         return IngestReport(
             documents=len(given),
@@ -194,49 +204,39 @@ class Ingester:
             replaced=replaced,
             unchanged=len(given) - len(embedded),
             chunks=len(every),
-            computed=len(stored),
-            already_stored=len(every) - len(stored),
+            computed=len(batch.stored),
+            already_stored=len(every) - len(batch.stored),
             evicted=sum(key not in self._store for key in every),
             dropped=dropped,
-            tokens=tokens,
+            tokens=batch.tokens,
             seconds=time.perf_counter() - started,
         )
 
-    def _compute(
-        self,
-        chunks: Mapping[tuple[str, str], list[Sequence[int]]],
-        keys: Mapping[tuple[str, str], list[ChunkKey]],
-        wanted: set[ChunkKey],
-        stored: list[ChunkKey],
-        report: Progress,
-        computed_one: Callable[[int], None],
-        check: Check,
-    ) -> int:
-        """Compute and store the KV of the chunks wanted, noting each in `stored`; gives their tokens. All are durable then."""
-        missing, readings = set(wanted), list[tuple[list[Sequence[int]], list[int]]]()
-        to_compute: list[ChunkKey] = []
-        for versioned, document_keys in keys.items():
-            which: list[int] = []
-            for index, key in enumerate(document_keys):
+    def _compute(self, batch: _Batch, keys: Iterable[ChunkKey]) -> None:
+        """Compute and store the KV of some of a batch's chunks, and note it there. All is durable at the end."""
+        missing, documents = set(keys), list[tuple[list[Sequence[int]], list[int]]]()
+        wanted: list[ChunkKey] = []
+        for versioned, of_document in batch.keys.items():
+            indexes: list[int] = []
+            for index, key in enumerate(of_document):
                 if key in missing:
-                    missing.remove(key)  # whoever has it again need not bring it
-                    which.append(index)
-                    to_compute.append(key)
-            readings.append((chunks[versioned], which))
-        tokens, done, writes = 0, len(stored), deque[Future[bool]]()
-        check()
-        for key, kv in zip(to_compute, self._encoder.compute_documents(readings), strict=True):
-            stored.append(key)
+                    missing.remove(key)  # of equal chunks the first one is computed
+                    indexes.append(index)
+                    wanted.append(key)
+            documents.append((batch.chunks[versioned], indexes))
+        total, writes = len(batch.stored) + len(wanted), deque[Future[bool]]()
+        batch.check()
+        for key, kv in zip(wanted, self._encoder.compute_documents(documents), strict=True):
+            batch.stored.append(key)
+            batch.tokens += len(kv.token_ids)
             writes.append(self._store.put(key, kv, flush=False))
-            tokens += len(kv.token_ids)
             while writes and writes[0].done():
                 writes.popleft().result()  # a full disk ends the run here, not hours later
-            report("precompute", len(stored), done + len(to_compute))
-            computed_one(len(kv.token_ids))
-            check()
+            batch.on_progress("precompute", len(batch.stored), total)
+            batch.on_computed(len(kv.token_ids))
+            batch.check()
         for write in writes:
             write.result()
-        return tokens
 
     def _chunks(self, document: Document) -> Sequence[Chunk]:
         """The chunks of a document that is here, or was a moment ago."""
@@ -246,44 +246,24 @@ class Ingester:
             chunks = []
         return chunks if chunks and chunks[0].version == document.version else self._retriever.splitter.split(document)
 
-    def _drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the KV of chunks that no document has."""
-        try:
-            self._store.documents.drop_unowned(keys)
-        except CacheBlendError as error:
-            logger.warning("the KV of %d chunks of an upload that was given up stays until it is evicted: %s", len(keys), error)
+    def _check_lengths(self, documents: Iterable[Document]) -> None:
+        """Refuse documents of which a chunk and what it is computed after are longer than the model's positions.
 
-    def _warn_of_evictions(self, report: IngestReport) -> None:
-        if report.evicted:
-            logger.warning(
-                "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all",
-                report.evicted,
-                self._store.config.nvme_budget_bytes,
-            )
-
-
-def _check_chunks(documents: Iterable[Document], splitter: Splitter, max_positions: int | None, prefix_tokens: int) -> None:
-    """Refuse documents that the model cannot read chunk by chunk.
-
-    Args:
-        documents: what is to be ingested.
-        splitter: cuts them.
-        max_positions: the model's; None for any number.
-        prefix_tokens: tokens that chunks are computed after.
-
-    Raises:
-        PromptTooLongError: a chunk and its prefix are longer than the model's positions.
-    """
-    chunk_tokens = splitter.config.chunk_tokens
-    if max_positions is None or prefix_tokens + 2 * chunk_tokens <= max_positions:  # a chunk is a little over chunk_tokens
-        return
-    for document in documents:
-        longest = max(len(chunk.token_ids) for chunk in splitter.split(document))
-        if prefix_tokens + longest > max_positions:
-            raise PromptTooLongError(
-                f"document {document.id!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
-                f"{prefix_tokens} are for what stands before it; lower chunk_tokens={chunk_tokens}"
-            )
+        Raises:
+            PromptTooLongError: so.
+        """
+        splitter, max_positions = self._retriever.splitter, self._encoder.fusor.max_positions
+        before = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
+        chunk_tokens = splitter.config.chunk_tokens
+        if max_positions is None or before + 2 * chunk_tokens <= max_positions:  # a chunk is a little over chunk_tokens
+            return
+        for document in documents:
+            longest = max(len(chunk.token_ids) for chunk in splitter.split(document))
+            if before + longest > max_positions:
+                raise PromptTooLongError(
+                    f"document {document.id!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of "
+                    f"which {before} are for what stands before it; lower chunk_tokens={chunk_tokens}"
+                )
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -299,10 +279,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch = []
     if batch:
         yield batch
-
-
-LINE_EVERY_S = 10.0
-CHARACTERS_PER_TOKEN = 4.0  # until a batch of documents says how many there are
 
 
 class IngestProgress:

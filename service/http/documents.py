@@ -89,11 +89,8 @@ async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     """Spare a document's KV from evictions, or no longer."""
     engine: Engine = request.state.engine
 
-    def set_pinned() -> DocumentStatus:
-        engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_)
-        return engine.documents.status(id_)
-
-    return _body(await _known(request, set_pinned))
+    set_pinned = engine.documents.pin if body.pinned else engine.documents.unpin
+    return _body(await _known(request, lambda: set_pinned(id_)))
 
 
 async def _upload(request: Request, documents: Sequence[Mapping[str, object]]) -> dict[str, Any]:

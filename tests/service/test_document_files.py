@@ -105,12 +105,12 @@ def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
         list(read_documents(str(path)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 4 * document_sources.MOST_LINE_BYTES
+    assert peak < 4 * document_sources.MAX_LINE_BYTES
 
 
 def test_long_texts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that one tokeniser run cannot hold is refused by its place, in a file of its own and in a line."""
-    monkeypatch.setattr(document_sources, "MOST_TEXT_BYTES", 2**20)
+    monkeypatch.setattr(document_sources, "MAX_TEXT_BYTES", 2**20)
     (tmp_path / "long.txt").write_bytes(b"x" * 2**20 + "é".encode())  # the limit tears the last character
     (tmp_path / "long.jsonl").write_text(LINE + "\n" + json.dumps({"text": "y" * (2**20 + 1)}))
     for name, place in (("long.txt", r"long\.txt"), ("long.jsonl", r"long\.jsonl, line 2")):
