@@ -148,7 +148,11 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `KVConnectorBase_V1`; blends as much as vLLM's own prefill would run in what is left of the step."""
         if self._worker is not None and isinstance(metadata := self._get_connector_metadata(), BlendMetadata):
-            self._worker.step(metadata.jobs, metadata.missed, self._rows - metadata.scheduled_tokens)
+            if not (metadata.jobs or metadata.missed or self._worker.blending or self._worker.waiting_misses):
+                return
+            scheduled = metadata.scheduled_tokens
+            with set_forward_context(None, self._vllm_config):
+                self._worker.step(metadata.jobs, metadata.missed, self._rows - scheduled, is_idle=scheduled == 0)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See `KVConnectorBase_V1`."""
@@ -227,6 +231,7 @@ def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:
         "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "data parallelism": parallel.data_parallel_size > 1,
+        "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
         "encoder-decoder models": model.is_encoder_decoder,
         "multi-head latent attention": model.use_mla,

@@ -96,14 +96,14 @@ class BlendScheduler:
         if not isinstance(params, Mapping) or PARAMS_KEY not in params:
             return
         reason = self._reason_to_refuse(request)
-        if not reason:
-            try:
-                marks = Marks.read(params[PARAMS_KEY], request.num_prompt_tokens)
-            except InputError as error:
-                logger.warning("request %s is computed exactly: %s", request.request_id, error)
-                reason = f"marks: {error}"
-        if not reason:
-            reason = self._take(request, marks)
+        try:
+            reason = reason or self._take(request, Marks.read(params[PARAMS_KEY], request.num_prompt_tokens))
+        except InputError as error:
+            logger.warning("request %s is computed exactly: %s", request.request_id, error)
+            reason = f"marks: {error}"
+        except Exception as error:  # the store cannot be read, say; an error here would stop the engine
+            logger.exception("request %s is computed exactly", request.request_id)
+            reason = f"failed: {type(error).__name__}"
         if reason:
             self.counts[f"exact:{reason.partition(':')[0]}"] += 1
             self._reports[request.request_id] = {"blended": False, "reason": reason}

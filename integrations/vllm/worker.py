@@ -25,6 +25,7 @@ from .scheduler import BlendJob, MissedChunk, fusion_config
 
 logger = logging.getLogger(__name__)
 MAX_WAITING_MISSES = 4096
+BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no more often
 # A layer's cost that grows with the prompt and not with its rows: for so many tokens KV is copied, rotated and written in the
 # time of one row.
 TOKENS_OF_A_ROW = 16
@@ -103,7 +104,7 @@ class BlendWorker:
         self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
         self._missed: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
         self._openings: OrderedDict[Chunk, ChunkKV] = OrderedDict()
-        self._progress = Progress()
+        self._progress, self._busy_steps = Progress(), 0
 
     @property
     def waiting_misses(self) -> int:
@@ -115,13 +116,14 @@ class BlendWorker:
         """Prompts that wait or are under way."""
         return len(self._blends)
 
-    def step(self, jobs: Iterable[BlendJob], missed: Iterable[MissedChunk], rows: int) -> None:
-        """Work as much as a chunk of vLLM's own prefill of `rows` tokens would; at least a layer, or a missed chunk."""
+    def step(self, jobs: Iterable[BlendJob], missed: Iterable[MissedChunk], rows: int, *, is_idle: bool) -> None:
+        """Work as much as vLLM's own prefill of `rows` tokens would: at least a layer; or when idle a missed chunk."""
         self._blends.extend((job, self._blend(job)) for job in jobs)
         for chunk in missed:
             self._miss(chunk)
         left = max(1, rows) * self._fusor.runner.geometry.layers
-        if not self._blends:
+        self._busy_steps = 0 if is_idle else self._busy_steps + 1
+        if not self._blends and self._busy_steps % BUSY_STEPS_A_MISS == 0:
             self._compute_missed()
         while self._blends and left > 0:
             job, steps = self._blends[0]
@@ -247,7 +249,10 @@ class BlendWorker:
             key, chunk = self._missed.popitem(last=False)
             if self._ranks.agree([key in self._store])[0]:
                 continue
-            self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)
+            try:
+                self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)
+            except Exception:
+                logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return
 
     def precompute(self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None) -> int:

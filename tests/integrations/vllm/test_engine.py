@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes import FakeEmbedder
 from vllm_engines import VOCAB, MakeModel, OpenServed, Served, first_logprobs
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
+from cacheblend.blend.models import load_tokenizer
+from cacheblend.integrations.vllm.config import ConnectorConfig
+from cacheblend.integrations.vllm.router import CHAT, PromptMarker
+from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import KVStore, StoreConfig
 
 DRAW = random.Random(5)
 HEAD = [DRAW.randrange(2, VOCAB) for _ in range(40)]
 CHUNKS = [[DRAW.randrange(2, VOCAB) for _ in range(size)] for size in (70, 66, 72)]
 QUESTION = [DRAW.randrange(2, VOCAB) for _ in range(9)]
+MIXED_REQUESTS = int(os.environ.get("MIXED_REQUESTS", "60"))  # CI's; by hand as many as one likes
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "mixtral"]
 
 
@@ -32,7 +41,7 @@ def prompt(*order: int) -> tuple[list[int], list[list[int]]]:
 
 def own_logits(fusor: Fusor, served: Served, order: tuple[int, ...], ratio: float) -> torch.Tensor:
     """Log probabilities that the project's own fusor gives, over the very entries that vLLM's worker has stored."""
-    keys = served.connector._worker._keys
+    keys = served.scheduler.connector._scheduler._keys
     assert keys.model == fusor.fingerprint
     with KVStore(StoreConfig(directory=served.store / "kv")) as store:
         kvs = [store.get(keys.key(CHUNKS[index], (), None)) for index in order]
@@ -65,9 +74,8 @@ def test_blends_are_the_projects_own(
             blended = served.ask(tokens, spans)
             own = own_logits(fusor, served, order, 0.15)
             assert float((first_logprobs(blended) - own).abs().max()) < 1e-3
-            assert (
-                float((first_logprobs(blended) - first_logprobs(exact)).abs().max()) > 1e-3
-            )  # an approximation, seen to be one
+            if name != "mistral-window":  # whose windows of 12 do not reach from the question to a chunk's beginning
+                assert float((first_logprobs(blended) - first_logprobs(exact)).abs().max()) > 1e-3
             again = served.ask(tokens)
             assert again.num_cached_tokens <= len(HEAD)
             assert float((first_logprobs(again) - first_logprobs(exact)).abs().max()) < 1e-3
@@ -122,6 +130,36 @@ def test_blended_blocks_are_found_again_by_the_same_marks_alone(served: Served) 
     assert exact.num_cached_tokens == 32  # the block before the first chunk's
     served.llm.reset_prefix_cache()
     assert served.ask(tokens).outputs[0].token_ids == exact.outputs[0].token_ids
+
+
+def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServed) -> None:
+    """What the project's engine has ingested are hits in vLLM, after the same context; and what vLLM stores has its numbers."""
+    folder = make_model("llama")
+    documents = [
+        {"title": "Travel", "text": "Trains are booked by the office, and a night away is paid. " * 5},
+        {"title": "Lunch", "text": "Lunch is at noon in the hall, and it is free on every Friday. " * 2},
+    ]
+    with open_served(folder) as served:
+        fusor = Fusor.from_pretrained(str(folder))
+        config = EngineConfig(model=str(folder), store_dir=served.store, chunk_tokens=64, dtype="float32")
+        with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
+            engine.ingest(documents)
+        options = ConnectorConfig(store_dir=str(served.store), chunk_tokens=64)
+        marker = PromptMarker(load_tokenizer(str(folder)), options, 512)
+        marked = marker.mark(CHAT, {"messages": [{"role": "user", "content": "When is lunch?"}], "documents": documents})
+        assert marked is not None
+        params = marked["kv_transfer_params"]
+        tokens, marks = params["prompt_token_ids"], params["cacheblend"]
+        assert len(marks["chunks"]) > 2
+        report = served.ask(tokens, marks["chunks"], documents=marks["documents"]).kv_transfer_params["cacheblend"]
+        assert (report["blended"], report["hits"]) == (True, len(marks["chunks"])), report
+        served.precompute(*([chunk] for chunk in CHUNKS))
+        keys, worker = served.connector._worker._keys, served.connector._worker
+        own = fusor.precompute_documents([([chunk], [0]) for chunk in CHUNKS], keys.head, keys.context)
+        for chunk, kv in zip(CHUNKS, own, strict=True):
+            stored = worker._store.get(keys.key(chunk, (), None))
+            for mine, other in zip(kv.layers, stored.layers, strict=True):
+                assert all(float((x - y).abs().max()) < 1e-4 for x, y in zip(mine, other, strict=True))
 
 
 def test_a_failed_blend_is_computed_by_vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +220,6 @@ def test_an_aborted_blend_leaves_nothing(served: Served) -> None:
     assert worker.blending == 0
     assert not served.scheduler.requests
     assert served.free_blocks() == free
-    assert not worker._store._pins._counts if hasattr(worker._store._pins, "_counts") else True
 
 
 def test_other_requests_decode_between_the_layers(served: Served) -> None:
@@ -195,6 +232,93 @@ def test_other_requests_decode_between_the_layers(served: Served) -> None:
     together = served.ask_all([(tokens[:50], None), (tokens, spans)], new_tokens=20)
     assert together[0].outputs[0].token_ids == alone.outputs[0].token_ids
     assert list(together[1].outputs[0].token_ids)[:6] == list(blended.outputs[0].token_ids)
+
+
+def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With half of the heads in each of two processes, answers are those of the project's fusor with all of them."""
+    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    folder = make_model("llama")
+    with open_served(folder, tensor_parallel_size=2) as served:
+        plain = [[[int(token) for token in chunk]] for chunk in CHUNKS]
+        assert served.llm.collective_rpc("cacheblend_precompute", args=(plain, None, None)) == [3, 3]
+        stored = served.scheduler.connector._scheduler._stored
+        keys = served.scheduler.connector._scheduler._keys
+        deadline = time.monotonic() + 60
+        while not all(stored(keys.key(chunk, (), None)) for chunk in CHUNKS) and time.monotonic() < deadline:
+            time.sleep(0.1)  # one rank writes, in the background
+        tokens, spans = prompt(2, 0, 1)
+        exact = first_logprobs(served.ask(tokens))
+        served.llm.reset_prefix_cache()
+        whole = served.ask(tokens, spans, ratio=1.0)
+        assert whole.kv_transfer_params["cacheblend"]["hits"] == 3
+        assert float((first_logprobs(whole) - exact).abs().max()) < 1e-3
+        blended = served.ask(tokens, spans)
+        assert blended.kv_transfer_params["cacheblend"]["hits"] == 3
+        own = own_logits(Fusor.from_pretrained(str(folder)), served, (2, 0, 1), 0.15)
+        assert float((first_logprobs(blended) - own).abs().max()) < 1e-3
+
+
+def test_a_mixed_load_leaves_nothing(make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact and blended prompts in any order, some aborted at any step and some preempted for want of pages: exact answers are
+    those of an engine without blending, and no page, pin or request stays.
+    """
+    from vllm import SamplingParams
+
+    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
+    draw = random.Random(11)
+    orders = [(0, 1, 2), (2, 1, 0), (1, 2), (2, 0), (0, 2, 1)]
+    folder = make_model("llama")
+    with open_served(folder, num_gpu_blocks_override=24, max_num_seqs=6) as served:
+        engine = served.llm.llm_engine
+        free, preempted = served.free_blocks(), 0
+        alone = {order: list(served.ask(prompt(*order)[0], new_tokens=40).outputs[0].token_ids) for order in orders}
+        served.precompute(*([chunk] for chunk in CHUNKS))
+        served.llm.reset_prefix_cache()
+        wanted, done, aborted = dict[str, tuple[int, ...]](), dict[str, Any](), 0
+        for number in range(MIXED_REQUESTS):
+            order, marked = draw.choice(orders), draw.random() < 0.5
+            tokens, spans = prompt(*order)
+            ratio = draw.choice([None, 0.05, 0.5, 1.0])
+            extra = {"kv_transfer_params": {"cacheblend": {"chunks": spans, "ratio": ratio}}} if marked else {}
+            params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, extra_args=extra)
+            name = f"{'marked' if marked else 'exact'}-{number}"
+            engine.add_request(name, {"prompt_token_ids": tokens}, params)
+            wanted[name] = order
+            served.connector._rows = draw.choice([0, 64, 256])
+            for _ in range(draw.randrange(12)):
+                done |= {output.request_id: output for output in engine.step() if output.finished}
+                preempted = max([preempted, *(request.num_preemptions for request in served.scheduler.requests.values())])
+            if draw.random() < 0.2 and (open_ones := wanted.keys() - done.keys()):
+                gone = draw.choice(sorted(open_ones))
+                engine.abort_request([gone])
+                wanted.pop(gone)
+                aborted += 1
+        for _ in range(20_000):
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            preempted = max([preempted, *(request.num_preemptions for request in served.scheduler.requests.values())])
+            if not engine.has_unfinished_requests():
+                break
+        for _ in range(3):
+            engine.engine_core.get_output()
+        assert wanted.keys() <= done.keys()
+        assert aborted > MIXED_REQUESTS // 20
+        assert preempted
+        blended = 0
+        for name, order in wanted.items():
+            if name.startswith("exact"):
+                assert list(done[name].outputs[0].token_ids) == alone[order], name
+                assert done[name].kv_transfer_params is None
+            else:
+                blended += bool(done[name].kv_transfer_params["cacheblend"]["blended"])
+                assert len(done[name].outputs[0].token_ids) == 40
+        assert blended > MIXED_REQUESTS // 8
+        assert served.scheduler.connector._scheduler._marked == {}
+        assert served.scheduler.connector._scheduler._reports == {}
+        worker = served.connector._worker
+        assert (worker.blending, worker.waiting_misses) == (0, 0)
+        assert not served.scheduler.requests
+        assert served.free_blocks() == free
 
 
 def test_models_that_blending_is_wrong_on_are_refused(
@@ -213,13 +337,45 @@ def test_models_that_blending_is_wrong_on_are_refused(
         pass
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding")],
-)
-def test_what_is_not_supported_is_refused_by_name(
-    make_model: MakeModel, open_served: OpenServed, options: dict[str, Any], named: str
-) -> None:
+def test_what_is_not_supported_is_refused_by_name(make_model: MakeModel, open_served: OpenServed) -> None:
     """An engine that is run with something that blending does not work with says what, and does not start."""
-    with pytest.raises(UnsupportedModelError, match=named), open_served(make_model("llama"), **options):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with (
+        pytest.raises(UnsupportedModelError, match="speculative decoding"),
+        open_served(make_model("llama"), speculative_config=drafts),
+    ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("lora_config.rank=8", "LoRA"),
+        ("parallel_config.pipeline_parallel_size=2", "pipeline parallelism"),
+        ("parallel_config.data_parallel_size=2", "data parallelism"),
+        ("parallel_config.decode_context_parallel_size=2", "context parallelism"),
+        ("model_config.use_mla=1", "multi-head latent attention"),
+        ("model_config.is_encoder_decoder=1", "encoder-decoder models"),
+        ("kv_cache_groups=2", "several KV cache groups"),
+    ],
+)
+def test_names_of_what_is_not_supported(change: str, named: str) -> None:
+    """Each setting that blending does not work with has its name in the refusal, and no other has."""
+    from cacheblend.integrations.vllm.connector import _trouble
+
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    model = SimpleNamespace(is_encoder_decoder=False, use_mla=False, runner_type="generate")
+    config = SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=None, lora_config=None)
+    groups = SimpleNamespace(kv_cache_groups=[object()])
+    assert _trouble(config, groups) == ""
+    where, _, value = change.partition("=")
+    owner, _, field = where.partition(".")
+    if owner == "kv_cache_groups":
+        groups.kv_cache_groups *= int(value)
+    elif owner == "lora_config":
+        config.lora_config = object()
+    else:
+        setattr(getattr(config, owner), field, int(value))
+    assert _trouble(config, groups).startswith(named)

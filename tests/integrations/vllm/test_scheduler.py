@@ -136,6 +136,19 @@ def test_requests_that_are_left_to_vllm(change: dict[str, Any], reason: str) -> 
     assert answer["cacheblend"]["reason"].startswith(reason)
 
 
+def test_a_store_that_cannot_be_read_stops_nobody() -> None:
+    """Whatever goes wrong on arrival, the request is vLLM's own."""
+
+    def broken(_: ChunkKey) -> bool:
+        raise OSError("planted")
+
+    scheduler, request = BlendScheduler(KEYS, broken, 0.1, BLOCK), _Request(_marked())
+    scheduler.arrive(request)
+    assert scheduler.matched(request, 0) == 0
+    assert scheduler.take_counts() == {"exact:failed": 1}
+    assert request.block_hashes == _Request(None).block_hashes
+
+
 def test_missed_chunks_keep_the_engine_stepping_until_they_are_stored() -> None:
     """A prompt whose chunks are not stored is exact; its chunks are computed afterwards, at idle steps."""
     scheduler, request = _scheduler(stored=False), _Request(_marked(documents=[7, 7]))

@@ -1,0 +1,119 @@
+"""`vllm serve` with the connector, in processes of its own, as OpenAI's clients see it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from vllm_engines import BLOCK, MakeModel
+
+DOCS = [
+    {"title": "Travel", "text": "Trains are booked by the office, and a night away is paid. " * 3},
+    {"title": "Lunch", "text": "Lunch is at noon in the hall, and it is free on every Friday. " * 3},
+    {"title": "Badges", "text": "A badge opens the doors from seven, and is never lent to others. " * 3},
+]
+ANSWER = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server's address."""
+    folder, port = make_model("llama"), 18763
+    store = tmp_path_factory.mktemp("store")
+    config = (
+        '{"kv_connector": "CacheBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
+        f'{{"store_dir": "{store}", "separator": "<!chunk!>", "context_filler": "none"}}}}'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "tiny",
+    ]
+    command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "448", "--block-size", str(BLOCK)]
+    command += ["--enforce-eager", "--kv-transfer-config", config]
+    environment = {**os.environ, "VLLM_PLUGINS": "cacheblend", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    log = Path(store) / "log"
+    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        try:
+            url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+            while True:
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+                try:
+                    if httpx.get(f"{url}/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def post(server: str, path: str, **body: Any) -> Any:
+    answer = httpx.post(f"{server}{path}", json={"model": "tiny", **ANSWER, **body}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_documents_of_a_chat_are_blended_in_any_order(server: str) -> None:
+    """Documents are stored through the running engine; a chat over them in another order has only hits, and says so."""
+    stored = httpx.post(f"{server}/v1/cacheblend/documents", json={"documents": DOCS}, timeout=120).json()
+    assert stored["stored_chunks"] == stored["chunks"] == stored["documents"] == 3
+    question = [{"role": "user", "content": "When is lunch?"}]
+    plain = post(server, "/v1/chat/completions", messages=question)
+    assert plain["kv_transfer_params"] is None
+    for order in ((2, 0, 1), (1, 2, 0)):
+        time.sleep(0.5)
+        answer = post(server, "/v1/chat/completions", messages=question, documents=[DOCS[index] for index in order])
+        report = answer["kv_transfer_params"]["cacheblend"]
+        assert (report["blended"], report["hits"], report["chunks"]) == (True, 3, 3), report
+        assert report["recompute_ratio"] == pytest.approx(0.14, abs=0.03)
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_misses_are_stored_while_the_server_idles(server: str) -> None:
+    """Unknown texts between separators are answered exactly; soon after, the same texts are hits, in a chat or a completion."""
+    texts = [f"Rule {number}: nobody feeds the {animal}s, nor the others. " * 4 for number, animal in enumerate(["cat", "dog"])]
+    prompt = "Read:\n<!chunk!>" + "<!chunk!>".join(texts) + "<!chunk!>Who feeds cats?"
+    first = post(server, "/v1/completions", prompt=prompt)["kv_transfer_params"]["cacheblend"]
+    assert first == {"blended": False, "reason": "not_stored"}
+    deadline = time.monotonic() + 60
+    while True:
+        time.sleep(0.5)
+        messages = [{"role": "user", "content": prompt}]
+        report = post(server, "/v1/chat/completions", messages=messages)["kv_transfer_params"]["cacheblend"]
+        if report.get("hits") == 2 or time.monotonic() > deadline:
+            break
+    assert (report["blended"], report["hits"]) == (True, 2)
+
+
+def test_streamed_answers_and_metrics(server: str) -> None:
+    """A streamed chat over documents streams, bad documents are a client's error, and the counters are on vLLM's own page."""
+    body = {"model": "tiny", **ANSWER, "stream": True, "messages": [{"role": "user", "content": "Who?"}], "documents": DOCS}
+    with httpx.stream("POST", f"{server}/v1/chat/completions", json=body, timeout=120) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data:")]
+    assert len(lines) > 4
+    assert lines[-1] == "data: [DONE]"
+    refused = httpx.post(f"{server}/v1/chat/completions", json={**body, "documents": ["text"]}, timeout=60)
+    assert refused.status_code == 400
+    time.sleep(1)
+    metrics = httpx.get(f"{server}/metrics").text
+    assert any(
+        line.startswith("cacheblend_vllm_requests_total{") and 'outcome="blended"' in line for line in metrics.splitlines()
+    )
+    assert any(line.startswith("cacheblend_vllm_tokens_total{") and 'kind="hit"' in line for line in metrics.splitlines())
