@@ -197,7 +197,7 @@ def serve(
     from cacheblend.base.process import hold_freed_memory, in_own_thread
     from cacheblend.service.engine.config import EngineConfig
     from cacheblend.service.http import HttpConfig, Server
-    from cacheblend.service.http.request_log import log_json
+    from cacheblend.service.http.observability import log_json
     from cacheblend.service.http.run import run
 
     from .model import bundled_corpus, choose_model

@@ -1,19 +1,34 @@
-"""The app: routes, and what stands around every request."""
+"""The ASGI app: routes, the web page at `/`, and the middleware around every request."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
-from . import completions, documents, operations, page
-from .body_limit import BodyLimit
+from . import completions, documents, operations
+from .body import BodyLimit
 from .errors import install_error_handlers
 from .gate import Gate
-from .request_log import RequestLog
+from .observability import RequestLog
 from .server import Server
+
+STATIC = Path(__file__).parent / "static"
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 def create_app(server: Server) -> FastAPI:
@@ -32,7 +47,7 @@ def create_app(server: Server) -> FastAPI:
     app.state.server = server
     for routes in (completions.router, documents.router, operations.router):
         app.include_router(routes)
-    page.add_page(app)
+    add_page(app)
     install_error_handlers(app)
     app.add_middleware(BodyLimit, http=server.http)  # the one that is added last is the first that a request meets
     app.add_middleware(Gate, http=server.http, keys=server.keys, engines=server.engines)
@@ -65,3 +80,18 @@ _ERROR: dict[str, Any] = {
     },
 }
 _ERROR_CONTENT: dict[str, Any] = {"application/json": {"schema": _ERROR}}
+
+
+def add_page(app: FastAPI) -> None:
+    """Serve the page; it needs no key, what it asks for does."""
+    for path, (name, media_type) in FILES.items():
+        page = _Page((STATIC / name).read_bytes(), media_type)
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False, response_class=Response)
+
+
+class _Page:
+    def __init__(self, content: bytes, media_type: str) -> None:
+        self._content, self._media_type = content, media_type
+
+    async def __call__(self) -> Response:
+        return Response(self._content, headers=HEADERS, media_type=self._media_type)

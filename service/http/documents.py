@@ -13,11 +13,10 @@ from cacheblend.retriever import Chunk
 from cacheblend.service.engine.documents import DocumentStatus
 from cacheblend.service.engine.engine import Engine
 
-from .calls import run_call
+from .body import JsonRoute
 from .errors import ApiError
-from .json_body import JsonRoute
 from .schemas import IngestBody, PinBody, ReplaceBody
-from .server import Server
+from .server import Server, run_call
 
 router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
 _Result = TypeVar("_Result")

@@ -14,10 +14,11 @@ from cacheblend.service.engine.engine import Engine
 
 from .config import HOST_NAME, HttpConfig
 from .errors import ApiError, error_response, shortened
-from .page import FILES
 from .tenants import ApiKeys
 
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", *FILES})  # without a key, and read alone
+PUBLIC_PATHS = frozenset(
+    {"/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page.css", "/page.js"}
+)  # without a key, and read alone
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})  # what a server on all of a machine's addresses listens on

@@ -11,9 +11,8 @@ from fastapi.responses import PlainTextResponse
 from cacheblend.service.engine.engine import Engine
 
 from ..serving import Check
-from .calls import run_call
 from .errors import ApiError
-from .server import Server
+from .server import Server, run_call
 
 router = APIRouter()
 

@@ -1,29 +1,36 @@
-"""What the API serves: one model, the tenants' engines, the scheduler, the counters."""
+"""The service behind the API: one model, the tenants' engines, the scheduler, the counters, and calls to their threads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
+from fastapi import Request
+
+from cacheblend.base.errors import ClientGoneError, ServiceError
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
 
-from ..serving import CallPool, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
+from ..serving import Call, CallPool, Check, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .config import HttpConfig
-from .metrics import Metrics
+from .errors import ApiError
+from .observability import Metrics
 from .tenant_engines import engine_configs
 from .tenants import ApiKeys, TenantConfig
 
 logger = logging.getLogger(__name__)
 MAX_SCRAPES = 8
 PREPARED_AHEAD = 2  # of a tenant's requests that wait for the model; the next one is prepared when one of them has begun
+LOOK_FOR_CLIENT_S = 0.5  # how often a request that waits is checked for its client
+_Result = TypeVar("_Result")
 
 
 class Server:
@@ -157,3 +164,54 @@ class Server:
             self._opened.__exit__(kind, error, trace)
         except Exception:  # the block's own error is the one to see
             logger.exception("the service could not be closed as it should; what was acknowledged is on disk")
+
+
+def arrived(request: Request) -> float:
+    """When a request came, in seconds of `time.perf_counter`; its deadline counts from then."""
+    return float(getattr(request.state, "arrived", None) or time.perf_counter())
+
+
+async def run_call(
+    pool: CallPool, request: Request, work: Callable[[Check], _Result], *, cache_salt: str = "", until_begun: bool = False
+) -> _Result:
+    """Have work done for a request, and wait for it as long as its client does.
+
+    Args:
+        pool: where.
+        request: whose tenant takes its turn, and whose client may go.
+        work: see `Call`.
+        cache_salt: of the request; salts of a tenant take turns.
+        until_begun: the deadline is for the beginning of the work alone.
+
+    Raises:
+        QueueFullError, ShuttingDownError: see `CallPool.submit`.
+        DeadlineError: it came longer ago than `deadline_s`.
+        ApiError: 499, the client has gone; the work ends at its next check.
+    """
+    server: Server = request.app.state.server
+    call = Call(
+        work,
+        tenant=getattr(request.state, "tenant", ""),
+        cache_salt=cache_salt,
+        deadline_s=server.scheduler.config.deadline_s,
+        arrived=arrived(request),
+        until_begun=until_begun,
+    )
+    pool.submit(call)
+    waiting = asyncio.wrap_future(call.future)
+    why: ServiceError = ClientGoneError("the client went away")
+    try:
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=LOOK_FOR_CLIENT_S)
+            if waiting.done():
+                break
+            if await request.is_disconnected():
+                raise ApiError(499, str(why))  # nobody reads it; the log does
+            if (late := call.over) is not None:
+                why = late
+                raise late
+    except BaseException:  # the server cancels what waits when it is closed
+        waiting.cancel()
+        pool.leave(call, why)
+        raise
+    return waiting.result()

@@ -38,7 +38,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr("cacheblend.service.http.Server", Recorder)
     monkeypatch.setattr("cacheblend.service.http.run.run", lambda _: None)
-    monkeypatch.setattr("cacheblend.service.http.request_log.log_json", lambda _: None)
+    monkeypatch.setattr("cacheblend.service.http.observability.log_json", lambda _: None)
     return seen
 
 

@@ -17,7 +17,8 @@ import pytest
 from api import MODEL, listening
 
 from cacheblend.service import Engine
-from cacheblend.service.http import Server, body_limit, connection
+from cacheblend.service.http import Server, run
+from cacheblend.service.http import body as http_body
 from cacheblend.service.http.run import NoFilesFilter, raise_file_limit
 
 SOON_S = 0.3
@@ -51,7 +52,7 @@ def error_in(answer: bytes, status: int) -> dict[str, Any]:
 
 def test_no_byte_and_half_a_head(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection without a byte is closed, one that drips its headers is answered with 408, and both in the head's time."""
-    monkeypatch.setattr(connection, "HEAD_S", SOON_S)
+    monkeypatch.setattr(run, "HEAD_S", SOON_S)
     with connected(address) as silent, connected(address) as slow:
         slow.sendall(b"GET /healthz HTTP/1.1\r\n")
         for _ in range(2):
@@ -63,12 +64,12 @@ def test_no_byte_and_half_a_head(address: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_body_that_stalls(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A body of which nothing comes any more is answered with 408 and closed, and so is one that drips for too long."""
-    monkeypatch.setattr(body_limit, "STALL_S", SOON_S)
+    monkeypatch.setattr(http_body, "STALL_S", SOON_S)
     with connected(address) as stalled:
         stalled.sendall(HEAD + b'Content-Length: 1000\r\n\r\n{"docu')
         assert error_in(rest(stalled), 408)["code"] == "body_timeout"
-    monkeypatch.setattr(body_limit, "STALL_S", 9.0)
-    monkeypatch.setattr(body_limit, "BODY_S", SOON_S)
+    monkeypatch.setattr(http_body, "STALL_S", 9.0)
+    monkeypatch.setattr(http_body, "BODY_S", SOON_S)
     with connected(address) as slow:
         slow.sendall(HEAD + b"Content-Length: 1000\r\n\r\n")
         for _ in range(3):
@@ -79,7 +80,7 @@ def test_a_body_that_stalls(address: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_body_that_goes_on_behind_its_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a client sends of a body that was refused is dropped for the head's time, and then the connection is closed."""
-    monkeypatch.setattr(connection, "HEAD_S", SOON_S)
+    monkeypatch.setattr(run, "HEAD_S", SOON_S)
     with connected(address) as refused:
         refused.sendall(HEAD + b"Content-Length: 999999999\r\n\r\n")
         assert refused.recv(65536).startswith(b"HTTP/1.1 413")
@@ -92,7 +93,7 @@ def test_a_body_that_goes_on_behind_its_answer(address: str, monkeypatch: pytest
 
 def test_long_requests_have_their_time(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """The times for heads and bodies are no time for the answer, and a connection takes one request after the other."""
-    for module, name in ((connection, "HEAD_S"), (body_limit, "STALL_S")):
+    for module, name in ((run, "HEAD_S"), (http_body, "STALL_S")):
         monkeypatch.setattr(module, name, SOON_S)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "What?"}], "max_tokens": 60, "top_k": 1}
     for _ in range(2):

@@ -23,9 +23,10 @@ from cacheblend.blend import Fusor
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import sampling_options
-from cacheblend.service.http import HttpConfig, Server, json_body
+from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http import body as http_body
+from cacheblend.service.http.body import MOST_TEXT_BYTES, MOST_VALUES, PIECE_BYTES, check_values, read_body
 from cacheblend.service.http.errors import ApiError
-from cacheblend.service.http.json_body import MOST_TEXT_BYTES, MOST_VALUES, PIECE_BYTES, check_values, read_body
 from cacheblend.service.http.schemas import ChatBody, IngestBody
 
 JSON = {"Content-Type": "application/json"}
@@ -107,10 +108,10 @@ def test_values_are_counted_wherever_a_piece_ends(text: str, piece_bytes: int) -
     body = json.dumps({"a": [text, [text]]}).encode()
     # {, a, [, text, comma, [, text: seven, and a limit of six refuses them
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "PIECE_BYTES", piece_bytes)
-        patch.setattr(json_body, "MOST_VALUES", 7)
+        patch.setattr(http_body, "PIECE_BYTES", piece_bytes)
+        patch.setattr(http_body, "MOST_VALUES", 7)
         check_values(body)
-        patch.setattr(json_body, "MOST_VALUES", 6)
+        patch.setattr(http_body, "MOST_VALUES", 6)
         with pytest.raises(ApiError, match="more than 6 values"):
             check_values(body)
 

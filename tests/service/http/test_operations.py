@@ -18,8 +18,8 @@ from fakes import FakeEmbedder
 from cacheblend.base.errors import ConfigError
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.page import STATIC
-from cacheblend.service.http.request_log import JsonFormatter
+from cacheblend.service.http.app import STATIC
+from cacheblend.service.http.observability import JsonFormatter
 from cacheblend.service.http.run import run
 from cacheblend.service.http.tenants import hash_key, new_key
 from cacheblend.service.serving import ServingConfig
@@ -124,7 +124,7 @@ def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> 
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    logger = logging.getLogger("cacheblend.service.http.request_log")
+    logger = logging.getLogger("cacheblend.service.http.observability")
     logger.addHandler(handler)
     caplog.set_level(logging.INFO, logger.name)
     try:
@@ -142,7 +142,7 @@ def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> 
 
 def test_the_log_has_no_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     """A request's log line has its route, and nothing of what its client wrote into path or method."""
-    caplog.set_level(logging.INFO, "cacheblend.service.http.request_log")
+    caplog.set_level(logging.INFO, "cacheblend.service.http.observability")
     client.get("/v1/documents/secret-id")
     client.get("/secret-path")
     client.request("SECRET" * 100, "/healthz")
