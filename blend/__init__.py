@@ -8,9 +8,21 @@ from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers, chec
 from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext
 from .prompt import FusionResult, LayerReport, Prompt, Segment
-from .selection import SELECTORS, ExplicitPositions, FusionConfig, Schedule, SelectionStep, Selector, TopDeviation
+from .selection import (
+    DEFAULT_RATIO,
+    DEFAULT_SELECTOR,
+    SELECTORS,
+    ExplicitPositions,
+    FusionConfig,
+    Schedule,
+    SelectionStep,
+    Selector,
+    TopDeviation,
+)
 
 __all__ = [
+    "DEFAULT_RATIO",
+    "DEFAULT_SELECTOR",
     "SELECTORS",
     "ChunkContext",
     "ExplicitPositions",

@@ -5,7 +5,6 @@ Shapes: R reusable tokens of the prompt, C candidates of a layer, N tokens of th
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import option
 
 # Layers between two filterings. Scoring a layer's candidates costs about 7 % of that layer; on every layer it took back what
 # the filtering of twelve layers saved.
@@ -279,32 +279,46 @@ SELECTORS: dict[str, Callable[[float], Selector]] = {
 }
 
 
+DEFAULT_RATIO = 0.14  # r*
+DEFAULT_SELECTOR = "question_attention"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionConfig:
     """How much of the reusable KV is recomputed, and which tokens of it.
 
+    The ratio is a share of the reusable tokens, in the mean over layers 1 and up (paper §4.3): 0 is full KV reuse, 1 is full
+    prefill. The paper's r* is 0.15 (§7, figure 16); at 0.14 all that a short prompt's blend computes, the question's pass
+    included, is a fifth of full prefill.
+
     Args:
-        recompute_ratio: share, 0..1, of the reusable tokens that go through attention and MLP, as the mean over layers 1
-            and up (paper §4.3). 0 is full KV reuse, 1 is full prefill. The paper's r* is 0.15 (§7, figure 16);
-            at 0.14 all that a short prompt's blend computes, the question's pass included, is a fifth of full prefill.
-        selector: one of `SELECTORS`, or any `Selector`. "question_attention": what the question attends to over the stored KV;
-            it won on pretrained models (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9);
-            "single_shot": the same chosen at layer 1 for all layers; "attention_deviation": a product of both;
-            "first_tokens": EPIC's; "random": the control.
+        recompute_ratio: None for `DEFAULT_RATIO`, or in an engine for the loading controller's choice.
+        selector: one of `SELECTORS`, or any `Selector`; None for `DEFAULT_SELECTOR`, or in an engine for the calibrated one.
+            "question_attention": what the question attends to over the stored KV; it won on pretrained models
+            (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9); "single_shot": the same chosen at layer 1
+            for all layers; "attention_deviation": a product of both; "first_tokens": EPIC's; "random": the control.
 
     Raises:
         ConfigError: a value outside its range, or an unknown selector.
 
     """
 
-    recompute_ratio: float = 0.14
-    selector: str | Selector = "question_attention"
+    recompute_ratio: float | None = option(
+        None,
+        "Share of the reusable tokens to recompute, 0 to 1; left out, the preset's, or else the loading controller's choice.",
+    )
+    selector: str | Selector | None = option(
+        None,
+        f"How the tokens to recompute are selected; left out, the calibrated selector, or {DEFAULT_SELECTOR}.",
+        choices=SELECTORS,
+    )
 
     def __post_init__(self) -> None:
         ratio = self.recompute_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not math.isfinite(ratio) or not 0 <= ratio <= 1:
+        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
             raise ConfigError("recompute_ratio", ratio, "a number from 0 to 1")
-        if self.selector not in SELECTORS if isinstance(self.selector, str) else not hasattr(self.selector, "select"):
+        named = isinstance(self.selector, str | None)
+        if self.selector not in (None, *SELECTORS) if named else not hasattr(self.selector, "select"):
             raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTORS)}, or a Selector")
 
     @property
@@ -312,6 +326,13 @@ class FusionConfig:
         """How many tokens the layers run; that of single-shot selection for a selector that does not say."""
         return getattr(self.resolve_selector(), "schedule", Schedule(0.0))
 
+    @property
+    def ratio(self) -> float:
+        """The recompute ratio, or else the default."""
+        return DEFAULT_RATIO if self.recompute_ratio is None else self.recompute_ratio
+
     def resolve_selector(self) -> Selector:
         """The selector itself."""
-        return SELECTORS[self.selector](self.recompute_ratio) if isinstance(self.selector, str) else self.selector
+        if self.selector is not None and not isinstance(self.selector, str):
+            return self.selector
+        return SELECTORS[self.selector or DEFAULT_SELECTOR](self.ratio)

@@ -13,6 +13,7 @@ from cacheblend.base.files import make_folder
 from cacheblend.eval.data.source import SEARCHED_TOP_K
 from cacheblend.loader import Thresholds, write_calibration
 from cacheblend.service.cli import options, terminal
+from cacheblend.service.engine.config import EngineConfig
 
 from .data import DocumentsSource, Preset
 from .methods import CONTEXTS, METHOD_OF_SELECTOR
@@ -20,9 +21,8 @@ from .methods import CONTEXTS, METHOD_OF_SELECTOR
 if TYPE_CHECKING:
     from .run import CalibrationRun
 
-DEFAULTS = options.DEFAULTS
 
-
+@options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
 def calibrate(
     model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as `cacheblend ingest` takes it.")],
@@ -47,14 +47,12 @@ def calibrate(
     max_nll: Annotated[
         float, typer.Option(help="Most mean NLL of the right answers above full recompute's, nats.")
     ] = Thresholds().max_nll,
-    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
     top_k: Annotated[int, typer.Option(help="Chunks of a prompt.")] = SEARCHED_TOP_K,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by time.")
     ] = None,
-    device: options.Device = DEFAULTS["device"],
-    dtype: options.Dtype = DEFAULTS["dtype"],
-    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Measure what blending loses on your documents, and keep the cheapest setting within a loss; the service starts with it.
@@ -65,18 +63,17 @@ def calibrate(
         cacheblend calibrate smollm2-135m ./handbook --questions questions.jsonl --max-kl 0.02 --json
     """
     terminal.hush_libraries()
-    from cacheblend.service import EngineConfig
 
     from .run import calibrate as run_calibration
     from .run import calibration_config, load_fusor
 
     thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
-    engine = EngineConfig(model=model, store_dir=store_dir, device=device, dtype=dtype, chunk_tokens=chunk_tokens)
+    engine = settings.make(EngineConfig, model=model, store_dir=store_dir)
     source = DocumentsSource(
         documents=folder,
         questions=questions,
         cases=cases,
-        preset=Preset(chunk_tokens=chunk_tokens, top_k=top_k),
+        preset=Preset(chunk_tokens=engine.retriever.chunk_tokens, top_k=top_k),
         worked_examples=False,
     )
     measured = options.listed(selectors)
@@ -85,10 +82,10 @@ def calibrate(
         model,
         contexts=options.listed(contexts),
         selectors=measured,
-        ratios=options.ratios(ratios),
+        ratios=options.numbers("ratios", ratios),
         device=str(engine.resolve_device()),
-        dtype=dtype,
-        allow_unverified=allow_unverified,
+        dtype=engine.dtype,
+        allow_unverified=engine.allow_unverified,
     )
     run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"
     make_folder(engine.profile_dir)  # what cannot be kept shows before it is measured

@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.base.errors import InputError, ModelFetchError
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service.cli import options, terminal
 from cacheblend.service.cli.model import fetch
-from cacheblend.service.cli.options import DEFAULTS
+from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.document_sources import read_documents
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MODEL = "smollm2-135m"
 CHUNK_TOKENS = 256
 MAX_TOKENS = 24
+
+PASSAGES_MAX_TOKENS = 8
 
 NOTE = (
     "prefix_cache has seen each of these very prompts, chunks in the same order, just before; over the same chunks in another "
@@ -41,6 +44,9 @@ _OF_PASSAGES = ("question", "documents", "repeats")
 _OF_MODELS = ("model", "passages", "store_dir", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")
 
 
+@options.engine_options(
+    only=("recompute_ratio", "chunk_tokens", "embedder", "max_tokens", *options.OF_MODELS), chunk_tokens=None, max_tokens=None
+)
 def demo(
     context: typer.Context,
     model: Annotated[
@@ -60,23 +66,9 @@ def demo(
     ] = None,
     documents: Annotated[int, typer.Option(help="Most passages to ingest.")] = 60,
     top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
-    recompute_ratio: Annotated[
-        float | None, typer.Option(help="Share of the reused tokens to recompute; left out, the controller picks it.")
-    ] = DEFAULTS["recompute_ratio"],
-    max_tokens: Annotated[int, typer.Option(help=f"Most tokens to generate; over the handbook {MAX_TOKENS}.")] = 8,
     repeats: Annotated[int, typer.Option(help="Measured rounds over the passages.", min=1)] = 3,
-    device: options.Device = DEFAULTS["device"],
-    dtype: options.Dtype = DEFAULTS["dtype"],
-    chunk_tokens: Annotated[
-        int,
-        typer.Option(
-            envvar="CACHEBLEND_CHUNK_TOKENS",
-            help=f"Tokens of the model in a chunk; over the handbook {CHUNK_TOKENS}.",
-            rich_help_panel=options.ENGINE,
-        ),
-    ] = DEFAULTS["chunk_tokens"],
-    embedder: options.EmbedderName = DEFAULTS["embedder"],
-    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Ingest documents, ask, and print the methods side by side.
@@ -95,7 +87,7 @@ def demo(
     terminal.hush_libraries()
     if reader:
         _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_PASSAGES))
-        _reader_demo(embedder, top_k, recompute_ratio, as_json)
+        _reader_demo(settings, top_k, as_json)
         return
     if passages is None:
         _refuse(context, "the handbook's demo; it goes with --passages", _OF_PASSAGES)
@@ -106,23 +98,20 @@ def demo(
         model = _fetched_model()
     if model is None:
         _refuse(context, "the packaged reader's demo", _OF_MODELS)
-        _reader_demo(embedder, top_k, recompute_ratio, as_json)
+        _reader_demo(settings, top_k, as_json)
         return
-    settings = {
-        "model": model,
-        "device": device,
-        "dtype": dtype,
-        "embedder": embedder,
-        "recompute_ratio": recompute_ratio,
-        "allow_unverified": allow_unverified,
-    }
     if passages is None:
-        settings["max_tokens"] = max_tokens if _is_set(context, "max_tokens") else MAX_TOKENS
-        settings["chunk_tokens"] = chunk_tokens if _is_set(context, "chunk_tokens") else CHUNK_TOKENS
-        _handbook_demo(settings, store_dir, top_k, as_json, started)
+        _handbook_demo(_chosen(settings, model, CHUNK_TOKENS, MAX_TOKENS), store_dir, top_k, as_json, started)
         return
-    settings |= {"max_tokens": max_tokens, "chunk_tokens": chunk_tokens}
-    _passages_demo(settings, store_dir, list(read_documents(passages))[:documents], question or [], top_k, repeats, as_json)
+    chosen = _chosen(settings, model, RetrieverConfig().chunk_tokens, PASSAGES_MAX_TOKENS)
+    _passages_demo(chosen, store_dir, list(read_documents(passages))[:documents], question or [], top_k, repeats, as_json)
+
+
+def _chosen(settings: options.Settings, model: str, chunk_tokens: int, max_tokens: int) -> EngineConfig:
+    """The engine's configuration, with a demo's own defaults; its store's folder is yet to be set."""
+    own = {"chunk_tokens": chunk_tokens, "max_tokens": max_tokens}
+    left_out = {name: value for name, value in own.items() if settings.values[name] is None}
+    return settings.make(EngineConfig, model=model, store_dir="store", **left_out)
 
 
 def _refuse(context: typer.Context, mode: str, names: Sequence[str]) -> None:
@@ -131,10 +120,6 @@ def _refuse(context: typer.Context, mode: str, names: Sequence[str]) -> None:
     if given:
         named = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)
         raise InputError(f"{named}: no effect on {mode}; leave it out, or see `cacheblend demo --help`")
-
-
-def _is_set(context: typer.Context, name: str) -> bool:
-    return _source(context, name) in ("COMMANDLINE", "ENVIRONMENT")
 
 
 def _source(context: typer.Context, name: str) -> str:
@@ -162,15 +147,15 @@ def _store_folder(store_dir: Path | None) -> Iterator[Path]:
         yield store_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
 
 
-def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int, as_json: bool, started: float) -> None:
-    from cacheblend.service import Engine, EngineConfig
+def _handbook_demo(config: EngineConfig, store_dir: Path | None, top_k: int, as_json: bool, started: float) -> None:
+    from cacheblend.service import Engine
 
     from .handbook import handbook_documents, handbook_questions
     from .handbook_demo import ask_handbook, closing_note, shown_questions, summarize
 
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
-        engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, **settings)))
+        engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
         setup_s = time.perf_counter() - started
         progress = stack.enter_context(terminal.progress_bars())
         report = engine.ingest(handbook_documents(), progress)
@@ -184,7 +169,7 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
     if as_json:
         terminal.print_json(
             {
-                "model": settings["model"],
+                "model": config.model,
                 "dtype": dtype,
                 "ingest": {**report.as_dict(), "kv_bytes": kv_bytes, "tokens_per_s": tokens_per_s},
                 "questions": [each.as_dict() for each in asked],
@@ -197,7 +182,7 @@ def _handbook_demo(settings: dict[str, Any], store_dir: Path | None, top_k: int,
     out = terminal.stdout
     speed = "no KV to compute" if tokens_per_s is None else f"{report.tokens:,} tokens at {tokens_per_s:,.0f} tokens/s"
     out.print(
-        f"{settings['model']} ({dtype}): {report.documents} documents, {report.chunks} chunks, {speed}, "
+        f"{config.model} ({dtype}): {report.documents} documents, {report.chunks} chunks, {speed}, "
         f"{kv_bytes / 1e6:,.0f} MB of KV; "
         f"{len(asked)} questions over {top_k} chunks each, about {asked[0].prompt_tokens:,} prompt tokens",
         highlight=False,
@@ -240,7 +225,7 @@ def _handbook_table(methods: Mapping[str, MethodSummary]) -> Table:
 
 
 def _passages_demo(
-    settings: dict[str, Any],
+    config: EngineConfig,
     store_dir: Path | None,
     corpus: list[dict[str, Any]],
     asked: list[str],
@@ -248,14 +233,14 @@ def _passages_demo(
     repeats: int,
     as_json: bool,
 ) -> None:
-    from cacheblend.service import Engine, EngineConfig
+    from cacheblend.service import Engine
 
     from .demo import PASSAGE_QUESTIONS, compare_methods
 
     questions = asked or list(PASSAGE_QUESTIONS)
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
-        engine = stack.enter_context(Engine(EngineConfig(store_dir=folder, **settings)))
+        engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
         progress = stack.enter_context(terminal.progress_bars())
         report = engine.ingest(corpus, progress)
         rows = compare_methods(engine, questions, top_k=top_k, repeats=repeats, on_progress=progress)
@@ -289,22 +274,23 @@ def _passages_demo(
     out.print(NOTE, highlight=False)
 
 
-def _reader_demo(embedder: str, top_k: int, recompute_ratio: float | None, as_json: bool) -> None:
-    from cacheblend.service import Engine, EngineConfig
+def _reader_demo(settings: options.Settings, top_k: int, as_json: bool) -> None:
+    from cacheblend.service import Engine
     from cacheblend.service.cli.model import CHUNK_TOKENS, bundled_corpus, default_model
 
     from .demo import CLASSES, ask_all, bundled_questions, marked_tokens
 
     corpus, questions = bundled_corpus(), bundled_questions()
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder, terminal.progress_bars() as progress:
-        config = EngineConfig(
-            model=default_model(), store_dir=Path(folder), chunk_tokens=CHUNK_TOKENS, embedder=embedder, max_tokens=16
+        given = options.Settings({name: settings.values[name] for name in ("embedder", "recompute_ratio")})
+        config = given.make(
+            EngineConfig, model=default_model(), store_dir=Path(folder), chunk_tokens=CHUNK_TOKENS, max_tokens=16
         )
         with Engine(config) as engine:
             report = engine.ingest(corpus, progress)
-            result = ask_all(engine, questions, top_k=top_k, recompute_ratio=recompute_ratio, on_progress=progress)
+            result = ask_all(engine, questions, top_k=top_k, on_progress=progress)
             shown = next(item for item in questions if item.question_class == "across")
-            answer = engine.answer(shown.question, top_k=top_k, method="blend", recompute_ratio=recompute_ratio)
+            answer = engine.answer(shown.question, top_k=top_k, method="blend")
             marks = marked_tokens(engine, answer)
     if as_json:
         terminal.print_json({"ingest": report.as_dict(), **result.as_dict(), "question": shown.question, "answer": answer.text})

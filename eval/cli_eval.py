@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.service.cli import options, terminal
+from cacheblend.service.engine.config import EngineConfig
 
 from . import cli_load
 from .data import (
@@ -99,6 +100,7 @@ Prompt = Annotated[
 
 
 @app.command("world")
+@options.engine_options(only=options.OF_MODELS)
 def world(
     model: Model = None,
     methods: Methods = DEFAULT_METHODS,
@@ -111,9 +113,8 @@ def world(
     max_tokens: MaxTokens = None,
     out: Out = None,
     resume: Resume = False,
-    device: options.Device = options.DEFAULTS["device"],
-    dtype: options.Dtype = options.DEFAULTS["dtype"],
-    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """The fictional world: questions inside one chunk, across chunks, over two articles, and comparisons.
@@ -124,10 +125,11 @@ def world(
         cacheblend eval world --model ./model --methods full_recompute,blend --ratios 0.05,0.15,0.3
     """
     source = WorldSource(seed=seed, cases=cases, articles=articles, chunk_tokens=chunk_tokens)
-    config = _config(source, model, methods, ratios, contexts, max_tokens, device, dtype, allow_unverified)
+    config = _config(source, model, methods, ratios, contexts, max_tokens, settings)
     _run(config, out, resume, as_json)
 
 
+@options.engine_options(only=options.OF_MODELS)
 def data_set(
     context: typer.Context,
     model: Model = None,
@@ -152,9 +154,8 @@ def data_set(
     max_tokens: MaxTokens = None,
     out: Out = None,
     resume: Resume = False,
-    device: options.Device = options.DEFAULTS["device"],
-    dtype: options.Dtype = options.DEFAULTS["dtype"],
-    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Measure the methods on this data set.
@@ -170,7 +171,7 @@ def data_set(
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
     setting = _changed(PRESETS[preset], chunk_tokens=chunk_tokens, top_k=top_k, chunking=chunking, order=order, prompt=prompt)
     source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=setting)
-    config = _config(source, model, methods, ratios, contexts, max_tokens, device, dtype, allow_unverified)
+    config = _config(source, model, methods, ratios, contexts, max_tokens, settings)
     _run(config, out, resume, as_json)
 
 
@@ -179,6 +180,7 @@ for _name, _set in DATA_SETS.items():
 
 
 @app.command("documents")
+@options.engine_options(only=options.OF_MODELS)
 def documents(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as `cacheblend ingest` takes it.")],
     questions: Annotated[
@@ -201,9 +203,8 @@ def documents(
     max_tokens: MaxTokens = None,
     out: Out = None,
     resume: Resume = False,
-    device: options.Device = options.DEFAULTS["device"],
-    dtype: options.Dtype = options.DEFAULTS["dtype"],
-    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Measure the methods on your own documents and questions; right answers are not needed.
@@ -215,7 +216,7 @@ def documents(
     """
     setting = _changed(Preset(), chunk_tokens=chunk_tokens, top_k=top_k, order=order, prompt=prompt)
     source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=setting)
-    config = _config(source, model, methods, ratios, contexts, max_tokens, device, dtype, allow_unverified)
+    config = _config(source, model, methods, ratios, contexts, max_tokens, settings)
     _run(config, out, resume, as_json)
 
 
@@ -252,6 +253,7 @@ def report(
 
 
 @app.command("figures")
+@options.engine_options(only=options.OF_MODELS)
 def figures(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the figures and their runs; one begun is gone on with.")],
     model: Model = None,
@@ -260,9 +262,8 @@ def figures(
     seed: Seed = _WORLD.seed,
     cases: Annotated[int, typer.Option(help="Cases of each run; there are nine.")] = 40,
     max_tokens: MaxTokens = None,
-    device: options.Device = options.DEFAULTS["device"],
-    dtype: options.Dtype = options.DEFAULTS["dtype"],
-    allow_unverified: options.AllowUnverified = options.DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Draw the paper's figures, PNG and CSV, from runs on a data set and measurements of the model.
@@ -275,9 +276,7 @@ def figures(
     source: RequestSource = WorldSource(seed=seed, cases=cases)
     if name != "world":
         source = FileSource(name=name, data=data, cases=cases, seed=seed)
-    config = _config(
-        source, model, DEFAULT_METHODS, str(DEFAULT_RATIO), CONTEXTS[0], max_tokens, device, dtype, allow_unverified
-    )
+    config = _config(source, model, DEFAULT_METHODS, str(DEFAULT_RATIO), CONTEXTS[0], max_tokens, settings)
     from .figures import draw_figures
 
     with terminal.progress_bars() as progress:
@@ -300,28 +299,26 @@ def _config(
     ratios: str,
     contexts: str,
     max_tokens: int | None,
-    device: str,
-    dtype: str,
-    allow_unverified: bool,
+    settings: options.Settings,
 ) -> EvalConfig:
     """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
     terminal.hush_libraries()
-    from cacheblend.service import EngineConfig
     from cacheblend.service.cli.model import default_model
 
     from .run import EvalConfig
 
     model = default_model() if model is None else model
+    engine = settings.make(EngineConfig, model=model, store_dir=".")
     return EvalConfig(
         source=source,
         model=model,
         methods=tuple(options.listed(methods)),
-        ratios=tuple(options.ratios(ratios)),
+        ratios=tuple(options.numbers("ratios", ratios)),
         contexts=tuple(options.listed(contexts)),
         max_new_tokens=max_tokens,
-        device=str(EngineConfig(model=model, store_dir=".", device=device, dtype=dtype).resolve_device()),
-        dtype=dtype,
-        allow_unverified=allow_unverified,
+        device=str(engine.resolve_device()),
+        dtype=engine.dtype,
+        allow_unverified=engine.allow_unverified,
     )
 
 

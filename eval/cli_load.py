@@ -29,6 +29,7 @@ INTERRUPTED = 130  # what shells give for Ctrl-C
 PEERS = "Servers"
 
 
+@options.engine_options(only=("device", "dtype"))
 def load(
     model: Annotated[
         str | None,
@@ -78,9 +79,9 @@ def load(
         Path | None,
         typer.Option(help="Store of the service that is started; left out, an empty one for this run.", rich_help_panel=PEERS),
     ] = None,
-    device: options.Device = options.DEFAULTS["device"],
-    dtype: options.Dtype = options.DEFAULTS["dtype"],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/.")] = None,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Sweep arrival rates over methods and servers: TTFT, throughput, hit rates, and throughput at equal median TTFT.
@@ -98,7 +99,7 @@ def load(
     from .load import load_report, run_load
 
     model = default_model() if model is None else model
-    swept = _numbers(rates)
+    swept = tuple(options.numbers("rates", rates))
     if name == "world" and cases is None:
         cases = max(1, warm_up + requests * len(swept))  # as many as are asked for; a corpus is more than that
     source = _source(name, data, preset, seed, cases)
@@ -112,7 +113,7 @@ def load(
         seed=seed,
     )
     peers = [_named(text) for text in peer or ()]
-    wanted = _listed(methods)
+    wanted = options.listed(methods)
     if not wanted and not peers:
         raise ConfigError("methods", methods, "at least one, or a --peer")
     folder = out or Path("runs") / f"load-{source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -121,7 +122,7 @@ def load(
         chunk_tokens = max(request.chunk_tokens for group in (first, *by_rate) for request in group)
         targets: list[Target] = []
         if wanted:
-            own = address or running.enter_context(_service(model, serve_config, store_dir, device, dtype, chunk_tokens))
+            own = address or running.enter_context(_service(model, serve_config, store_dir, settings, chunk_tokens))
             targets += _own(own, wanted, source, recompute_ratio, api_key)
         targets += _peers(peers, source, peer_completions, peer_api_key)
         summary = run_load(config, targets, first, by_rate, folder, on_progress=progress)
@@ -171,7 +172,7 @@ def _tokenizer(model: str) -> tuple[Any, int | None]:
 
 @contextmanager
 def _service(
-    model: str, config: Path | None, store_dir: Path | None, device: str, dtype: str, chunk_tokens: int
+    model: str, config: Path | None, store_dir: Path | None, settings: options.Settings, chunk_tokens: int
 ) -> Iterator[str]:
     from .load.own_server import own_server
 
@@ -179,8 +180,8 @@ def _service(
         given = {
             "--model": model,
             "--store-dir": store_dir or empty,
-            "--device": device,
-            "--dtype": dtype,
+            "--device": settings.values["device"],
+            "--dtype": settings.values["dtype"],
             "--chunk-tokens": chunk_tokens,
             "--guard-share": 0,  # a check would have a later request wait
         }
@@ -209,14 +210,3 @@ def _named(text: str) -> tuple[str, str]:
     if not equals or not label or not address.startswith(("http://", "https://")):
         raise ConfigError("peer", text, "NAME=URL, such as vllm=http://127.0.0.1:8001")
     return label, address.rstrip("/").removesuffix("/v1")
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in _listed(text))
-    except ValueError as error:
-        raise ConfigError("rates", text, "numbers above 0, separated by commas") from error

@@ -24,7 +24,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.memory import Bytes, host_bytes
-from cacheblend.blend import KVGeometry, LayerKV, Prompt, check_shape
+from cacheblend.blend import DEFAULT_RATIO, KVGeometry, LayerKV, Prompt, check_shape
 from cacheblend.store import KVHandle
 
 
@@ -161,7 +161,7 @@ class LoaderConfig:
         reads_in_flight: how many reads the loader has under way at once, each in a thread; on a CPU of files alone.
         quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1); `FusionConfig`'s default.
             An engine takes the ratio of its store's calibration (`cacheblend calibrate`) where this one is at its default, and
-            no more than `max_ratio`; to have the default itself, set `EngineConfig.recompute_ratio`.
+            no more than `max_ratio`; to have the default itself, set `FusionConfig.recompute_ratio`.
         max_ratio: the controller never asks for more, however long the loading takes.
 
     Raises:
@@ -170,7 +170,7 @@ class LoaderConfig:
 
     lookahead_bytes: int = 256 * MIB
     reads_in_flight: int = 4
-    quality_ratio: float = 0.14
+    quality_ratio: float = DEFAULT_RATIO
     max_ratio: float = 1.0
 
     def __post_init__(self) -> None:

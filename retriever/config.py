@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"
@@ -17,10 +18,7 @@ class RetrieverConfig:
 
     Args:
         directory: where the catalog and the index live, made when missing; None keeps both in memory.
-        chunk_tokens: tokens of the model in one chunk, before its separator.
-        chunk_overlap_tokens: tokens that a chunk repeats from the end of the one before.
         separator: text behind every chunk, tokenised together with it.
-        embedder: `all-MiniLM-L6-v2`, another sentence-transformers model of the hub, or the path of one.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -28,10 +26,10 @@ class RetrieverConfig:
     """
 
     directory: Path | None = None
-    chunk_tokens: int = 512
-    chunk_overlap_tokens: int = 0
+    chunk_tokens: int = option(512, "Tokens of the model in a chunk, before its separator; fixed once documents are ingested.")
+    chunk_overlap_tokens: int = option(0, "Tokens that a chunk repeats from the end of the one before.")
     separator: str = SEPARATOR
-    embedder: str = DEFAULT_EMBEDDER
+    embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
 
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):  # what command lines and notebooks pass

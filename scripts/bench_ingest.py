@@ -51,6 +51,7 @@ from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.config import DTYPES
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.prompt import PromptRenderer
+from cacheblend.store import StoreConfig
 
 BATCH_SIZES = (1, 4, 8, 16, 32, 64)
 GROUPS = 9  # of each kind of article in a world
@@ -79,10 +80,10 @@ class Bench:
         self.config = EngineConfig(
             model=choice.model,
             store_dir=directory / "store",
-            chunk_tokens=choice.chunk_tokens,
             device="cpu",
             dtype=dtype,
-            ram_budget_bytes=1,  # as the command has it
+            retriever=RetrieverConfig(chunk_tokens=choice.chunk_tokens),
+            store=StoreConfig(ram_budget_bytes=1),
         )
         self.directory, self.file = directory, directory / "documents.jsonl"
         self.fusor = Fusor.from_pretrained(choice.model, dtype=DTYPES[dtype])

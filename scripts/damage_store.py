@@ -41,9 +41,9 @@ from fakes import FakeEmbedder
 from profiles import linear_profile
 
 from cacheblend.base.errors import CacheBlendError, InputError
-from cacheblend.blend import Fusor
+from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.loader import Profile, describe_device, write_profile
-from cacheblend.retriever import Document
+from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import ChunkKey, ChunkKV
@@ -101,7 +101,11 @@ class DamagedStores:
 
     def _open(self, store: Path) -> Engine:
         config = EngineConfig(
-            model=str(self._folder / "model"), store_dir=store, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15, max_tokens=1
+            model=str(self._folder / "model"),
+            store_dir=store,
+            max_tokens=1,
+            retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+            fusion=FusionConfig(recompute_ratio=0.15),
         )
         return Engine(config, fusor=self._fusor, embedder=FakeEmbedder())
 

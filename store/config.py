@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import option
 
 from .eviction import NamespaceShare, RecentNamespaces, TierBudget
 
@@ -18,15 +19,13 @@ class StoreConfig:
     """Where a store lives and how many bytes each tier may hold.
 
     Args:
-        directory: a folder on a local file system; made when missing. Its file system needs room for one group of writes more
-            than the NVMe budget (64 MiB, or one larger entry), since what is new is whole before what it displaces goes.
-        ram_budget_bytes: keys and values held in RAM, as they are stored. Entries above it are kept on NVMe alone.
-        nvme_budget_bytes: files on NVMe, headers included. Where processes share a store, each applies its own as it writes.
+        directory: a folder on a local file system; made when missing; an engine sets its own. Its file system needs room for
+            one group of writes more than the NVMe budget (64 MiB, or one larger entry), since what is new is whole before what
+            it displaces goes.
         ram_shares: what single namespaces may hold of the RAM budget, or have reserved in it.
         nvme_shares: the same of the NVMe budget.
         recent_share: 0..1 of each budget, reserved for each namespace that the shares do not name, as long as it is among those
             used last: so many of them as fit beside what the shares reserve. 0 reserves nothing for them.
-        direct_reads: read layers past the page cache, for a store larger than RAM.
         queue_bytes: keys and values that may wait to be written in the background before `put(flush=False)` blocks.
 
     Raises:
@@ -35,13 +34,15 @@ class StoreConfig:
 
     """
 
-    directory: str | os.PathLike[str]
-    ram_budget_bytes: int = 2 * GIB
-    nvme_budget_bytes: int = 50 * GIB
+    directory: str | os.PathLike[str] = "cacheblend-store/kv"
+    ram_budget_bytes: int = option(2 * GIB, "Bytes of KV held in RAM, as it is stored; what is above lies on disk alone.")
+    nvme_budget_bytes: int = option(
+        50 * GIB, "Bytes of KV on disk, headers included; the least recently used is evicted. Each process applies its own."
+    )
     ram_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
     nvme_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
     recent_share: float = 0.0
-    direct_reads: bool = False
+    direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     queue_bytes: int = 512 * MIB
 
     def __post_init__(self) -> None:

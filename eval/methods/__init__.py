@@ -1,8 +1,9 @@
 """The rival methods behind one small interface, one a file."""
 
+from cacheblend.blend import DEFAULT_RATIO
+
 from .method import CONTEXTS, Method, MethodAnswer, ResidentRequest, StoredContexts
 from .registry import (
-    DEFAULT_RATIO,
     FULL_REUSE,
     METHOD_OF_SELECTOR,
     METHODS,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import FusionConfig, Fusor
+from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, Fusor
 from cacheblend.eval.data import Wording
 
 from .map_reduce import MapReduce, MapRerank
@@ -21,7 +21,7 @@ def _selecting(selector: str) -> Callable[[Fusor, float, str], Method]:
 
 # Blending by the selector that picks the tokens; "blend" has the default one.
 _SELECTORS = {
-    "blend": str(FusionConfig().selector),
+    "blend": DEFAULT_SELECTOR,
     "blend_hkvd": "gradual",
     "blend_single_shot": "single_shot",
     "blend_product": "attention_deviation",
@@ -42,7 +42,6 @@ _PLAIN: dict[str, Callable[[Fusor, Wording], Method]] = {
     "map_rerank": lambda fusor, _: MapRerank(fusor),
 }
 METHODS = ("full_recompute", "prefix_cache", FULL_REUSE, *_AT_A_RATIO, "map_reduce", "map_rerank")
-DEFAULT_RATIO = FusionConfig().recompute_ratio
 
 
 @dataclass(frozen=True, slots=True)

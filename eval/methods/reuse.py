@@ -62,7 +62,7 @@ class OracleBlend(Blend):
             off = (own.values - stored.values).float().square().sum((0, 1, 3)).sqrt().cpu()
             error_N[-len(off) :] += off / off.mean().clamp_min(torch.finfo(torch.float32).tiny)
         error_N[listening.candidates_C] *= listening.attention_C
-        ratio = self._config.recompute_ratio
+        ratio = self._config.ratio
         return FusionConfig(recompute_ratio=ratio, selector=Oracle(ratio, error_N))
 
 

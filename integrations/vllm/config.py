@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import FusionConfig
+from cacheblend.base.options import from_options
+from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.store import StoreConfig
 
@@ -36,26 +37,27 @@ class ConnectorConfig:
     """
 
     store_dir: str
-    recompute_ratio: float = FusionConfig().recompute_ratio
-    ram_budget_bytes: int = _ENGINE.ram_budget_bytes
-    nvme_budget_bytes: int = _ENGINE.nvme_budget_bytes
+    recompute_ratio: float = DEFAULT_RATIO
+    ram_budget_bytes: int = _ENGINE.store.ram_budget_bytes
+    nvme_budget_bytes: int = _ENGINE.store.nvme_budget_bytes
     codec: str = _ENGINE.kv_cache_dtype
     instruction: str = _ENGINE.instruction
     context_filler: str = _ENGINE.context_filler
-    chunk_tokens: int = _ENGINE.chunk_tokens
+    chunk_tokens: int = _ENGINE.retriever.chunk_tokens
     separator: str = ""
 
     def __post_init__(self) -> None:
-        EngineConfig(  # which checks the options that both have
-            model="any",
-            store_dir=self.store_dir,
-            recompute_ratio=self.recompute_ratio,
-            ram_budget_bytes=self.ram_budget_bytes,
-            nvme_budget_bytes=self.nvme_budget_bytes,
-            kv_cache_dtype=self.codec,
-            context_filler=self.context_filler,
-            chunk_tokens=self.chunk_tokens,
-        )
+        both = {
+            "model": "any",
+            "store_dir": self.store_dir,
+            "recompute_ratio": self.recompute_ratio,
+            "ram_budget_bytes": self.ram_budget_bytes,
+            "nvme_budget_bytes": self.nvme_budget_bytes,
+            "kv_cache_dtype": self.codec,
+            "context_filler": self.context_filler,
+            "chunk_tokens": self.chunk_tokens,
+        }
+        from_options(EngineConfig, both)  # which checks them
         if not isinstance(self.instruction, str):
             raise ConfigError("instruction", self.instruction, "a text")
         if not isinstance(self.separator, str) or (self.separator and not self.separator.strip()):

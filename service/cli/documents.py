@@ -11,12 +11,12 @@ import typer
 from rich.table import Table
 
 from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.documents import Documents, DocumentStatus
 from cacheblend.service.engine.ingest import IngestProgress
 
 from . import options, terminal
-from .options import DEFAULTS
 from .store import UNBOUNDED, open_store
 
 app = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
@@ -131,6 +131,19 @@ def _tell(status: DocumentStatus, done: str, as_json: bool) -> None:
     )
 
 
+NOT_OF_INGEST = (
+    "preset",
+    "max_tokens",
+    "on_miss",
+    "prefix_budget_bytes",
+    "ram_budget_bytes",
+    "direct_reads",
+    "recompute_ratio",
+    "selector",
+)
+
+
+@options.engine_options(without=NOT_OF_INGEST)
 def ingest(
     sources: Annotated[
         list[str],
@@ -138,16 +151,8 @@ def ingest(
     ],
     model: options.Model,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    device: options.Device = DEFAULTS["device"],
-    dtype: options.Dtype = DEFAULTS["dtype"],
-    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
-    chunk_overlap_tokens: options.ChunkOverlapTokens = DEFAULTS["chunk_overlap_tokens"],
-    embedder: options.EmbedderName = DEFAULTS["embedder"],
-    nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
-    kv_cache_dtype: options.KvCacheDtype = DEFAULTS["kv_cache_dtype"],
-    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
-    context_filler: options.ContextFiller = DEFAULTS["context_filler"],
-    context_document_tokens: options.ContextDocumentTokens = DEFAULTS["context_document_tokens"],
+    *,
+    settings: options.Settings,
     shard: Annotated[
         str,
         typer.Option(metavar="I/N", help="Ingest the I-th of N shares; give each its own --store-dir, then `store merge`."),
@@ -168,24 +173,10 @@ def ingest(
     stream = DocumentStream(sources, Shard.parse(shard))
     size = stream.measure()
     terminal.hush_libraries()
-    from cacheblend.service.engine.config import EngineConfig
     from cacheblend.service.engine.engine import Engine
 
-    config = EngineConfig(
-        model=model,
-        store_dir=store_dir,
-        device=device,
-        dtype=dtype,
-        chunk_tokens=chunk_tokens,
-        chunk_overlap_tokens=chunk_overlap_tokens,
-        embedder=embedder,
-        ram_budget_bytes=1,  # nobody reads here, and memory that is used again costs less than new
-        nvme_budget_bytes=nvme_budget_bytes,
-        kv_cache_dtype=kv_cache_dtype,
-        allow_unverified=allow_unverified,
-        context_filler=context_filler,
-        context_document_tokens=context_document_tokens,
-    )
+    # Nobody reads here, and memory that is used again costs less than new.
+    config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
     try:
         with Engine(config) as engine, IngestProgress(terminal.stderr, stream, size) as progress:
             report = engine.ingest_stream(stream, progress.update)

@@ -1,20 +1,24 @@
-"""Options that several commands share; their defaults are the config's own."""
+"""Options of commands, made from the fields of the config dataclasses; and the few that are no field."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import SELECTORS, FusionConfig
+from cacheblend.base.options import from_options, options_of
 from cacheblend.service.engine.config import EngineConfig
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
-ENGINE = "Engine"
+T = TypeVar("T")
 MODEL_HELP = "Model directory, GGUF file, hub id, or known name (cacheblend model ls)."
+# What a command that looks at a model takes of an engine's options.
+OF_MODELS = ("device", "dtype", "allow_unverified")
 
 Model = Annotated[str, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=MODEL_HELP)]
 OptionalModel = Annotated[
@@ -30,125 +34,79 @@ StoreDir = Annotated[
     Path, typer.Option("--store-dir", "-s", envvar="CACHEBLEND_STORE_DIR", help="Folder of the chunk KV and the index.")
 ]
 DEFAULT_STORE_DIR = Path("cacheblend-store")
-Device = Annotated[
-    str, typer.Option("--device", envvar="CACHEBLEND_DEVICE", help="auto, cpu, cuda, cuda:N.", rich_help_panel=ENGINE)
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        envvar="CACHEBLEND_DTYPE",
-        help="auto (the checkpoint's, if 16-bit and fast on the device, else float32), float32, bfloat16 or float16.",
-        rich_help_panel=ENGINE,
-    ),
-]
-ChunkTokens = Annotated[
-    int,
-    typer.Option(
-        "--chunk-tokens",
-        envvar="CACHEBLEND_CHUNK_TOKENS",
-        help="Tokens of the model in a chunk; fixed once documents are ingested.",
-        rich_help_panel=ENGINE,
-    ),
-]
-ChunkOverlapTokens = Annotated[
-    int,
-    typer.Option(
-        "--chunk-overlap-tokens",
-        envvar="CACHEBLEND_CHUNK_OVERLAP_TOKENS",
-        help="Tokens that a chunk repeats from the one before.",
-        rich_help_panel=ENGINE,
-    ),
-]
-EmbedderName = Annotated[
-    str,
-    typer.Option(
-        "--embedder",
-        envvar="CACHEBLEND_EMBEDDER",
-        help="sentence-transformers model: a name or a folder.",
-        rich_help_panel=ENGINE,
-    ),
-]
-RamBudget = Annotated[
-    int,
-    typer.Option(
-        "--ram-budget-bytes",
-        envvar="CACHEBLEND_RAM_BUDGET_BYTES",
-        help="Most bytes of KV held in RAM.",
-        rich_help_panel=ENGINE,
-    ),
-]
-NvmeBudget = Annotated[
-    int,
-    typer.Option(
-        "--nvme-budget-bytes",
-        envvar="CACHEBLEND_NVME_BUDGET_BYTES",
-        help="Most bytes of KV on disk; the least recently used goes first.",
-        rich_help_panel=ENGINE,
-    ),
-]
-KvCacheDtype = Annotated[
-    str,
-    typer.Option(
-        "--kv-cache-dtype",
-        envvar="CACHEBLEND_KV_CACHE_DTYPE",
-        help="How KV is stored: raw (exact), fp8_e4m3, int8 or int4.",
-        rich_help_panel=ENGINE,
-    ),
-]
-PrefixBudget = Annotated[
-    int,
-    typer.Option(
-        "--prefix-budget-bytes",
-        envvar="CACHEBLEND_PREFIX_BUDGET_BYTES",
-        help="Most bytes of KV held in RAM of what prompts begin with: system messages, conversations so far.",
-        rich_help_panel=ENGINE,
-    ),
-]
-DirectReads = Annotated[
-    bool,
-    typer.Option(
-        "--direct-reads",
-        envvar="CACHEBLEND_DIRECT_READS",
-        help="Read KV past the page cache, for a store larger than RAM.",
-        rich_help_panel=ENGINE,
-    ),
-]
-ContextFiller = Annotated[
-    str,
-    typer.Option(
-        "--context-filler",
-        envvar="CACHEBLEND_CONTEXT_FILLER",
-        help="Passages that every chunk's KV is computed after: auto (the model's or the package's), none, or a text file.",
-        rich_help_panel=ENGINE,
-    ),
-]
-ContextDocumentTokens = Annotated[
-    int,
-    typer.Option(
-        "--context-document-tokens",
-        envvar="CACHEBLEND_CONTEXT_DOCUMENT_TOKENS",
-        help="Window in which a document is read, so that a chunk's KV is computed after its document's earlier text; 0: none.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Selector = Annotated[
-    str | None,
-    typer.Option(
-        "--selector",
-        envvar="CACHEBLEND_SELECTOR",
-        help=f"How the tokens to recompute are selected: {', '.join(SELECTORS)} (gradual: the paper's HKVD tokens); "
-        f"left out, the calibrated one, or {FusionConfig().selector}.",
-        rich_help_panel=ENGINE,
-    ),
-]
-AllowUnverified = Annotated[
-    bool,
-    typer.Option(
-        "--allow-unverified", help="Take a model of an unverified family if the built-in check passes.", rich_help_panel=ENGINE
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress and logs on stderr.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a command was given of the options that `takes` made for it.
+
+    Args:
+        values: by name; what was left out has its default.
+    """
+
+    values: Mapping[str, Any]
+
+    def make(self, config: type[T], **fixed: Any) -> T:
+        """A config of the values that it has; `fixed` are fields of its own, or options that come first.
+
+        Raises:
+            ConfigError: a value is not allowed.
+        """
+        known = options_of(config)
+        given = {name: value for name, value in self.values.items() if name in known}
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return from_options(config, given | fixed)
+
+
+def takes(
+    *configs: type, only: Collection[str] | None = None, without: Collection[str] = (), **defaults: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of config classes, in place of its parameter `settings: Settings`.
+
+    Args:
+        configs: nested ones included.
+        only: names of those that have an effect on the command; left out, all.
+        without: names of those that have none.
+        defaults: of options that differ here.
+    """
+    found = options_of(*configs)
+    names = [name for name in (found if only is None else only) if name not in without]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(command, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name != "settings":
+                parameters.append(parameter.replace(annotation=hints[parameter.name]))
+                continue
+            for each in (found[name] for name in names):
+                flag = typer.Option(each.flag, envvar=each.variable, help=each.help, rich_help_panel=each.panel)
+                default = defaults.get(each.name, each.default or None if each.type == list[str] | None else each.default)
+                parameters.append(
+                    inspect.Parameter(
+                        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[each.type, flag]
+                    )
+                )
+
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            settings = Settings({name: given.pop(name) for name in names})
+            return command(**given, settings=settings)
+
+        keyword_only = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]  # which inspect reads
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def engine_options(
+    *, without: Collection[str] = (), only: Collection[str] | None = None, **defaults: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`takes` of an engine's options."""
+    return takes(EngineConfig, only=only, without=without, **defaults)
 
 
 def listed(text: str) -> list[str]:
@@ -156,9 +114,9 @@ def listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def ratios(text: str) -> list[float]:
-    """The numbers of a comma-separated option of recompute ratios; raises ConfigError where one is none."""
+def numbers(name: str, text: str) -> list[float]:
+    """The numbers of a comma-separated option; raises ConfigError where one is none."""
     try:
         return [float(part) for part in listed(text)]
     except ValueError as error:
-        raise ConfigError("ratios", text, "numbers from 0 to 1, separated by commas") from error
+        raise ConfigError(name, text, "numbers, separated by commas") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,11 +12,15 @@ from rich.table import Table
 from cacheblend.base.errors import InputError, ProfileError
 from cacheblend.loader import LoaderConfig, Profile, compare_devices, load_profile, read_price_table
 from cacheblend.loader.profiler import LENGTHS, RATIOS
+from cacheblend.service.engine.config import EngineConfig
 
 from . import options, terminal
-from .options import DEFAULTS
+
+if TYPE_CHECKING:
+    from cacheblend.blend import Fusor
 
 
+@options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
 def profile(
     model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
@@ -29,10 +33,8 @@ def profile(
         typer.Option("--ratio", help=f"Recompute ratio to measure; several times. Left out: {', '.join(map(str, RATIOS))}."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measurements of each; the median counts.")] = 3,
-    device: options.Device = DEFAULTS["device"],
-    dtype: options.Dtype = DEFAULTS["dtype"],
-    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
-    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Measure prefill over lengths, recompute over ratios, and each tier's throughput; the loading controller plans with it.
@@ -45,25 +47,16 @@ def profile(
         cacheblend profile ./model --length 512 --length 2048 --repeats 5 --json
     """
     terminal.hush_libraries()
-    from cacheblend.blend import Fusor
     from cacheblend.loader import measure_profile, write_profile
-    from cacheblend.service.engine.config import DTYPES, EngineConfig
 
-    config = EngineConfig(
-        model=model,
-        store_dir=store_dir,
-        device=device,
-        dtype=dtype,
-        chunk_tokens=chunk_tokens,
-        allow_unverified=allow_unverified,
-    )
-    fusor = Fusor.from_pretrained(model, config.resolve_device(), DTYPES[dtype], allow_unverified=allow_unverified)
+    config = settings.make(EngineConfig, model=model, store_dir=store_dir)
+    fusor = _load(config)
     with terminal.progress_bars() as progress:
         measured = measure_profile(
             fusor,
             config.profile_dir,
             config.loader,
-            chunk_tokens=config.chunk_tokens,
+            chunk_tokens=config.retriever.chunk_tokens,
             lengths=lengths or LENGTHS,
             ratios=ratios or RATIOS,
             repeats=repeats,
@@ -87,6 +80,7 @@ def profile(
     terminal.stdout.print(f"{measured.device}; kept in {path}", highlight=False, soft_wrap=True)
 
 
+@options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
 def plan(
     model: Annotated[
         str | None,
@@ -104,10 +98,8 @@ def plan(
     tokens: Annotated[int, typer.Option(help="Reused tokens of a request.")] = 3072,
     ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = LoaderConfig().quality_ratio,
     stored_tokens: Annotated[int | None, typer.Option(help="Tokens to store, for the price; left out: --tokens.")] = None,
-    device: options.Device = DEFAULTS["device"],
-    dtype: options.Dtype = DEFAULTS["dtype"],
-    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
-    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Compare storage devices for a model's KV, and name the cheapest that adds no delay to a request.
@@ -121,11 +113,11 @@ def plan(
     if profile_file is not None:
         measured = load_profile(profile_file)
     elif model is not None:
-        measured = _profile_of(model, store_dir, device, dtype, allow_unverified=allow_unverified)
+        measured = _profile_of(settings.make(EngineConfig, model=model, store_dir=store_dir))
     else:
         raise InputError("give a model, or a profile with --profile")
     choices = compare_devices(
-        measured, table, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens
+        measured, table, tokens=tokens, ratio=ratio, chunk_tokens=settings.values["chunk_tokens"], stored_tokens=stored_tokens
     )
     cheapest = next((choice.device.device for choice in choices if choice.adds_no_delay), None)
     if as_json:
@@ -159,17 +151,22 @@ def plan(
         out.print("no device of the table is fast enough to add no delay at this ratio", highlight=False)
 
 
-def _profile_of(model: str, store_dir: Path, device: str, dtype: str, *, allow_unverified: bool) -> Profile:
-    terminal.hush_libraries()
-    from cacheblend.blend import Fusor
-    from cacheblend.service.engine.config import DTYPES, EngineConfig
+def _profile_of(config: EngineConfig) -> Profile:
     from cacheblend.service.engine.profiles import find_profile
 
-    config = EngineConfig(model=model, store_dir=store_dir, device=device, dtype=dtype, allow_unverified=allow_unverified)
-    fusor = Fusor.from_pretrained(model, config.resolve_device(), DTYPES[dtype], allow_unverified=allow_unverified)
-    found = find_profile(config, fusor)
+    found = find_profile(config, _load(config))
     if found is None:
         raise ProfileError(
-            f"there is no profile of {model} on this device in {config.profile_dir}; run `cacheblend profile {model}` first"
+            f"there is no profile of {config.model} on this device in {config.profile_dir}; "
+            f"run `cacheblend profile {config.model}` first"
         )
     return found
+
+
+def _load(config: EngineConfig) -> Fusor:
+    from cacheblend.blend import Fusor
+    from cacheblend.service.engine.config import DTYPES
+
+    return Fusor.from_pretrained(
+        config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
+    )

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.tenants import TenantConfig, hash_key, new_key
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
-from .options import DEFAULTS
 
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
 
@@ -73,18 +73,6 @@ def tenants_of(tables: Mapping[str, Any]) -> list[TenantConfig]:
     return tenants
 
 
-HTTP: dict[str, Any] = {field.name: field.default for field in fields(HttpConfig)}
-SERVING: dict[str, Any] = {field.name: field.default for field in fields(ServingConfig)}
-API = "API"
-LIMITS = "Limits"
-GUARD = "Quality guard"
-
-
-def _option(name: str, help_: str, panel: str = API) -> Any:
-    flag = f"--{name.replace('_', '-')}"
-    return typer.Option(flag, envvar=f"CACHEBLEND_{name.upper()}", help=help_, rich_help_panel=panel)
-
-
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     """The file's values become the defaults, so flags and variables win over them."""
     if file is not None:
@@ -93,6 +81,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
+@options.takes(HttpConfig, ServingConfig, EngineConfig)
 def serve(
     context: typer.Context,
     model: options.OptionalModel = None,
@@ -108,81 +97,8 @@ def serve(
         ),
     ] = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    host: Annotated[str, _option("host", "Address to listen on.")] = HTTP["host"],
-    port: Annotated[int, _option("port", "0 takes any free one.")] = HTTP["port"],
-    served_model_name: Annotated[str | None, _option("served_model_name", "What clients call the model.")] = HTTP[
-        "served_model_name"
-    ],
-    cors_origins: Annotated[
-        list[str] | None, _option("cors_origins", "A web origin whose pages may call the API; repeat for more.")
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None, _option("allowed_hosts", "A host name that requests may be addressed to; repeat for more.")
-    ] = None,
-    max_body_bytes: Annotated[int, _option("max_body_bytes", "Larger uploads are refused.", LIMITS)] = HTTP["max_body_bytes"],
-    max_completion_bytes: Annotated[int, _option("max_completion_bytes", "Larger questions are refused.", LIMITS)] = HTTP[
-        "max_completion_bytes"
-    ],
-    max_documents: Annotated[int, _option("max_documents", "Documents of one call.", LIMITS)] = HTTP["max_documents"],
-    max_num_seqs: Annotated[int, _option("max_num_seqs", "Requests that hold a KV cache at once.", LIMITS)] = SERVING[
-        "max_num_seqs"
-    ],
-    max_waiting: Annotated[int, _option("max_waiting", "Waiting requests of a tenant.", LIMITS)] = SERVING["max_waiting"],
-    max_uploads: Annotated[int, _option("max_uploads", "Waiting and running uploads of a tenant.", LIMITS)] = SERVING[
-        "max_uploads"
-    ],
-    max_document_calls: Annotated[
-        int, _option("max_document_calls", "Lists, deletions and so on of a tenant, waiting and running.", LIMITS)
-    ] = SERVING["max_document_calls"],
-    ingest_share: Annotated[
-        float, _option("ingest_share", "Of the time, for uploads, while requests run or wait.", LIMITS)
-    ] = SERVING["ingest_share"],
-    decode_share: Annotated[
-        float, _option("decode_share", "Of the time, for those that decode, while a prompt is prefilled.", LIMITS)
-    ] = SERVING["decode_share"],
-    deadline_s: Annotated[float, _option("deadline_s", "Seconds for a request.", LIMITS)] = SERVING["deadline_s"],
-    grace_s: Annotated[float, _option("grace_s", "Seconds to finish in when stopped.", LIMITS)] = SERVING["grace_s"],
-    stall_s: Annotated[float, _option("stall_s", "Seconds without a step after which /readyz says so.", LIMITS)] = SERVING[
-        "stall_s"
-    ],
-    guard_share: Annotated[
-        float, _option("guard_share", "0..1 of the blended requests checked against full prefill when idle.", GUARD)
-    ] = SERVING["guard_share"],
-    guard_tokens: Annotated[int, _option("guard_tokens", "First tokens that are compared.", GUARD)] = SERVING["guard_tokens"],
-    guard_floor: Annotated[
-        float, _option("guard_floor", "0..1; below this mean agreement more is recomputed. 0 measures alone.", GUARD)
-    ] = SERVING["guard_floor"],
-    guard_window: Annotated[int, _option("guard_window", "Checked requests of the mean.", GUARD)] = SERVING["guard_window"],
-    max_tokens: Annotated[
-        int | None,
-        _option("max_tokens", "Most tokens of an answer, unless its request says otherwise; left out, as many as fit.", LIMITS),
-    ] = DEFAULTS["max_tokens"],
-    recompute_ratio: Annotated[
-        float | None, _option("recompute_ratio", "0..1; left out, the controller picks it.", options.ENGINE)
-    ] = DEFAULTS["recompute_ratio"],
-    on_miss: Annotated[
-        str, _option("on_miss", "Chunks that are not stored: recompute (exact, stored later) or precompute.", options.ENGINE)
-    ] = DEFAULTS["on_miss"],
-    device: options.Device = DEFAULTS["device"],
-    dtype: options.Dtype = DEFAULTS["dtype"],
-    chunk_tokens: options.ChunkTokens = DEFAULTS["chunk_tokens"],
-    chunk_overlap_tokens: options.ChunkOverlapTokens = DEFAULTS["chunk_overlap_tokens"],
-    embedder: options.EmbedderName = DEFAULTS["embedder"],
-    ram_budget_bytes: options.RamBudget = DEFAULTS["ram_budget_bytes"],
-    nvme_budget_bytes: options.NvmeBudget = DEFAULTS["nvme_budget_bytes"],
-    prefix_budget_bytes: options.PrefixBudget = DEFAULTS["prefix_budget_bytes"],
-    unsalted_share: Annotated[
-        float, _option("unsalted_share", "0..1 of each budget, reserved for KV without a cache salt.", options.ENGINE)
-    ] = DEFAULTS["unsalted_share"],
-    salt_share: Annotated[
-        float, _option("salt_share", "0..1 of each budget, reserved for each of the salts used last.", options.ENGINE)
-    ] = DEFAULTS["salt_share"],
-    direct_reads: options.DirectReads = DEFAULTS["direct_reads"],
-    selector: options.Selector = DEFAULTS["selector"],
-    context_filler: options.ContextFiller = DEFAULTS["context_filler"],
-    context_document_tokens: options.ContextDocumentTokens = DEFAULTS["context_document_tokens"],
-    kv_cache_dtype: options.KvCacheDtype = DEFAULTS["kv_cache_dtype"],
-    allow_unverified: options.AllowUnverified = DEFAULTS["allow_unverified"],
+    *,
+    settings: options.Settings,
 ) -> None:
     """Serve the OpenAI-shaped HTTP API and the web page, until interrupted. Logs are JSON lines on stderr.
 
@@ -195,67 +111,21 @@ def serve(
     """
     terminal.hush_libraries()
     from cacheblend.base.process import hold_freed_memory, in_own_thread
-    from cacheblend.service.engine.config import EngineConfig
     from cacheblend.service.http import HttpConfig, Server
     from cacheblend.service.http.observability import log_json
     from cacheblend.service.http.run import run
 
     from .model import bundled_corpus, choose_model
 
-    _check_address(host, port)
+    http = settings.make(HttpConfig)
+    _check_address(http.host, http.port)
     hold_freed_memory()
-    chosen = choose_model(model, chunk_tokens, store_dir)
-    engine_config = EngineConfig(
-        model=chosen.model,
-        store_dir=store_dir,
-        device=device,
-        dtype=dtype,
-        chunk_tokens=chosen.chunk_tokens,
-        chunk_overlap_tokens=chunk_overlap_tokens,
-        embedder=embedder,
-        ram_budget_bytes=ram_budget_bytes,
-        nvme_budget_bytes=nvme_budget_bytes,
-        prefix_budget_bytes=prefix_budget_bytes,
-        unsalted_share=unsalted_share,
-        salt_share=salt_share,
-        direct_reads=direct_reads,
-        selector=selector,
-        context_filler=context_filler,
-        context_document_tokens=context_document_tokens,
-        on_miss=on_miss,
-        kv_cache_dtype=kv_cache_dtype,
-        recompute_ratio=recompute_ratio,
-        max_tokens=max_tokens,
-        allow_unverified=allow_unverified,
-    )
-    serving = ServingConfig(
-        max_num_seqs=max_num_seqs,
-        max_waiting=max_waiting,
-        max_uploads=max_uploads,
-        max_document_calls=max_document_calls,
-        ingest_share=ingest_share,
-        decode_share=decode_share,
-        deadline_s=deadline_s,
-        grace_s=grace_s,
-        stall_s=stall_s,
-        guard_share=guard_share,
-        guard_tokens=guard_tokens,
-        guard_floor=guard_floor,
-        guard_window=guard_window,
-    )
-    http = HttpConfig(
-        host=host,
-        port=port,
-        served_model_name=served_model_name,
-        max_body_bytes=max_body_bytes,
-        max_completion_bytes=max_completion_bytes,
-        max_documents=max_documents,
-        cors_origins=tuple(cors_origins or ()),
-        allowed_hosts=tuple(allowed_hosts or ()),
-    )
+    chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
+    engine = settings.make(EngineConfig, model=chosen.model, store_dir=store_dir, chunk_tokens=chosen.chunk_tokens)
+    serving = settings.make(ServingConfig)
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
-    with in_own_thread(Server, engine_config, serving, http, tenants_of(tables)) as server:
+    with in_own_thread(Server, engine, serving, http, tenants_of(tables)) as server:
         if chosen.wants_corpus and not tables:
             in_own_thread(server.engines[""].ingest, bundled_corpus())
         run(server)
@@ -267,8 +137,6 @@ def _check_address(host: str, port: int) -> None:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-    except OverflowError:  # `HttpConfig` refuses it
-        return
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
             return  # a name that the server itself resolves in another way

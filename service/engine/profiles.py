@@ -97,8 +97,8 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
         if found.ratio > loader.max_ratio:
             logger.warning("the calibrated ratio %g is more than max_ratio=%g, which is taken", found.ratio, loader.max_ratio)
         loader = replace(loader, quality_ratio=min(found.ratio, loader.max_ratio))
-    settled = replace(config, selector=config.selector or found.selector, loader=loader)
-    logger.info("calibrated: r* = %g, selector %s", loader.quality_ratio, settled.selector)
+    settled = replace(config, fusion=replace(config.fusion, selector=config.fusion.selector or found.selector), loader=loader)
+    logger.info("calibrated: r* = %g, selector %s", loader.quality_ratio, settled.fusion.selector)
     return settled
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import option
 
 MIB = 2**20
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
@@ -15,29 +16,22 @@ HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
 class HttpConfig:
     """Settings of the HTTP API.
 
-    Args:
-        host: address to listen on; 127.0.0.1 is reached from this machine alone.
-        port: 0 takes any free one.
-        served_model_name: what `/v1/models` calls the model; None for the last part of the model's path.
-        max_body_bytes: larger uploads of documents are refused.
-        max_completion_bytes: larger bodies of all other requests are refused, questions among them; `max_body_bytes` holds too.
-        max_documents: most documents of one ingest, and of one question that brings its own.
-        cors_origins: web origins whose pages may call the API from a browser; none unless named.
-        allowed_hosts: host names that requests may be addressed to, beside `localhost`, `127.0.0.1`, `[::1]` and `host`. With
-            tenants every name is taken, unless some are named here.
-
     Raises:
         ConfigError: a value is not allowed.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    max_body_bytes: int = 32 * MIB
-    max_completion_bytes: int = MIB
-    max_documents: int = 1000
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    host: str = option("127.0.0.1", "Address to listen on; 127.0.0.1 is reached from this machine alone.")
+    port: int = option(8000, "Port to listen on; 0 takes any free one.")
+    served_model_name: str | None = option(None, "What clients call the model; left out, the last part of its path.")
+    cors_origins: tuple[str, ...] = option((), "A web origin whose pages may call the API; repeat for more.")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "A host name that requests may be addressed to, beside `localhost`, `127.0.0.1`, `[::1]` and the host; repeat for "
+        "more. With tenants every name is allowed, unless some are named.",
+    )
+    max_body_bytes: int = option(32 * MIB, "Larger uploads of documents are refused.", panel="Serving")
+    max_completion_bytes: int = option(MIB, "Larger bodies of all other requests are refused.", panel="Serving")
+    max_documents: int = option(1000, "Documents of one upload, and of one question that brings its own.", panel="Serving")
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host.strip():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import with_options
 from cacheblend.service.engine.config import EngineConfig
 
-from .tenants import BUDGETS, SHARES, TenantConfig
+from .tenants import BUDGETS, TenantConfig
 
 TENANTS_FOLDER = "tenants"
 
@@ -28,14 +28,14 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
     Raises:
         ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
     """
-    parts = {budget: _parts(budget, getattr(config, budget), tenants) for budget in BUDGETS}
+    totals = (config.store.ram_budget_bytes, config.store.nvme_budget_bytes, config.prefix_budget_bytes)
+    parts = {budget: _parts(budget, total, tenants) for budget, total in zip(BUDGETS, totals, strict=True)}
     return {tenant.name: _config_of(tenant, config, parts) for tenant in tenants}
 
 
 def _config_of(tenant: TenantConfig, config: EngineConfig, parts: Mapping[str, Mapping[str, int]]) -> EngineConfig:
     own: dict[str, Any] = {budget: part[tenant.name] for budget, part in parts.items()}
-    own |= {share: value for share in SHARES if (value := getattr(tenant, share)) is not None}
-    return replace(config, store_dir=Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own)
+    return with_options(config, {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own})
 
 
 def _parts(budget: str, total_bytes: int, tenants: Sequence[TenantConfig]) -> dict[str, int]:

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.store.config import check_bytes, check_share
+from cacheblend.store.config import check_bytes
 
 KEY_PREFIX = "cb-"
 BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")
-SHARES = ("unsalted_share", "salt_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +26,6 @@ class TenantConfig:
             tenants with a number leave.
         nvme_budget_bytes: the same of the NVMe budget.
         prefix_budget_bytes: the same of the budget of prefix blocks.
-        unsalted_share: 0..1 of each of its budgets, reserved for KV without a cache salt; None for the service's.
-        salt_share: 0..1 of each of its budgets, reserved for each of its salts used last; None for the service's.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -39,8 +36,6 @@ class TenantConfig:
     ram_budget_bytes: int | None = None
     nvme_budget_bytes: int | None = None
     prefix_budget_bytes: int | None = None
-    unsalted_share: float | None = None
-    salt_share: float | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", self.name):
@@ -56,9 +51,6 @@ class TenantConfig:
         for budget in BUDGETS:
             if (budget_bytes := getattr(self, budget)) is not None:
                 check_bytes(f"tenants.{self.name}.{budget}", budget_bytes)
-        for share in SHARES:
-            if (value := getattr(self, share)) is not None:
-                check_share(f"tenants.{self.name}.{share}", value)
 
 
 class ApiKeys:

@@ -19,6 +19,8 @@ from .guard import QualityGuard
 from .request import ServedRequest
 
 logger = logging.getLogger(__name__)
+GUARD_TOKENS = 8  # first greedy tokens that are compared
+GUARD_WINDOW = 20  # checked requests that the mean agreement is over
 MOST_KEPT = 2  # prompts whose KV is kept for a check, running requests included; a long prompt's KV is large
 CheckSteps = Generator[object, None, dict[str, Comparison]]
 
@@ -171,7 +173,7 @@ class ShadowChecks:
     def _guard(self, tenant: str) -> QualityGuard:
         with self._lock:
             if tenant not in self._guards:
-                self._guards[tenant] = QualityGuard(self._config.guard_floor, self._config.guard_window)
+                self._guards[tenant] = QualityGuard(self._config.guard_floor, GUARD_WINDOW)
             return self._guards[tenant]
 
     def _check(self, guarded: GuardedRequest) -> CheckSteps:
@@ -189,7 +191,7 @@ class ShadowChecks:
                 blended["lower"] = lower
         greedy = {**request.prepared.sampling, **sampling_options(0.0, 1.0)}
         prompts = [full, *(one.fused for one in blended.values())]
-        full_tokens, *tokens = yield from first_tokens(engine.fusor, prompts, self._config.guard_tokens, greedy)
+        full_tokens, *tokens = yield from first_tokens(engine.fusor, prompts, GUARD_TOKENS, greedy)
         return {
             name: compare(full, full_tokens, one.fused, own, one.fused_ratio or 0.0)
             for (name, one), own in zip(blended.items(), tokens, strict=True)

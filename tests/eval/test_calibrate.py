@@ -20,7 +20,7 @@ from cacheblend.eval.methods import METHOD_OF_SELECTOR
 from cacheblend.eval.run import calibration_config
 from cacheblend.eval.run.calibration import Setting, choose, selector_beyond
 from cacheblend.loader import Measures, Thresholds
-from cacheblend.retriever import Chunk
+from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli import main as cli
 
@@ -213,7 +213,7 @@ def test_the_command_and_the_engine(run: Run, model_dir: Path, fusor: Fusor, emb
     assert path.parent == Path("store/profiles")
     assert path.is_file()
     assert (tmp_path / "run" / "summary.json").is_file()
-    config = EngineConfig(model=str(model_dir), store_dir="store", chunk_tokens=48)
+    config = EngineConfig(model=str(model_dir), store_dir="store", retriever=RetrieverConfig(chunk_tokens=48))
     with Engine(config, fusor=fusor, embedder=embedder) as engine:
         settled = engine.config.fusion_config(None)
         assert (settled.recompute_ratio, settled.selector) == (0, chosen["selector"])

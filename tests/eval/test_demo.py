@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend.eval.demo import CLASSES, ask_all, bundled_questions, marked_tokens
 from cacheblend.eval.world.tokens import make_tokenizer
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli.model import CHUNK_TOKENS, READER, bundled_corpus, default_model
 
@@ -17,7 +18,9 @@ from cacheblend.service.cli.model import CHUNK_TOKENS, READER, bundled_corpus, d
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
-    config = EngineConfig(model=default_model(), store_dir=folder, chunk_tokens=CHUNK_TOKENS, max_tokens=8)
+    config = EngineConfig(
+        model=default_model(), store_dir=folder, max_tokens=8, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS)
+    )
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest(bundled_corpus()[:12])
         yield engine

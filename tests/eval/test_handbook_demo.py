@@ -14,7 +14,7 @@ from cacheblend.blend import Fusor, models
 from cacheblend.eval import cli_demo
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import METHODS, ask_handbook, closing_note, has_answer, shown_questions, summarize
-from cacheblend.retriever import DEFAULT_EMBEDDER
+from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli import main as cli
 
@@ -134,7 +134,7 @@ def test_words_and_a_kept_store(model_dir: Path, tmp_path: Path, capsys: pytest.
 
 def test_random_weights_are_told(model_dir: Path, fusor: Fusor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The note follows from the figures, and of random weights says that they mean nothing."""
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=64, max_tokens=2)
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, max_tokens=2, retriever=RetrieverConfig(chunk_tokens=64))
     with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
         engine.ingest(DOCUMENTS)
         asked = ask_handbook(engine, QUESTIONS, top_k=2)
@@ -157,7 +157,9 @@ def test_has_answer() -> None:
 @pytest.mark.timeout(600)
 def test_smollm2_over_three_documents(real_model: Any, tmp_path: Path) -> None:
     """On a pretrained model blending stays near to full recompute and runs a small part of the prompt."""
-    config = EngineConfig(model=str(real_model(cli_demo.MODEL)), store_dir=tmp_path, chunk_tokens=128, max_tokens=8)
+    config = EngineConfig(
+        model=str(real_model(cli_demo.MODEL)), store_dir=tmp_path, max_tokens=8, retriever=RetrieverConfig(chunk_tokens=128)
+    )
     names = {item.gold[0] for item in QUESTIONS}
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest([document for document in handbook_documents() if document["id"] in names])

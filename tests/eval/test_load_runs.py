@@ -14,10 +14,11 @@ import pytest
 from peers import SOURCE, USAGE, WORDING, peer, piece, refuse, sse
 
 from cacheblend.base.errors import ServiceError
-from cacheblend.blend import Fusor
+from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.eval.load import LoadConfig, load_report, peer_target, run_load
 from cacheblend.eval.load.own_server import own_server
 from cacheblend.eval.load.target import load_requests, split_requests
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli import main as cli
 from cacheblend.service.http import HttpConfig, Server
@@ -59,7 +60,12 @@ def test_a_run_over_methods_and_a_peer(
     tmp_path: Path, model_dir: Path, fusor: Fusor, embedder: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command asks our service by each method and a peer, at each rate, and tells one object; no key is written down."""
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path / "store", chunk_tokens=512, recompute_ratio=0.15)
+    config = EngineConfig(
+        model=str(model_dir),
+        store_dir=tmp_path / "store",
+        retriever=RetrieverConfig(chunk_tokens=512),
+        fusion=FusionConfig(recompute_ratio=0.15),
+    )
     options = "--rates 20,60 --requests 3 --warm-up 1 --max-tokens 3 --peer-api-key secret --json"
     methods = "full_recompute,prefix_cache,blend"
     with (

@@ -277,7 +277,12 @@ def bodies() -> Iterator[Check]:
     with ExitStack() as opened:
         folder = opened.enter_context(scratch())
         make_model(folder / "model")
-        config = EngineConfig(model=str(folder / "model"), store_dir=folder / "store", chunk_tokens=CHUNK_TOKENS, max_tokens=2)
+        config = EngineConfig(
+            model=str(folder / "model"),
+            store_dir=folder / "store",
+            max_tokens=2,
+            retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+        )
         fusor = Fusor.from_pretrained(str(folder / "model"))
         engine = opened.enter_context(Engine(config, fusor=fusor, embedder=FakeEmbedder()))
         engine.ingest(DOCUMENTS[:2])

@@ -13,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engines import CHUNK_TOKENS, DOCUMENTS, OpenEngine, make_model
 from fakes import FakeEmbedder
 
+from cacheblend.base.options import from_options
 from cacheblend.blend import Fusor
 from cacheblend.loader.layer_loader import THREADS
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.background_precompute import Foreground
 
@@ -47,7 +49,7 @@ def open_engine(model_dir: Path, fusor: Fusor, tmp_path: Path) -> Iterator[OpenE
                 "recompute_ratio": 0.15,
                 "max_tokens": 6,
             }
-            config = EngineConfig(**{**settings, **options})
+            config = from_options(EngineConfig, {**settings, **options})
             engine = Engine(config, fusor=fusor, embedder=FakeEmbedder(), foreground=foreground)
             stack.callback(engine.close)
             return engine
@@ -59,7 +61,7 @@ def open_engine(model_dir: Path, fusor: Fusor, tmp_path: Path) -> Iterator[OpenE
 def ingested(model_dir: Path, fusor: Fusor, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store folder that holds the documents, to be copied."""
     folder = tmp_path_factory.mktemp("ingested") / "store"
-    config = EngineConfig(model=str(model_dir), store_dir=folder, chunk_tokens=CHUNK_TOKENS)
+    config = EngineConfig(model=str(model_dir), store_dir=folder, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS))
     with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
         engine.ingest(DOCUMENTS)
     return folder

@@ -197,21 +197,22 @@ def main(config: ServedConfig) -> None:
     from fakes import FakeEmbedder
     from recorded import RecordedAnswer
 
+    from cacheblend.retriever import RetrieverConfig
     from cacheblend.service import EngineConfig
     from cacheblend.service.http import HttpConfig, Server
     from cacheblend.service.http.observability import log_json
     from cacheblend.service.http.run import run
     from cacheblend.service.serving import Done, Failed, ServedRequest, ServingConfig
+    from cacheblend.store import StoreConfig
 
     log_json(30)
     engine_config = EngineConfig(
         model=config.model,
         store_dir=config.store_dir,
-        chunk_tokens=config.chunk_tokens,
-        ram_budget_bytes=config.ram_budget_bytes,
-        nvme_budget_bytes=config.nvme_budget_bytes,
         prefix_budget_bytes=config.prefix_budget_bytes,
         on_miss=config.on_miss,
+        retriever=RetrieverConfig(chunk_tokens=config.chunk_tokens),
+        store=StoreConfig(ram_budget_bytes=config.ram_budget_bytes, nvme_budget_bytes=config.nvme_budget_bytes),
     )
     serving = ServingConfig(
         max_num_seqs=config.max_num_seqs,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.service import EngineConfig
 from cacheblend.service.cli import main as cli
-from cacheblend.service.cli import serve
 from cacheblend.service.http import HttpConfig, TenantConfig
 from cacheblend.service.http.tenants import ApiKeys, hash_key
 from cacheblend.service.serving import ServingConfig
@@ -47,22 +43,23 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
         f'model = "m"\nmax_num_seqs = 3\nport = 1\nhost = "::1"\ncors_origins = ["https://a.example"]\n'
-        "direct_reads = true\nprefix_budget_bytes = 99\nsalt_share = 0.1\n"
-        f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\nunsalted_share = 0.25\n'
+        'direct_reads = true\nprefix_budget_bytes = 99\nnvme_budget_bytes = 5\nselector = "gradual"\n'
+        f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\n'
     )
     result = CliRunner().invoke(
         cli.app,
-        ["serve", "--config", str(file), "--port", "3", "--salt-share", "0.2"],
+        ["serve", "--config", str(file), "--port", "3", "--nvme-budget-bytes", "6", "--preset", "fast"],
         env={"CACHEBLEND_PORT": "2", "CACHEBLEND_HOST": "127.0.0.2"},
         catch_exceptions=False,
     )
     assert result.exit_code == 0, result.output
     engine, serving, http, tenants = served
     assert engine.model == "m"
-    assert (engine.direct_reads, engine.prefix_budget_bytes, engine.salt_share) == (True, 99, 0.2)
+    assert (engine.store.direct_reads, engine.prefix_budget_bytes, engine.store.nvme_budget_bytes) == (True, 99, 6)
+    assert (engine.fusion.selector, engine.recompute_ratio) == ("gradual", 0.05)
     assert serving == ServingConfig(max_num_seqs=3)
     assert http == HttpConfig(host="127.0.0.2", port=3, cors_origins=("https://a.example",))
-    assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,), ram_budget_bytes=7, unsalted_share=0.25)]
+    assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,), ram_budget_bytes=7)]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,8 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         ("max_num_seqs = 0", ConfigError, "at least 1"),
         ("deadline_s = 0", ConfigError, "above 0"),
         ("guard_share = 1.5", ConfigError, "from 0 to 1"),
-        ("guard_window = 0", ConfigError, "at least 1"),
+        ("guard_window = 3", ConfigError, "guard_share"),
+        ('preset = "quick"', ConfigError, "exact, balanced, fast"),
         ("guard_share = 0\nguard_floor = 0.9", ConfigError, "nothing is checked"),
         ("port = 70000", ConfigError, "65535"),
         ('cors_origins = ["example.org"]', ConfigError, "https://example.org"),
@@ -81,8 +79,6 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         ('[tenants.acme]\napi_key_sha256 = "x"', ConfigError, "64 hex digits"),
         (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nquota = 7', ConfigError, "quota"),
         (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nnvme_budget_bytes = 0', ConfigError, "acme.nvme_budget_bytes=0"),
-        (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nsalt_share = 2', ConfigError, "acme.salt_share=2"),
-        ("salt_share = 0.6", ConfigError, "at most 1 with unsalted_share=0.5"),
         ("prefix_budget_bytes = 0", ConfigError, "prefix_budget_bytes=0"),
         ("max_completion_bytes = 0", ConfigError, "max_completion_bytes=0"),
         ('allowed_hosts = ["https://a.example"]', ConfigError, "without a port"),
@@ -130,12 +126,3 @@ def test_api_key() -> None:
     assert keys.tenant("Bearer other") is None
     assert keys.tenant(None) is None
     assert ApiKeys([]).tenant(None) == ""
-
-
-def test_options_are_the_configs_own() -> None:
-    """Every setting of the three configs can be set, by its own name, but for those of the engine that a library user sets."""
-    options = set(inspect.signature(serve.serve).parameters)
-    for config in (HttpConfig, ServingConfig):
-        assert {field.name for field in fields(config)} <= options
-    left = {field.name for field in fields(EngineConfig)} - options
-    assert left == {"instruction", "loader"}

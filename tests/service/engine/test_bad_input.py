@@ -6,6 +6,7 @@ from engines import DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
+from cacheblend.base.options import from_options
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
@@ -114,8 +115,9 @@ def options(model_dir: Path, tmp_path: Path, **more: object) -> dict[str, object
 )
 def test_bad_settings(model_dir: Path, tmp_path: Path, field: str, value: object) -> None:
     """A setting that is not allowed is refused by name and value before anything is made."""
+    given = options(model_dir, tmp_path, **{field: value})
     with pytest.raises(ConfigError, match=f"{field}=") as caught:
-        EngineConfig(**options(model_dir, tmp_path, **{field: value}))
+        _ = EngineConfig(**given) if value is None else from_options(EngineConfig, given)
     assert caught.value.value is value
     assert not (tmp_path / "store").exists()
 

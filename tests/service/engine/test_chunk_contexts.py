@@ -14,7 +14,7 @@ from prompts import assert_same_kv
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.retriever import Chunk, PlainTokenizer
+from cacheblend.retriever import Chunk, PlainTokenizer, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.chunk_contexts import POSITIONS_SHARE, chunk_context
 from cacheblend.service.engine.config import INSTRUCTION
@@ -287,7 +287,9 @@ class TestFiller:
         other = tmp_path / "other.txt"
         other.write_text("of another")
         assert chunk_context(fusor, str(other), 0).filler_ids == tuple(plain.ids("of another\n\n"))
-        config = EngineConfig(model=str(folder), store_dir=tmp_path / "store", chunk_tokens=CHUNK_TOKENS)
+        config = EngineConfig(
+            model=str(folder), store_dir=tmp_path / "store", retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS)
+        )
         with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
             engine.ingest(BROUGHT)
             (chunk,) = engine.retriever.chunks()

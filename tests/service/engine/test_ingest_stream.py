@@ -22,7 +22,7 @@ from rich.console import Console
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
-from cacheblend.retriever import Document
+from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine import ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, StreamSize
@@ -141,7 +141,7 @@ def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
         return run_isolated(decoder, *arguments)
 
     Decoder.run_isolated = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
-    config = EngineConfig(model=model, store_dir=store_dir, chunk_tokens=CHUNK_TOKENS)
+    config = EngineConfig(model=model, store_dir=store_dir, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS))
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest_stream(MANY)
 

@@ -12,7 +12,8 @@ from served import serve
 from tiny_models import tiny_model
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import Fusor
+from cacheblend.blend import FusionConfig, Fusor
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Answer, AnswerPlan, Engine, EngineConfig
 from cacheblend.service.engine.prompt import Message, PromptLayout, PromptRenderer
 from cacheblend.service.serving import Scheduler
@@ -48,7 +49,12 @@ def family_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[En
     """An engine on a tiny model of a family; the windows are 12 tokens, below a block."""
     tokenizer = tiny_tokenizer()
     fusor = Fusor(tiny_model(request.param, vocab=len(tokenizer)), tokenizer)
-    config = EngineConfig(model="tiny", store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
+    config = EngineConfig(
+        model="tiny",
+        store_dir=tmp_path,
+        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+        fusion=FusionConfig(recompute_ratio=0.15),
+    )
     with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
         yield engine
 

@@ -13,6 +13,8 @@ from api import MODEL, listening
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
 from fakes import FakeEmbedder
 
+from cacheblend.blend import FusionConfig
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.gate import PUBLIC_PATHS
@@ -27,7 +29,12 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "ma
 @pytest.fixture
 def tenant_address(model_dir: Path, tmp_path: Path) -> Iterator[str]:
     """A server whose API needs a key."""
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
+    config = EngineConfig(
+        model=str(model_dir),
+        store_dir=tmp_path,
+        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+        fusion=FusionConfig(recompute_ratio=0.15),
+    )
     tenants = [TenantConfig(name="one", api_key_sha256=(hash_key(KEY),))]
     with (
         Server(config, http=HttpConfig(served_model_name=MODEL), tenants=tenants, embedder=FakeEmbedder()) as server,

@@ -12,6 +12,8 @@ from api import MODEL, listening
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
 from fakes import FakeEmbedder
 
+from cacheblend.blend import FusionConfig
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.tenants import hash_key, new_key
@@ -22,11 +24,18 @@ KEYS = {name: new_key() for name in ("one", "two")}
 
 
 @pytest.fixture
-def client(model_dir: Path, tmp_path: Path) -> Iterator[httpx.Client]:
+def client(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
     """A service of two tenants that checks every blended request against a floor that cannot be met."""
     tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
-    serving = ServingConfig(guard_share=1.0, guard_floor=1.0, guard_window=1, guard_tokens=40)
+    config = EngineConfig(
+        model=str(model_dir),
+        store_dir=tmp_path,
+        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+        fusion=FusionConfig(recompute_ratio=0.15),
+    )
+    monkeypatch.setattr("cacheblend.service.serving.shadow.GUARD_TOKENS", 40)
+    monkeypatch.setattr("cacheblend.service.serving.shadow.GUARD_WINDOW", 1)
+    serving = ServingConfig(guard_share=1.0, guard_floor=1.0)
     with (
         Server(config, serving, HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()) as server,
         listening(server) as address,

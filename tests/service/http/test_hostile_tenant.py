@@ -19,6 +19,8 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
 from fakes import FakeEmbedder
 from numpy.typing import NDArray
 
+from cacheblend.blend import FusionConfig
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.tenants import hash_key, new_key
@@ -70,9 +72,9 @@ def serve(model_dir: Path, tmp_path: Path, embedder: SlowEmbedder) -> Iterator[S
             config = EngineConfig(
                 model=str(model_dir),
                 store_dir=tmp_path / "store",
-                chunk_tokens=CHUNK_TOKENS,
-                recompute_ratio=0.15,
                 max_tokens=2,
+                retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+                fusion=FusionConfig(recompute_ratio=0.15),
             )
             server = stack.enter_context(
                 Server(

@@ -15,12 +15,15 @@ from engines import CHUNK_TOKENS, DOCUMENTS
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.blend import FusionConfig
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.request import namespace_of
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.tenant_engines import engine_configs
 from cacheblend.service.http.tenants import hash_key, new_key
 from cacheblend.service.serving import ServingConfig
+from cacheblend.store import StoreConfig
 
 ENTRY_BYTES = 4096 + 4 * 2 * 2 * 16 * 4 * CHUNK_TOKENS  # header; 4 layers, keys and values, 2 heads of 16 float32 a token
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 4 * 16
@@ -75,14 +78,16 @@ class Tenant:
 @pytest.fixture
 def tenants(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, Tenant]]:
     """Two tenants on one server, with room for 40 entries each, half of it for what has no salt, a fifth for a salt."""
+    store_budgets = budgets(80)
+    prefix_budget_bytes = store_budgets.pop("prefix_budget_bytes")
     config = EngineConfig(
         model=str(model_dir),
         store_dir=tmp_path,
-        chunk_tokens=CHUNK_TOKENS,
-        recompute_ratio=0.15,
         context_document_tokens=0,  # so that a text's chunks are one another's equals, whatever stands before them
-        salt_share=0.2,
-        **budgets(80),
+        prefix_budget_bytes=prefix_budget_bytes,
+        store=StoreConfig(**store_budgets, recent_share=0.2),
+        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+        fusion=FusionConfig(recompute_ratio=0.15),
     )
     known = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
     with (
@@ -197,20 +202,20 @@ def test_a_flood_of_salts(tenants: dict[str, Tenant]) -> None:
 )
 def test_tenants_divide_the_budgets(given: tuple[int | None, ...], expected: tuple[int, ...]) -> None:
     """A tenant has the bytes that it names, and the others equal parts of the rest."""
-    config = EngineConfig(model="m", store_dir="s", ram_budget_bytes=900)
+    config = EngineConfig(model="m", store_dir="s", store=StoreConfig(ram_budget_bytes=900))
     known = [
         TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget)
         for number, budget in enumerate(given)
     ]
     configs = engine_configs(config, known)
-    assert tuple(one.ram_budget_bytes for one in configs.values()) == expected
-    assert {one.nvme_budget_bytes for one in configs.values()} == {config.nvme_budget_bytes // 3}
+    assert tuple(one.store.ram_budget_bytes for one in configs.values()) == expected
+    assert {one.store.nvme_budget_bytes for one in configs.values()} == {config.store.nvme_budget_bytes // 3}
 
 
 @pytest.mark.parametrize("given", [(600, 301), (900, None), (901,)])
 def test_tenants_who_want_more_than_there_is(given: tuple[int | None, ...]) -> None:
     """Budgets that are more than the service's together, or leave nothing for a tenant without one, are refused."""
-    config = EngineConfig(model="m", store_dir="s", ram_budget_bytes=900)
+    config = EngineConfig(model="m", store_dir="s", store=StoreConfig(ram_budget_bytes=900))
     known = [
         TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget)
         for number, budget in enumerate(given)

@@ -16,6 +16,8 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.blend import FusionConfig
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.app import STATIC
@@ -76,7 +78,12 @@ def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
     """A tenant sees, hits and counts its own documents alone, and without a key nothing is served."""
     keys = {name: new_key() for name in ("one", "two")}
     tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in keys.items()]
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, chunk_tokens=CHUNK_TOKENS, recompute_ratio=0.15)
+    config = EngineConfig(
+        model=str(model_dir),
+        store_dir=tmp_path,
+        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+        fusion=FusionConfig(recompute_ratio=0.15),
+    )
     with (
         Server(
             config, ServingConfig(guard_share=0.0), HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from served import Client, serve
 
 from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
-from cacheblend.service.serving import CheckReport, Done, Scheduler, ServingConfig
+from cacheblend.service.serving import CheckReport, Done, Scheduler, ServingConfig, shadow
 from cacheblend.service.serving.guard import STEP
 
 Reports = list[CheckReport]
@@ -24,10 +25,15 @@ def reports() -> Reports:
     return []
 
 
-def guarded(engine: Engine, reports: Reports, **settings: float) -> Scheduler:
-    """A scheduler that checks every blended request."""
-    config = ServingConfig(**{"guard_share": 1.0, "guard_window": 1, **settings})
-    return Scheduler(engine.fusor, config, check_observer=reports.append)
+@contextmanager
+def guarded(engine: Engine, reports: Reports, *, guard_tokens: int = 8, guard_floor: float = 0.0) -> Iterator[Scheduler]:
+    """A scheduler that checks every blended request, each by itself."""
+    config = ServingConfig(guard_share=1.0, guard_floor=guard_floor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shadow, "GUARD_TOKENS", guard_tokens)
+        patch.setattr(shadow, "GUARD_WINDOW", 1)
+        with Scheduler(engine.fusor, config, check_observer=reports.append) as scheduler:
+            yield scheduler
 
 
 def ask(engine: Engine, scheduler: Scheduler, reports: Reports, **options: object) -> Done:
@@ -88,7 +94,7 @@ def test_coming_down(engine: Engine, reports: Reports, monkeypatch: pytest.Monke
         for _ in range(4):
             ask(engine, scheduler, reports, max_tokens=2)
         assert scheduler.quality("").full_recompute
-        monkeypatch.setattr(scheduler._checks, "_config", ServingConfig(guard_share=1.0, guard_tokens=1))
+        monkeypatch.setattr(shadow, "GUARD_TOKENS", 1)
         agreeing = "cacheblend.service.serving.shadow.first_tokens"
         monkeypatch.setattr(agreeing, lambda _, prompts, *__: (yield) or [[1]] * len(prompts))
         levels = []

@@ -1,0 +1,140 @@
+"""Options: a field of a config dataclass, from which its flag, variable, TOML key and line in the docs follow."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+_KEY = "option"
+_SCALARS = (bool, int, float, str)
+
+
+def option(default: T, help: str, *, choices: Collection[str] = (), panel: str = "") -> T:
+    """A dataclass field that a user can set from outside.
+
+    Args:
+        default: of the field.
+        help: what it does, in a sentence; units and range where the name does not say them.
+        choices: the values there are, where they can be counted.
+        panel: heading that it is listed under; left out, the config's own.
+    """
+    return field(default=default, metadata={_KEY: (help, tuple(choices), panel)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option as it is written outside.
+
+    Attributes:
+        name: of the field, and in a TOML file.
+        type: that a command line reads: a scalar, None with one, or `list[str]`.
+        default: of the field.
+        help: with its choices.
+        panel: heading that it is listed under.
+        config: the class that has the field.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    panel: str
+    config: type
+
+    @property
+    def flag(self) -> str:
+        """On the command line."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """In the environment."""
+        return f"CACHEBLEND_{self.name.upper()}"
+
+
+def options_of(*configs: type) -> dict[str, Option]:
+    """The options of config classes and of the configs nested in them, by name.
+
+    Raises:
+        TypeError: two fields have one name.
+    """
+    found: dict[str, Option] = {}
+    for each in (one for config in configs for one in _walk(config)):
+        if each.name in found:
+            raise TypeError(f"{each.config.__name__} and {found[each.name].config.__name__} both have an option {each.name!r}")
+        found[each.name] = each
+    return found
+
+
+def from_options(config: type[T], values: Mapping[str, Any]) -> T:
+    """A config of flat values; those of nested configs' options go where they belong. None is the default.
+
+    Raises:
+        ConfigError: there is no such field, or a value is not allowed.
+    """
+    own, nested = _sorted_out(config, values)
+    return config(**own, **{name: from_options(_nested(config)[name], parts) for name, parts in nested.items()})
+
+
+def with_options(config: T, values: Mapping[str, Any]) -> T:
+    """A copy of a config, changed by flat values as `from_options` takes them.
+
+    Raises:
+        ConfigError: there is no such field, or a value is not allowed.
+    """
+    own, nested = _sorted_out(type(config), values)
+    parts = {name: with_options(getattr(config, name), changed) for name, changed in nested.items()}
+    return cast(T, replace(cast(Any, config), **own, **parts))
+
+
+def _sorted_out(config: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The values of a config's own fields, and those of each nested config's options."""
+    given = {name: value for name, value in values.items() if value is not None}
+    own = {each.name: given.pop(each.name) for each in fields(cast(Any, config)) if each.name in given}
+    nested: dict[str, dict[str, Any]] = {}
+    for name, kind in _nested(config).items():
+        if parts := {part: given.pop(part) for part in options_of(kind).keys() & given.keys()}:
+            nested[name] = parts
+        if parts and name in own:
+            raise ConfigError(name, own[name], f"not beside {', '.join(sorted(parts))}, which it has")
+    if given:
+        known = {each.name for each in fields(cast(Any, config))} | options_of(config).keys()
+        raise ConfigError("option", min(given), f"{config.__name__} has {', '.join(sorted(known))}")
+    return own, nested
+
+
+def _walk(config: type) -> Iterator[Option]:
+    hints = get_type_hints(config)
+    for each in fields(cast(Any, config)):
+        if each.name in _nested(config):
+            yield from _walk(hints[each.name])
+        elif _KEY in each.metadata:
+            help_, choices, panel = each.metadata[_KEY]
+            yield Option(
+                name=each.name,
+                type=_outside(hints[each.name]),
+                default=None if each.default is MISSING else each.default,
+                help=f"{help_} One of {', '.join(choices)}." if choices else help_,
+                panel=panel or config.__name__.removesuffix("Config"),
+                config=config,
+            )
+
+
+def _nested(config: type) -> dict[str, type]:
+    hints = get_type_hints(config)
+    return {each.name: hints[each.name] for each in fields(cast(Any, config)) if is_dataclass(hints[each.name])}
+
+
+def _outside(hint: Any) -> Any:
+    """The type in which a command line reads a field: of a union its scalars."""
+    if get_origin(hint) is tuple:
+        return list[str] | None
+    if get_origin(hint) in (Union, types.UnionType):
+        scalars = [part for part in get_args(hint) if part in _SCALARS]
+        return scalars[0] | None if type(None) in get_args(hint) else scalars[0]
+    return hint
