@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment
+from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.eval.metrics import ModelCompute, compute_share
 
 SHAPE: dict[str, Any] = {
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3])
-    parser.add_argument("--selector", default=FusionConfig().selector)
+    parser.add_argument("--selector", default=DEFAULT_SELECTOR)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

@@ -9,7 +9,7 @@ from engines import BROUGHT, OpenEngine, ask, furthest, key_of, use_profile
 from profiles import linear_profile
 
 from cacheblend.base.errors import ProfileError
-from cacheblend.blend import FusionConfig, Fusor
+from cacheblend.blend import DEFAULT_RATIO, DEFAULT_SELECTOR, Fusor
 from cacheblend.loader import (
     Calibration,
     LoaderConfig,
@@ -227,7 +227,7 @@ def test_r_star_and_selector(calibrated_engine: OpenEngine) -> None:
 
 def test_without_one(open_engine: OpenEngine) -> None:
     """Without a calibration the defaults hold."""
-    assert taken(open_engine(recompute_ratio=None)) == (LoaderConfig().quality_ratio, FusionConfig().selector)
+    assert taken(open_engine(recompute_ratio=None)) == (LoaderConfig().quality_ratio, DEFAULT_SELECTOR)
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
@@ -244,7 +244,7 @@ def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
     [
         ({"recompute_ratio": 0.15}, (0.15, "gradual")),
         ({"selector": "first_tokens"}, (0.4, "first_tokens")),
-        ({"selector": FusionConfig().selector}, (0.4, FusionConfig().selector)),
+        ({"selector": DEFAULT_SELECTOR}, (0.4, DEFAULT_SELECTOR)),
         ({"loader": LoaderConfig(quality_ratio=0.25)}, (0.25, "gradual")),
         ({"loader": LoaderConfig(max_ratio=0.3)}, (0.3, "gradual")),
     ],
@@ -267,14 +267,14 @@ def test_of_another_model(calibrated_engine: OpenEngine, calibration: Calibratio
     """Another model's or prefix's calibration is none of this engine's, silently; its name on this one's file is told."""
     for field in ("model", "prefix"):
         assert taken(calibrated_engine(replace(calibration, **{field: "f" * 64}))) == (
-            FusionConfig().recompute_ratio,
-            FusionConfig().selector,
+            DEFAULT_RATIO,
+            DEFAULT_SELECTOR,
         )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     same_name = calibration.model[:16] + "f" * 48
     assert taken(calibrated_engine(replace(calibration, model=same_name))) == (
-        FusionConfig().recompute_ratio,
-        FusionConfig().selector,
+        DEFAULT_RATIO,
+        DEFAULT_SELECTOR,
     )
     assert "another model" in caplog.text
 
@@ -283,7 +283,7 @@ def test_damaged(calibrated_engine: OpenEngine, open_engine: OpenEngine, caplog:
     """A damaged calibration is left with a warning that names the remedy, and the engine starts."""
     (path,) = calibrated_engine().config.profile_dir.glob("*.calibration.json")
     path.write_text("{")
-    assert taken(open_engine(recompute_ratio=None)) == (FusionConfig().recompute_ratio, FusionConfig().selector)
+    assert taken(open_engine(recompute_ratio=None)) == (DEFAULT_RATIO, DEFAULT_SELECTOR)
     assert "cacheblend calibrate" in caplog.text
 
 
