@@ -179,14 +179,13 @@ def merge(
     Example: cacheblend store merge shard-1 shard-2 --store-dir ./store
     """
     with terminal.progress_bars() as progress:
-        report = merge_stores(sources, store_dir, progress)
+        indexed, kv = merge_stores(sources, store_dir, progress)
     if as_json:
-        terminal.print_json(report.as_dict())
+        terminal.print_json({"indexed": indexed, **kv.as_dict()})
         return
-    kv = report.kv
     terminal.stdout.print(
         f"{kv.entries} entries copied ({kv.bytes:,} bytes), {kv.already_stored} there before, {kv.damaged} damaged; "
-        f"{kv.documents} documents, {report.indexed} of them new in the index",
+        f"{kv.documents} documents, {indexed} of them new in the index",
         highlight=False,
     )
 

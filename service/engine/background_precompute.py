@@ -1,4 +1,4 @@
-"""KV of chunks that requests missed, computed behind the requests and stored (paper §5.1, §6)."""
+"""KV of chunks that requests missed, computed in the background and stored (paper §5.1, §6)."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class BackgroundPrecompute:
             key: the chunk's.
             token_ids: the chunk's.
             earlier: the chunks of its document that it is computed after.
-            document: id and version of the ingested document that it is of: its KV is stored only while that is there in this
-                version, and goes with it; but for a salt's, which goes by use. None for a text that a request brought.
+            document: the ingested document that it is of: its KV is stored only while that is there in this version, and is
+                dropped with it; but for a salt's, which is evicted by use. None for a text that a request brought.
         """
         with self._changed:
             if self._closed or not self._is_worth(key, len(token_ids)):
@@ -128,8 +128,7 @@ class BackgroundPrecompute:
     def store(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None = None) -> None:
         """Store a missed chunk's KV that a request has computed itself, if it is worth it; it is written in the background.
 
-        Where the disk is behind it is dropped, to be missed again: the request does not wait for the disk. For `document` see
-        `submit`.
+        The request does not wait for the disk: where much waits to be written, the KV is dropped.
         """
         with self._changed:
             worth = not self._closed and self._is_worth(key, len(kv.token_ids))

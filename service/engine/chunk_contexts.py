@@ -41,15 +41,15 @@ class ContextModel(Protocol):
     def model(self) -> Any: ...  # noqa: D102
 
 
-def chunk_context(fusor: ContextModel, filler: str, document_tokens: int, head_tokens: int = 0) -> ChunkContext:
+def chunk_context(fusor: ContextModel, filler: str, document_tokens: int, prefix_tokens: int = 0) -> ChunkContext:
     """The context of a model's chunks.
 
     Args:
         fusor: the model, with its tokenizer.
         filler: "auto" for the model's own filler or else the package's, "none", or the path of a UTF-8 text file whose
             passages stand apart by empty lines. Whole passages are taken, up to `FILLER_TOKENS`.
-        document_tokens: see `ChunkContext`; cut to half of the model's positions, and to those that head and filler leave.
-        head_tokens: tokens of the head that chunks are computed after.
+        document_tokens: see `ChunkContext`; cut to half of the model's positions, and to those that prefix and filler leave.
+        prefix_tokens: tokens of the prompt's prefix, which chunks are computed after as well.
 
     Raises:
         ConfigError: the file cannot be read, or has no text.
@@ -59,7 +59,7 @@ def chunk_context(fusor: ContextModel, filler: str, document_tokens: int, head_t
     filler_ids = _filler_ids(fusor, filler, limit)
     window = document_tokens
     if positions is not None:
-        left = max(1, positions - head_tokens - len(filler_ids))
+        left = max(1, positions - prefix_tokens - len(filler_ids))
         window = min(document_tokens, positions // 2, left)
     return ChunkContext(filler_ids=filler_ids, document_tokens=window)
 
@@ -161,10 +161,10 @@ class ChunkContexts:
                 self._known.move_to_end(document)
                 return self._known[document]
         try:
-            whole = [chunk for chunk in self._retriever.chunks(document[0]) if chunk.version == document[1]]
+            chunks = [chunk for chunk in self._retriever.chunks(document[0]) if chunk.version == document[1]]
         except InputError:
-            whole = []
-        ingested = {chunk.position: chunk.token_ids for chunk in whole}
+            chunks = []
+        ingested = {chunk.position: chunk.token_ids for chunk in chunks}
         if any(ingested.get(chunk.position) != chunk.token_ids for chunk in given):
             by_place = sorted({chunk.position: chunk for chunk in given}.items())
             return dict(

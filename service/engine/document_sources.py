@@ -58,7 +58,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StreamSize:
-    """What a stream gives: documents, and characters of their texts."""
+    """Size of a stream: documents, and characters of their texts."""
 
     documents: int
     characters: int

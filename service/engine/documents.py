@@ -121,7 +121,7 @@ class Documents:
         return _lost(stored)
 
     def delete(self, id_: str) -> DocumentStatus:
-        """Remove a document, pinned or not, and the KV of the chunks that no other document has; tells what it was.
+        """Remove a document, pinned or not, and the KV of the chunks that no other document has; returns its last status.
 
         The KV goes first: where the process dies between the two, the document is still listed and can be deleted again. Both
         go under the store's lock, so that no other process's ingest notes the document between them.

@@ -285,12 +285,12 @@ class IngestProgress:
     """A line that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
 
     The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
-    is done is told by the computed tokens: documents are read, and counted, a batch at a time.
+    is done is known by the computed tokens: documents are read, and counted, a batch at a time.
 
     Args:
         console: where to.
         stream: the documents being read.
-        size: of the stream; None where that is not known, and no time left can be told.
+        size: of the stream; None where that is not known, and no time left can be shown.
     """
 
     def __init__(self, console: Console, stream: DocumentStream, size: StreamSize | None) -> None:
@@ -336,26 +336,9 @@ class IngestProgress:
         self._opened.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreMergeReport:
-    """What `merge_stores` did.
-
-    Args:
-        indexed: documents copied into the index; those it had already are not counted.
-        kv: what was done to the KV.
-    """
-
-    indexed: int
-    kv: MergeReport
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"indexed": self.indexed, **self.kv.as_dict()}
-
-
 def merge_stores(
     sources: Sequence[Path], target: Path, on_progress: Callable[[str, int, int], None] | None = None
-) -> StoreMergeReport:
+) -> tuple[int, MergeReport]:
     """Copy index and KV of store folders into one, as if their documents had been ingested into it in this order.
 
     Nothing is split, embedded or computed again. The index goes first: where the merge is cut off, a document that has no KV
@@ -365,6 +348,9 @@ def merge_stores(
         sources: the `--store-dir` folders to copy from.
         target: the folder to copy into; made when missing.
         on_progress: called with the stage ("index" or "copy"), documents or entries done, and how many in all.
+
+    Returns:
+        Documents copied into the index, without those it had already, and what was done to the KV.
 
     Raises:
         InputError, StoreDirectoryError, StoreFullError: see `cacheblend.store.merge.merge`.
@@ -378,5 +364,4 @@ def merge_stores(
         target / INDEX_FOLDER,
         on_progress=lambda done, total: report("index", done, total),
     )
-    merged = merge(kv, target / KV_FOLDER, on_progress=lambda done, total: report("copy", done, total))
-    return StoreMergeReport(indexed=indexed, kv=merged)
+    return indexed, merge(kv, target / KV_FOLDER, on_progress=lambda done, total: report("copy", done, total))

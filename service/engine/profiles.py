@@ -1,4 +1,4 @@
-"""What was measured beside a store: the profile behind the loading controller, the calibration behind r* and selector."""
+"""Profile and calibration beside a store: the loading controller made from the one, r* and selector from the other."""
 
 from __future__ import annotations
 

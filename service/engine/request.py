@@ -185,7 +185,7 @@ class Answer:
     first_logits: torch.Tensor = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; token ids of segments and positions are given as counts."""
+        """Plain values for JSON; token ids of segments and positions as counts."""
         plan = self.plan
         return {
             "text": self.text,
@@ -239,18 +239,11 @@ class Request:
         retrieved: when the chunks were there.
 
     Attributes:
-        segments: the prompt's segments as they were prefilled.
+        segments, loading, lookup_s, load_s, loaded_bytes: see `AnswerPlan` and `Timings`.
         fused_ratio: the ratio that was asked of the fusor; None where it had no say.
-        loading: what the loading controller expected; None where it was not asked.
-        lookup_s: seconds of looking up and planning.
-        load_s: seconds of reading stored KV and putting it in place.
-        loaded_bytes: bytes of stored KV that were loaded, by tier.
         prefix: keeps the prompt's blocks for later prompts; None where nothing does.
-        prefilled: when the prefill ended.
-        first_token: when the first token was on the host.
-        ended: when the last one was.
-        token_ids: the generated ones.
-        text: theirs.
+        prefilled, first_token, ended: when the prefill ended, when the first and the last token were on the host.
+        token_ids, text: what was generated.
     """
 
     method: str

@@ -30,15 +30,15 @@ def shards(open_engine: OpenEngine, tmp_path: Path) -> list[Path]:
 def test_merged_store_answers_as_one(open_engine: OpenEngine, shards: list[Path], tmp_path: Path) -> None:
     """A merged store answers with the tokens of a store that was ingested at once, and computes nothing again."""
     steps: list[tuple[str, int, int]] = []
-    report = merge_stores(shards, tmp_path / "all", lambda *step: steps.append(step))
-    assert report.indexed == report.kv.documents == len(DOCUMENTS)
+    indexed, report = merge_stores(shards, tmp_path / "all", lambda *step: steps.append(step))
+    assert indexed == report.documents == len(DOCUMENTS)
     assert {stage for stage, _, _ in steps} == {"index", "copy"}
     whole = open_engine(store_dir=tmp_path / "whole")
     whole.ingest(DOCUMENTS)
     merged = open_engine(store_dir=tmp_path / "all")
     entries = {entry.key for entry in merged.store.ls()}
     assert entries == {entry.key for entry in whole.store.ls()}
-    assert len(entries) == report.kv.entries
+    assert len(entries) == report.entries
     one, other = (engine.answer(QUESTION, top_k=TOP_K, method="full_recompute") for engine in (merged, whole))
     assert [scored.chunk for scored in one.chunks] == [scored.chunk for scored in other.chunks]
     assert one.token_ids == other.token_ids
@@ -46,8 +46,8 @@ def test_merged_store_answers_as_one(open_engine: OpenEngine, shards: list[Path]
     again = merged.ingest(DOCUMENTS)
     assert (again.unchanged, again.computed) == (len(DOCUMENTS), 0)
     assert [status.as_dict() for status in merged.documents.ls() if status.stored_chunks < 1] == []
-    twice = merge_stores(shards, tmp_path / "all")
-    assert (twice.indexed, twice.kv.entries) == (0, 0)
+    indexed, report = merge_stores(shards, tmp_path / "all")
+    assert (indexed, report.entries) == (0, 0)
 
 
 def test_other_chunks_are_refused(open_engine: OpenEngine, shards: list[Path], tmp_path: Path) -> None:
