@@ -1,8 +1,7 @@
-"""Large pieces of the CPU's memory, in huge pages where the system has them, which all threads use again.
+"""CPU memory as bytes, and a pool of large buffers, in huge pages where the system has them, that all threads use again.
 
-The first touch of new memory costs more than the copy into it: 72 MB took 85 ms of processor time in pages of 4 KiB, 18 in
-pages of 2 MiB, and where a virtual machine must ask its host for them 2 to 3 ms a megabyte. The C library gives freed memory
-again to the thread that asked for it first alone, and KV goes from thread to thread. So what nobody has any more is kept here.
+The first touch of new memory costs more than the copy into it, and the C library gives freed memory again only to the thread
+that asked for it first, while KV goes from thread to thread (docs/lab-notes). So freed buffers are cached here.
 """
 
 from __future__ import annotations
@@ -18,29 +17,27 @@ import numpy.typing as npt
 import torch
 
 Bytes = npt.NDArray[np.uint8]
+HUGE_PAGE_BYTES = 2 * 2**20
 
 
 def host_bytes(tensor: torch.Tensor) -> Bytes:
-    """A view of the bytes; the last axis, which must be contiguous, counts bytes instead of numbers."""
+    """View a CPU tensor as bytes; the last axis, which must be contiguous, counts bytes instead of numbers."""
     view: np.ndarray[Any, np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
     return view
 
 
-HUGE_PAGE_BYTES = 2 * 2**20
-
-
-class KeptMemory:
-    """Pieces that are used again by whoever asks next. Thread-safe.
+class BufferPool:
+    """Anonymous memory that is used again by whoever asks next. Thread-safe.
 
     Args:
-        most_free: bytes kept at most that nobody has.
-        slack: what is used again may be so many times as large as asked for.
+        max_cached_bytes: cached at most while nobody uses it.
+        slack: a cached buffer may be so many times as large as asked for.
     """
 
-    def __init__(self, most_free: int, slack: float) -> None:
-        self.most_free, self.slack = most_free, slack
-        self.free: list[mmap.mmap] = []
-        self._changing = threading.RLock()  # any line may collect an array, whose memory then comes back in the same thread
+    def __init__(self, max_cached_bytes: int, slack: float) -> None:
+        self.max_cached_bytes, self.slack = max_cached_bytes, slack
+        self.cached: list[mmap.mmap] = []
+        self._lock = threading.RLock()  # any line may collect an array, whose memory then comes back in the same thread
 
     def empty(self, count: int) -> Bytes:
         """`count` bytes, not initialised, that begin on a page; worth it from `HUGE_PAGE_BYTES` on.
@@ -48,16 +45,16 @@ class KeptMemory:
         Raises:
             MemoryError: the system has no more.
         """
-        memory = self._take(count)
+        memory = self._allocate(count)
         in_use = np.frombuffer(memory, np.uint8)  # lives as long as the last view of it
-        weakref.finalize(in_use, self._give_back, memory).atexit = False
+        weakref.finalize(in_use, self._release, memory).atexit = False
         return in_use[:count]
 
-    def _take(self, count: int) -> mmap.mmap:
-        with self._changing:
-            for memory in sorted((memory for memory in self.free if count <= len(memory) <= self.slack * count), key=len):
+    def _allocate(self, count: int) -> mmap.mmap:
+        with self._lock:
+            for memory in sorted((memory for memory in self.cached if count <= len(memory) <= self.slack * count), key=len):
                 with contextlib.suppress(ValueError):
-                    self.free.remove(memory)
+                    self.cached.remove(memory)
                     return memory
         try:
             memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -67,13 +64,13 @@ class KeptMemory:
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
-    def _give_back(self, memory: mmap.mmap) -> None:
+    def _release(self, memory: mmap.mmap) -> None:
         # A collection may run in a thread with locks of its own: it does not wait for this one, and the memory is let go.
-        if not self._changing.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
-            self.free.append(memory)
-            while sum(map(len, self.free)) > self.most_free:
-                del self.free[0]
+            self.cached.append(memory)
+            while sum(map(len, self.cached)) > self.max_cached_bytes:
+                del self.cached[0]
         finally:
-            self._changing.release()
+            self._lock.release()

@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 
 from cacheblend.base.errors import IncompatibleKVError
-from cacheblend.base.memory import HUGE_PAGE_BYTES, KeptMemory
+from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 
 from .prompt import Prompt
 
 # Room behind a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
 GROWTH_TOKENS = 128
-LAYERS = KeptMemory(256 * 2**20, slack=2)  # a prompt of half the length takes another's memory as well
+LAYERS = BufferPool(256 * 2**20, slack=2)  # a prompt of half the length takes another's memory as well
 
 
 def empty_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

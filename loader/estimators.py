@@ -29,12 +29,13 @@ class LoadEstimator:
 
     def __init__(self, tiers: Mapping[str, TierSpeed]) -> None:
         self._tiers = dict(tiers)
+        self._slowest = min(tiers.values(), key=lambda speed: speed.bytes_per_s)  # stands for a tier that was not measured
 
     def seconds(self, reads: Iterable[Read]) -> dict[str, float]:
         """Seconds by tier, given tier and bytes of each read."""
         seconds: dict[str, float] = {}
         for tier, count in reads:
-            speed = self._tiers[tier]
+            speed = self._tiers.get(tier) or self._slowest
             seconds[tier] = seconds.get(tier, 0.0) + speed.read_s + count / speed.bytes_per_s
         return seconds
 

@@ -22,10 +22,11 @@ from typing import NamedTuple, Self
 
 import torch
 
+from cacheblend.base.checks import MIB, check_share, check_whole
 from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.memory import Bytes, host_bytes
 from cacheblend.blend import DEFAULT_RATIO, KVGeometry, LayerKV, Prompt, check_shape
-from cacheblend.store import KVHandle
+from cacheblend.store import KVHandle, tiers_in_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,9 +150,6 @@ class DaemonThreads:
                 ended.set()
 
 
-MIB = 2**20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
     """Bounds of the loader's threads and defaults of the loading controller.
@@ -175,11 +173,8 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         for name in ("lookahead_bytes", "reads_in_flight"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, value, "a whole number of at least 1")
-        if not 0 <= self.quality_ratio <= 1:
-            raise ConfigError("quality_ratio", self.quality_ratio, "a number from 0 to 1")
+            check_whole(name, getattr(self, name))
+        check_share("quality_ratio", self.quality_ratio)
         if not self.quality_ratio <= self.max_ratio <= 1:
             raise ConfigError("max_ratio", self.max_ratio, f"a number from quality_ratio ({self.quality_ratio}) to 1")
 
@@ -427,7 +422,7 @@ class LayerLoader:
 
 def copied_tiers(device: torch.device) -> Collection[str]:
     """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, none ahead: on a CPU what is in its memory."""
-    return ("ram",) if device.type == "cpu" else ()
+    return tiers_in_memory() if device.type == "cpu" else ()
 
 
 def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:

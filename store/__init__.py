@@ -24,15 +24,17 @@ from .documents import StoreDocuments
 from .eviction import NamespaceShare
 from .key import ChunkKey, context_digest
 from .kv_store import KVStore, StoreStats, TierStats
-from .placement import Placement
 from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root
+from .tiers import CACHE_TIERS, CacheTier, KVTier, Placement, tiers_in_memory
 from .verify import VerifyReport
 from .write_queue import DocumentVersion
 
 __all__ = [
     "BLOCK_TOKENS",
+    "CACHE_TIERS",
     "BlockChain",
     "CacheBlendError",
+    "CacheTier",
     "CatalogEntry",
     "ChunkKV",
     "ChunkKey",
@@ -43,6 +45,7 @@ __all__ = [
     "InputError",
     "KVHandle",
     "KVStore",
+    "KVTier",
     "LayerPair",
     "NamespaceShare",
     "Placement",
@@ -60,4 +63,5 @@ __all__ = [
     "VerifyReport",
     "chain_root",
     "context_digest",
+    "tiers_in_memory",
 ]

@@ -154,12 +154,12 @@ class Catalog:
         rows = self.database.rows("SELECT bytes FROM totals WHERE namespace = ?", namespace)
         return int(rows[0][0]) if rows else 0
 
-    def recent_namespaces(self, most: int) -> list[str]:
+    def recent_namespaces(self, limit: int) -> list[str]:
         """The namespaces but for "" whose entries were used last, the least recently used first."""
-        if not most or not self.database.rows("SELECT 1 FROM totals WHERE namespace != '' LIMIT 1"):
+        if not limit or not self.database.rows("SELECT 1 FROM totals WHERE namespace != '' LIMIT 1"):
             return []  # there are no others as a rule, and to look through all entries takes a while
         query = "SELECT namespace FROM entries WHERE namespace != '' GROUP BY namespace ORDER BY max(used_ns) DESC LIMIT ?"
-        return [namespace for (namespace,) in reversed(self.database.rows(query, most))]
+        return [namespace for (namespace,) in reversed(self.database.rows(query, limit))]
 
     def touch(self, digest: str) -> None:
         """Note that an entry is used now."""
@@ -218,7 +218,7 @@ class Catalog:
         if self._touched:
             self.change()
 
-    def evictable(self, *, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[str]]:
+    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable[str]]:
         """Entries that no pinned document has, the least recently used first.
 
         Args:

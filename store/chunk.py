@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -127,6 +127,9 @@ class ChunkKV:
     prefix_ids: Sequence[int] = ()
     model: str | None = None
     context: str = ""
+    rotated: ClassVar[bool] = False  # these three: see `KVHandle`
+    tier: ClassVar[str] = "memory"
+    in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple((k_HTD, v_HTD) for k_HTD, v_HTD in self.layers))
@@ -157,21 +160,6 @@ class ChunkKV:
     def num_layers(self) -> int:
         """See `KVHandle`."""
         return len(self.layers)
-
-    @property
-    def rotated(self) -> bool:
-        """See `KVHandle`."""
-        return False
-
-    @property
-    def tier(self) -> str:
-        """See `KVHandle`."""
-        return "memory"
-
-    @property
-    def in_memory(self) -> bool:
-        """See `KVHandle`."""
-        return True
 
     @property
     def nbytes(self) -> int:

@@ -87,7 +87,7 @@ class StoreDocuments:
                 raise InputError(f"the store knows no document {id_!r}; `cacheblend documents ls` lists them")
             own = self._table.own_digests(id_)
             return self._drop(
-                self._table.digests([id_]), lambda: self._nvme.on_a_full_disk_too(lambda: self._table.remove(id_), own)
+                self._table.digests([id_]), lambda: self._nvme.on_full_disk_too(lambda: self._table.remove(id_), own)
             )
 
     def pin(self, id_: str) -> None:
@@ -98,12 +98,12 @@ class StoreDocuments:
 
         """
         with self._nvme.exclusive():
-            self._nvme.on_a_full_disk_too(lambda: self._table.set_pinned(id_, True))
+            self._nvme.on_full_disk_too(lambda: self._table.set_pinned(id_, True))
 
     def unpin(self, id_: str) -> None:
         """Let the document's chunks be evicted again; raises as `pin` does."""
         with self._nvme.exclusive():
-            self._nvme.on_a_full_disk_too(lambda: self._table.set_pinned(id_, False))
+            self._nvme.on_full_disk_too(lambda: self._table.set_pinned(id_, False))
 
     def _drop(self, digests: Sequence[str], change: Callable[[], list[str]]) -> int:
         with self._nvme.changing(digests):

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.base.memory import HUGE_PAGE_BYTES, Bytes, KeptMemory, host_bytes
+from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool, Bytes, host_bytes
 
 from .chunk import ChunkKV, LayerPair
 from .codecs import CODECS, EncodedShape, LayerShape
@@ -109,7 +110,7 @@ def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PIECE_BYTES = 8 * 2**20  # of memory; a larger entry lies in several pieces, which others can use again
-PIECES = KeptMemory(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
+PIECES = BufferPool(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,17 @@ class EncodedEntry:
     def read_layer(self, layer: int) -> torch.Tensor:
         """The layer's encoded tensor, not copied."""
         return torch.from_numpy(self.bytes[layer]).view(self.info.encoded_shape(layer).dtype)
+
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """Copy a layer of a raw entry to where it is needed."""
+        np.copyto(to_2HTB, self.bytes[layer])
+
+    def load(self) -> EncodedEntry:
+        """Itself: see `StoredEntry`."""
+        return self
+
+    def close(self) -> None:
+        """Nothing: see `StoredEntry`."""
 
     def chunk(self, *, copy: bool) -> ChunkKV:
         """The chunk's KV; with `copy` it shares no memory with this entry."""

@@ -1,4 +1,4 @@
-"""Entries on NVMe: their files and their rows in the catalog, changed together, up to a byte budget."""
+"""NVMe: entries as files with a row each in the catalog, changed together, up to a byte budget."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 
 from .catalog import Catalog, CatalogEntry, DocumentTable
 from .entry import EncodedEntry, EntryHeader, check_direct_reads
 from .entry_file import EntryFile, NewFile, write_files
-from .eviction import Pins, TierBudget
+from .eviction import Evictable, Pins, TierBudget
 from .layout import Journal, Reserve, StoreFolder, WriteLock
+from .tiers import NVME, read_entry
 from .write_queue import PendingWrite
 
 logger = logging.getLogger(__name__)
@@ -23,12 +24,15 @@ _Result = TypeVar("_Result")
 
 
 class NvmeTier:
-    """Files and rows of entries, the least recently used evicted first. Thread-safe, and safe among processes.
+    """The durable `KVTier`: files and rows of entries. Thread-safe, and safe among processes.
 
     A file is synced and renamed before its row is written; a row goes before its file. So an entry is there exactly while its
     row is, and every row has its whole file. A file without a row goes at the end of the change that left it so or, where the
     process died in it, before the next change by any process (`Journal`).
     """
+
+    name: ClassVar[str] = NVME
+    in_memory: ClassVar[bool] = False
 
     def __init__(self, folder: StoreFolder, budget: TierBudget, pins: Pins, *, direct_reads: bool = False) -> None:
         self.folder, self.budget, self._pins, self._direct_reads = folder, budget, pins, direct_reads
@@ -42,21 +46,21 @@ class NvmeTier:
             opened.callback(self._journal.close)
             self._reserve = Reserve(folder.reserve)
             with self._lock:
-                self.catalog = self.on_a_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
+                self.catalog = self.on_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
                 opened.callback(self.catalog.close)
             self.documents = DocumentTable(self.catalog.database)
-            for namespace in self.catalog.recent_namespaces(budget.recent.most):
-                budget.used(namespace)
+            for namespace in self.catalog.recent_namespaces(budget.recent.limit):
+                budget.record_use(namespace)
             with self.exclusive():
                 self.leftovers(remove=True)
-                if self.catalog.totals()[1] > budget.bytes:
+                if self.held_bytes() > budget.bytes:
                     self._correct_sizes()
                 self.shrink()
                 self._reserve.refill()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close catalog and lock; uses that were not saved are lost."""
+        """See `KVTier`; uses that were not saved are lost."""
         self._opened.close()
 
     @contextmanager
@@ -77,7 +81,7 @@ class NvmeTier:
         finally:
             self._end_change(digests)
 
-    def on_a_full_disk_too(self, change: Callable[[], _Result], digests: Iterable[str] = ()) -> _Result:
+    def on_full_disk_too(self, change: Callable[[], _Result], digests: Iterable[str] = ()) -> _Result:
         """Make a change that frees room or needs hardly any: on a full disk first the reserve goes, then files that go anyway.
 
         Args:
@@ -106,10 +110,26 @@ class NvmeTier:
             return self._reserve.release()
 
     def __contains__(self, digest: str) -> bool:
-        return not self._pins.is_leaving(digest) and digest in self.catalog
+        return not self._pins.is_evicting(digest) and digest in self.catalog
+
+    def size(self) -> tuple[int, int]:
+        """See `KVTier`."""
+        return self.catalog.totals()
+
+    def held_bytes(self, namespace: str | None = None) -> int:
+        """See `EvictingTier`."""
+        return self.catalog.totals()[1] if namespace is None else self.catalog.held_bytes(namespace)
+
+    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable[str]]:
+        """See `EvictingTier`."""
+        return self.catalog.evictable(only=only, spare=spare)
+
+    def begin_evict(self, name: str) -> bool:
+        """See `EvictingTier`."""
+        return self._pins.begin_evict(name)
 
     def open(self, digest: str) -> EntryFile | None:
-        """Open an entry's file and note its use; None for a miss. A damaged file is set aside and is a miss."""
+        """See `KVTier`. A damaged file is set aside and is a miss."""
         if digest not in self:
             return None
         try:
@@ -121,19 +141,12 @@ class NvmeTier:
             logger.warning("entry %s cannot be opened and counts as a miss: %s", digest, error)
             return None
         self.catalog.touch(digest)
-        self.budget.used(file.info.key.namespace)
+        self.budget.record_use(file.info.key.namespace)
         return file
 
     def load(self, digest: str) -> EncodedEntry | None:
         """Read an entry; None for a miss. A damaged file is set aside and is a miss."""
-        if (file := self.open(digest)) is None:
-            return None
-        with file:
-            try:
-                return file.load()
-            except DamagedEntryError:
-                self.set_aside(digest, range(file.info.num_layers))
-                return None
+        return None if (file := self.open(digest)) is None else read_entry(file, self)
 
     def write(self, writes: Sequence[PendingWrite]) -> Sequence[str]:
         """Store entries of one namespace, all of them, durable on return; gives the digests of those evicted for them.
@@ -162,10 +175,10 @@ class NvmeTier:
                 and self.documents.version(write.document[0]) == write.document[1]
             ]
             (namespace,) = {entry.info.key.namespace for entry in new.values()}
-            self.budget.used(namespace)
+            self.budget.record_use(namespace)
             headers = {digest: EntryHeader.of(entry).pack() for digest, entry in new.items()}
             file_bytes = sum(len(headers[digest]) + entry.nbytes for digest, entry in new.items())
-            with self._making_room(namespace, file_bytes) as victims, self.changing([*new, *victims]):
+            with self._evicting(namespace, file_bytes) as victims, self.changing([*new, *victims]):
                 paths = self.folder.new_entry_paths(new)
                 write_files(
                     [
@@ -183,7 +196,7 @@ class NvmeTier:
             known = [digest for digest in digests if digest in self.catalog]
             if known:
                 with self.changing(known):
-                    self.on_a_full_disk_too(lambda: self.catalog.change(remove=known), known)
+                    self.on_full_disk_too(lambda: self.catalog.change(remove=known), known)
             return len(known)
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
@@ -226,10 +239,10 @@ class NvmeTier:
 
     def shrink(self) -> Sequence[str]:
         """Evict entries until the budget holds, as far as pins allow; gives their digests."""
-        with self.exclusive(), self._making_room(None, 0) as victims:
+        with self.exclusive(), self._evicting(None, 0) as victims:
             if victims:
                 with self.changing(victims):
-                    self.on_a_full_disk_too(lambda: self.catalog.change(remove=victims), victims)
+                    self.on_full_disk_too(lambda: self.catalog.change(remove=victims), victims)
             return victims
 
     def leftovers(self, *, remove: bool) -> int:
@@ -276,29 +289,21 @@ class NvmeTier:
         return CatalogEntry(info.key, len(info.token_ids), info.num_layers, header_bytes + entry.nbytes, now_ns, now_ns)
 
     @contextmanager
-    def _making_room(self, namespace: str | None, file_bytes: int) -> Iterator[list[str]]:
-        """Choose entries to evict until an entry of `file_bytes` fits; inside, they count as misses and cannot be pinned."""
+    def _evicting(self, namespace: str | None, file_bytes: int) -> Iterator[list[str]]:
+        """Select entries to evict so that an entry of `file_bytes` fits; inside, they count as misses and cannot be pinned."""
         victims: list[str] = []
-
-        def take(digest: str) -> bool:
-            free = self._pins.start_leaving(digest)
-            if free:
-                victims.append(digest)
-            return free
-
         try:
-            catalog, (_, total_bytes) = self.catalog, self.catalog.totals()
-            fits = self.budget.choose(namespace, file_bytes, total_bytes, catalog.held_bytes, catalog.evictable, take)
+            fits = self.budget.select_victims(self, victims, namespace, file_bytes)
             if not fits and namespace is not None:
+                own = f"of which namespace {namespace!r} may hold {self.budget.limit_bytes(namespace)}"
                 raise StoreFullError(
-                    f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget.bytes} (of which namespace "
-                    f"{namespace!r} may hold {self.budget.most(namespace)}) beside what is pinned or reserved for others; "
-                    "raise the budget, split the chunk, or unpin documents"
+                    f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget.bytes} ({own}) beside what is "
+                    "pinned or reserved for others; raise the budget, split the chunk, or unpin documents"
                 )
             yield victims
             self.evictions += len(victims)
         finally:
-            self._pins.stop_leaving(victims)
+            self._pins.end_evict(victims)
 
     def _drop_damaged(self, digest: str, damage: DamagedEntryError) -> None:
         logger.warning("entry %s is a miss and set aside in %s: %s", digest, self.folder.damaged, damage)

@@ -9,10 +9,11 @@ import dataclasses
 import hashlib
 import struct
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.memory import Bytes
 
 from .chunk import EncodedLayer, LayerPair, check_shape
-from .eviction import Evictable, TierBudget
+from .eviction import Evictable, HeldBytes, TierBudget
 
 BLOCK_TOKENS = 16
 BLOCK_FORMAT = 1
@@ -98,11 +99,10 @@ class PrefixRun:
     model: str
     windows: tuple[int | None, ...]
     held: Mapping[int | None, Sequence[torch.Tensor]] = field(repr=False)
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Nothing stands before a prefix."""
-        return ()
+    prefix_ids: ClassVar[tuple[int, ...]] = ()  # these four: see `KVHandle`
+    rotated: ClassVar[bool] = True
+    tier: ClassVar[str] = "memory"
+    in_memory: ClassVar[bool] = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,21 +113,6 @@ class PrefixRun:
     def num_layers(self) -> int:
         """See `KVHandle`."""
         return len(self.windows)
-
-    @property
-    def rotated(self) -> bool:
-        """See `KVHandle`."""
-        return True
-
-    @property
-    def tier(self) -> str:
-        """See `KVHandle`."""
-        return "memory"
-
-    @property
-    def in_memory(self) -> bool:
-        """See `KVHandle`."""
-        return True
 
     def heads(self, layer: int) -> tuple[int, int]:
         """KV heads and head size of one layer."""
@@ -277,8 +262,9 @@ class PrefixBlocks:
         self._lock = threading.Lock()
         self._parts: dict[_Name, _Part] = {}
         self._idle: OrderedDict[_Name, None] = OrderedDict()  # held and not in use; the first one goes first
-        self._held: Counter[str] = Counter()  # bytes by namespace
-        self._bytes = self._lookups = self._hits = self._evictions = 0
+        self.held_bytes = HeldBytes()
+        self._oldest: Iterator[_Name] = iter(())  # of the insert under way
+        self._lookups = self._hits = self._evictions = 0
 
     @contextmanager
     def match(self, token_ids: Sequence[int], chains: Sequence[BlockChain], namespace: str = "") -> Iterator[PrefixRun | None]:
@@ -290,7 +276,7 @@ class PrefixBlocks:
             namespace: whose prompt it is: that names no block (the chains' extra keys must), but counts as its use.
         """
         with self._lock:
-            self._budget.used(namespace)
+            self._budget.record_use(namespace)
             digests = self._longest(chains, len(token_ids) // BLOCK_TOKENS)
             self._lookups += 1
             self._hits += bool(digests)
@@ -324,28 +310,22 @@ class PrefixBlocks:
         names: list[_Name] = []
         reader = BlockReader(read, len(digests))
         with self._lock:
-            self._budget.used(namespace)
+            self._budget.record_use(namespace)
             done = 0
-            # One walk for all blocks: who gives nothing to the first of them gives nothing to the others.
-            oldest = self._oldest()
+            # One walk for all blocks: who lends nothing to the first of them lends nothing to the others.
+            self._oldest = iter(list(self._idle))
             for index, digest in enumerate(digests):
-                if not self._hold(index, digest, reader if index >= first else None, namespace, oldest, names):
+                if not self._hold(index, digest, reader if index >= first else None, namespace, names):
                     break
                 done = index + 1
             self._release(names, digests)
             return done
 
-    def clear(self) -> None:
-        """Let go of all that is not in use."""
-        with self._lock:
-            while self._idle:
-                self._drop(next(iter(self._idle)))
-
     def stats(self) -> PrefixStats:
         """What is held, and what happened."""
         with self._lock:
             parts, lookups, hits = len(self._parts), self._lookups, self._hits
-            return PrefixStats(parts, self._bytes, self._budget.bytes, lookups, hits, self._evictions)
+            return PrefixStats(parts, self.held_bytes(), self._budget.bytes, lookups, hits, self._evictions)
 
     def _longest(self, chains: Sequence[BlockChain], most: int) -> list[bytes]:
         """Hashes of the longest run that all kinds of layers have what they need of."""
@@ -375,7 +355,6 @@ class PrefixBlocks:
         digest: bytes,
         reader: BlockReader | None,
         namespace: str,
-        oldest: Iterator[_Name],
         names: list[_Name],
     ) -> bool:
         """Have a block's parts held and in use, and note their names; False where one is missing and cannot be had."""
@@ -387,49 +366,41 @@ class PrefixBlocks:
                         return False  # behind a missing parent no full layer would be found again
                     continue
                 kv_L2HTD = reader.block(index, layers, tokens_kept(window))
-                if not self._make_room(namespace, kv_L2HTD.nbytes, oldest):
+                if not self._make_room(namespace, kv_L2HTD.nbytes):
                     return False
                 self._parts[name] = _Part(kv_L2HTD, namespace)
-                self._held[namespace] += kv_L2HTD.nbytes
-                self._bytes += kv_L2HTD.nbytes
+                self.held_bytes.add(namespace, kv_L2HTD.nbytes)
             self._take([name])
             names.append(name)
         return True
 
-    def _make_room(self, namespace: str, nbytes: int, oldest: Iterator[_Name]) -> bool:
-        """Drop what must go for a part; `oldest` gives what is idle, and goes on behind what it gave before."""
+    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable[_Name]]:
+        """See `EvictingTier`; for `insert`, under its lock, whose walk over all namespaces goes on where it stood."""
+        spared = frozenset(spare)
+        for name in self._oldest if only is None else list(self._idle):
+            if name in self._idle:
+                part = self._parts[name]
+                if part.namespace == only or (only is None and part.namespace not in spared):
+                    yield Evictable(name, part.namespace, part.kv_L2HTD.nbytes)
+
+    def begin_evict(self, name: _Name) -> bool:
+        """See `EvictingTier`."""
+        return True
+
+    def _make_room(self, namespace: str, nbytes: int) -> bool:
+        """Drop what must go for a part."""
         victims: list[_Name] = []
-
-        def by_use(*, only: str | None = None, spare: Iterable[str] = ()) -> Iterator[Evictable[_Name]]:
-            spared = frozenset(spare)
-            for name in oldest if only is None else list(self._idle):
-                if name in self._idle:
-                    part = self._parts[name]
-                    if part.namespace == only or (only is None and part.namespace not in spared):
-                        yield Evictable(name, part.namespace, part.kv_L2HTD.nbytes)
-
-        def take(name: _Name) -> bool:
-            victims.append(name)
-            return True
-
-        if not self._budget.choose(namespace, nbytes, self._bytes, self._held.__getitem__, by_use, take):
+        if not self._budget.select_victims(self, victims, namespace, nbytes):
             return False
         for name in victims:
             self._drop(name)
         self._evictions += len(victims)
         return True
 
-    def _oldest(self) -> Iterator[_Name]:
-        """What is idle when it is first asked for, the least recently used first."""
-        yield from list(self._idle)
-
     def _drop(self, name: _Name) -> None:
         del self._idle[name]
         part = self._parts.pop(name)
-        self._bytes -= part.kv_L2HTD.nbytes
-        self._held[part.namespace] -= part.kv_L2HTD.nbytes
-        if not self._held[part.namespace]:
-            del self._held[part.namespace]
+        self.held_bytes.add(part.namespace, -part.kv_L2HTD.nbytes)
 
     def _take(self, names: Sequence[_Name]) -> None:
         """Put parts in use."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.process import in_own_thread
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
-from cacheblend.store.eviction import SeenBefore
+from cacheblend.store.eviction import AdmissionFilter
 
 from .chunk_contexts import ChunkEncoder
 
@@ -92,7 +92,7 @@ class BackgroundPrecompute:
         self._encoder, self._store, self._documents, self._foreground = encoder, store, documents, foreground
         self._changed = threading.Condition()
         self._queues: OrderedDict[str, OrderedDict[ChunkKey, _Miss]] = OrderedDict()  # by namespace; the first one is next
-        self._missed = SeenBefore(REMEMBERED_MISSES)
+        self._missed = AdmissionFilter(REMEMBERED_MISSES)
         self._busy, self._took_s = False, 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="background-precompute", daemon=True)
@@ -166,7 +166,7 @@ class BackgroundPrecompute:
 
     def _is_worth(self, key: ChunkKey, tokens: int) -> bool:
         """Whether there is room for the chunk's KV, or it was missed before."""
-        if self._missed.again(key.digest):
+        if self._missed.admits(key.digest):
             return True
         stats, geometry = self._store.stats(), self._encoder.fusor.decoder.geometry
         entry_bytes = geometry.layers * geometry.layer_bytes(tokens) * 5 // 4  # a header comes on top; a codec's are fewer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from cacheblend.base.checks import MIB, check_bytes
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 from cacheblend.blend import DEFAULT_SELECTOR, ChunkContext, FusionConfig
@@ -17,7 +18,6 @@ from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import NamespaceShare, StoreConfig
 from cacheblend.store.codecs import CODECS
-from cacheblend.store.config import MIB, check_bytes
 from cacheblend.store.eviction import RecentNamespaces, TierBudget
 
 from .request import UNSALTED
@@ -158,7 +158,7 @@ class EngineConfig:
         """What prefix blocks may hold."""
         budget_bytes = self.prefix_budget_bytes
         budget = TierBudget(budget_bytes, _shares(budget_bytes), int(budget_bytes * self._salt_share))
-        return replace(budget, recent=RecentNamespaces(budget.most_recent))
+        return replace(budget, recent=RecentNamespaces(budget.recent_limit))
 
     @property
     def _salt_share(self) -> float:

@@ -146,8 +146,8 @@ class _State(Collector):
         for name, kind in (("entries", "gauge"), ("bytes", "gauge"), ("hits", "counter"), ("evictions", "counter")):
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             metric = family(f"cacheblend_store_{name}", f"The stores' {name} by tier.", labels=["tier"])
-            for tier in ("ram", "nvme"):
-                metric.add_metric([tier], sum(getattr(getattr(one, tier), name) for one in stats))
+            for tier in dict.fromkeys(tier for one in stats for tier in one.tiers):
+                metric.add_metric([tier], sum(getattr(one.tiers[tier], name) for one in stats if tier in one.tiers))
             yield metric
         for name in ("misses", "damaged", "failed_writes"):
             yield CounterMetricFamily(

@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cacheblend.base.checks import check_bytes
 from cacheblend.base.errors import ConfigError
-from cacheblend.store.config import check_bytes
 
 KEY_PREFIX = "cb-"
 BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")

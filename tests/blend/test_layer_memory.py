@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from cacheblend.base.memory import HUGE_PAGE_BYTES, KeptMemory
+from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 from cacheblend.blend import KVGeometry, LayerKV, layer_source
 
 
@@ -36,17 +36,17 @@ def test_room_is_whole_and_ones_own(dtype: torch.dtype, tokens: int) -> None:
 
 def test_memory_is_used_again_once_nobody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another prompt of about the same length takes what the last one left; a much shorter one does not, and a bound holds."""
-    kept = KeptMemory(256 * 2**20, slack=2)
-    monkeypatch.setattr(layer_source, "LAYERS", kept)
+    pool = BufferPool(256 * 2**20, slack=2)
+    monkeypatch.setattr(layer_source, "LAYERS", pool)
     geometry = KVGeometry(1, 4, 64, torch.float32, torch.device("cpu"))
     layer = LayerKV.empty(geometry, 4000)
     address, values = layer.k_1HND.data_ptr(), layer.v_1HND
     del layer
-    assert not kept.free
+    assert not pool.cached
     del values
     assert LayerKV.empty(geometry, 1200).k_1HND.data_ptr() != address
     assert LayerKV.empty(geometry, 3900).k_1HND.data_ptr() == address
-    kept.most_free = 20 * 2**20
+    pool.max_cached_bytes = 20 * 2**20
     many = [LayerKV.empty(geometry, 4000) for _ in range(5)]
     del many
-    assert sum(map(len, kept.free)) == 2 * geometry.layer_bytes(4000 + layer_source.GROWTH_TOKENS)
+    assert sum(map(len, pool.cached)) == 2 * geometry.layer_bytes(4000 + layer_source.GROWTH_TOKENS)

@@ -42,9 +42,10 @@ def test_close_writes_what_waits(open_store) -> None:
         assert all(same(store.get(key), kv) for key, kv in PAIRS)
 
 
-def test_the_queue_is_bounded(open_store) -> None:
+def test_the_queue_is_bounded(open_store, monkeypatch) -> None:
     """A put blocks while more bytes wait than the queue may hold."""
-    store = open_store(queue_bytes=2 * RAM_BYTES)
+    monkeypatch.setattr(write_queue, "QUEUE_BYTES", 2 * RAM_BYTES)
+    store = open_store()
     with store._nvme.exclusive():
         for pair in PAIRS[:2]:
             store.put(*pair, flush=False)
@@ -214,7 +215,7 @@ def test_a_folder_that_is_gone_fails_every_entry_of_a_group(open_store, monkeypa
     store = open_store()
     with store._nvme.exclusive():
         writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
-        monkeypatch.setattr(store._pending, "group", lambda _: 1 / 0)
+        monkeypatch.setattr(store._queue, "group", lambda _: 1 / 0)
     store.flush()
     assert all(isinstance(write.exception(), ZeroDivisionError) for write in writes)
     assert store.stats().pending_writes == 0

@@ -7,7 +7,7 @@ import pytest
 from cacheblend.store import ConfigError, StoreConfig
 
 
-@pytest.mark.parametrize("field", ["ram_budget_bytes", "nvme_budget_bytes", "queue_bytes"])
+@pytest.mark.parametrize("field", ["ram_budget_bytes", "nvme_budget_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None])
 def test_budgets_are_whole_and_positive(field: str, value: object) -> None:
     """A budget that is not a positive whole number is refused by name and value."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from chunks import MODEL
 
-from cacheblend.base.memory import KeptMemory
+from cacheblend.base.memory import BufferPool
 from cacheblend.store import ChunkKey, ChunkKV, entry_file
 from cacheblend.store.entry import BLOCK_BYTES, EncodedEntry, EntryHeader
 from cacheblend.store.entry_file import EntryFile, NewFile, write_files
@@ -93,8 +93,8 @@ def test_memory_is_whole_blocks(
 
 def test_memory_of_an_entry_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an entry leaves, another of its size takes, with zeros behind its last layer; two at once share nothing."""
-    kept = KeptMemory(2**20, slack=9 / 8)
-    monkeypatch.setattr("cacheblend.store.entry.PIECES", kept)
+    pool = BufferPool(2**20, slack=9 / 8)
+    monkeypatch.setattr("cacheblend.store.entry.PIECES", pool)
     monkeypatch.setattr("cacheblend.store.entry.HUGE_PAGE_BYTES", 1)
     left = make_entry(5)
     address, size = left.pieces[0].ctypes.data, len(left.pieces[0])

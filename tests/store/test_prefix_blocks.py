@@ -174,18 +174,6 @@ def test_views_are_not_kept() -> None:
             run.read_layer_into(0, host_bytes(torch.empty(2, HEADS, BLOCK_TOKENS + 1, HEAD_DIM)))
 
 
-def test_clear() -> None:
-    """Clearing leaves what is in use."""
-    blocks = make()
-    insert(blocks, "abc")
-    with blocks.match(tokens_of("a"), [chain("a")]):
-        blocks.clear()
-        assert blocks.stats().bytes == BLOCK_BYTES
-    assert matched(blocks, "abc") == "a"
-    blocks.clear()
-    assert blocks.stats().bytes == 0
-
-
 def in_namespace(blocks: PrefixBlocks, letters: str, namespace: str) -> int:
     """Insert a prompt's blocks for a namespace, which its chain is of."""
     kv_HTD = torch.zeros(HEADS, BLOCK_TOKENS, HEAD_DIM)
@@ -226,7 +214,7 @@ def test_a_flood_of_namespaces() -> None:
         assert in_namespace(blocks, "xy", f"salt-{number}") == 2
     assert found(blocks, "abcd", "") == 4
     assert [found(blocks, "xy", f"salt-{number}") for number in (47, 48, 49)] == [0, 2, 2]
-    assert len(blocks._held) == 3
+    assert len(blocks.held_bytes._by_namespace) == 3
     assert len(blocks._budget.recent.names()) == 2
 
 

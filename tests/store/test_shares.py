@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 from chunks import FILE_BYTES, MODEL, RAM_BYTES, make_chunk
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.store import ChunkKey, ChunkKV, ConfigError, KVStore, NamespaceShare, StoreConfig, StoreFullError
-from cacheblend.store.eviction import Evictable, TierBudget
+from cacheblend.store.eviction import Evictable, HeldBytes, TierBudget
 
 
 def put(store: KVStore, namespace: str, *seeds: int) -> None:
@@ -131,9 +133,9 @@ def test_namespaces_that_fit_into_both_tiers(open_store) -> None:
     """As many namespaces have a reserve as fit beside the named reserves of each tier; none where nothing is left."""
     for reserved, most in ((4, 2), (7, 0), (0, 4)):
         shares = {"": NamespaceShare(reserved_bytes=reserved * RAM_BYTES)}
-        ram, nvme = StoreConfig(**{"directory": "store", **SALTS, "nvme_shares": {}, "ram_shares": shares}).budgets()
+        ram, nvme = StoreConfig(**{"directory": "store", **SALTS, "nvme_shares": {}, "ram_shares": shares}).budgets().values()
         assert ram.recent is nvme.recent
-        assert ram.recent.most == most
+        assert ram.recent.limit == most
     with pytest.raises(ConfigError, match=r"recent_share=1\.5"):
         open_store(recent_share=1.5)
 
@@ -189,6 +191,21 @@ def test_more_is_reserved_than_there_is() -> None:
         StoreConfig(directory="store", nvme_budget_bytes=10, nvme_shares=shares)
 
 
+class EntriesInOrder:
+    """Entries that may all be evicted, the oldest first."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Evictable] = {}
+        self.held_bytes = HeldBytes()
+
+    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable]:
+        found = [one for one in self.entries.values() if (only is None or one.namespace == only) and one.namespace not in spare]
+        return iter(found)
+
+    def begin_evict(self, name: str) -> bool:
+        return True
+
+
 SIZES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size=30)
 
 
@@ -200,27 +217,20 @@ def test_choices_hold_every_budget(entries: list[tuple[str, int]], reserves: tup
         "b": NamespaceShare(reserved_bytes=reserves[1], budget_bytes=max(most, reserves[1], 1)),
     }
     budget = TierBudget(12, shares)
-    there: dict[str, Evictable] = {}
-
-    def by_use(*, only: str | None = None, spare: object = ()) -> object:
-        return iter([e for e in there.values() if (only is None or e.namespace == only) and e.namespace not in spare])
-
-    def held_by() -> dict[str, int]:
-        return {name: sum(e.bytes for e in there.values() if e.namespace == name) for name in "abc"}
+    tier = EntriesInOrder()
 
     for number, (namespace, size) in enumerate(entries):
-        before, victims = held_by(), []
-        total = sum(before.values())
-        take = victims.append
-        fits = budget.choose(namespace, size, total, before.__getitem__, by_use, lambda name, take=take: take(name) or True)
-        if not fits:
+        before, victims = {name: tier.held_bytes(name) for name in "abc"}, []
+        if not budget.select_victims(tier, victims, namespace, size):
             reserved = shares[namespace].reserved_bytes if namespace in shares else 0
             assert before[namespace] + size > reserved
             continue
         for victim in victims:
-            giver = there.pop(victim)
-            if giver.namespace in shares and giver.namespace != namespace:
-                assert held_by()[giver.namespace] + giver.bytes > shares[giver.namespace].reserved_bytes
-        there[str(number)] = Evictable(str(number), namespace, size)
-        assert sum(held_by().values()) <= budget.bytes
-        assert all(held_by()[name] <= budget.most(name) for name in "abc")
+            lender = tier.entries.pop(victim)
+            tier.held_bytes.add(lender.namespace, -lender.bytes)
+            if lender.namespace in shares and lender.namespace != namespace:
+                assert tier.held_bytes(lender.namespace) + lender.bytes > shares[lender.namespace].reserved_bytes
+        tier.entries[str(number)] = Evictable(str(number), namespace, size)
+        tier.held_bytes.add(namespace, size)
+        assert tier.held_bytes() <= budget.bytes
+        assert all(tier.held_bytes(name) <= budget.limit_bytes(name) for name in "abc")

@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from chunks import FILE_BYTES, RAM_BYTES, make_chunk, same
 
-from cacheblend.store import StoreFullError
+from cacheblend.store import StoreFullError, write_queue
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 
 
-def test_threads_hammering(open_store) -> None:
+def test_threads_hammering(open_store, monkeypatch) -> None:
     """Puts, gets, pins and deletes from three threads under small budgets never give wrong bytes or break a budget."""
-    store = open_store(nvme_budget_bytes=5 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES, queue_bytes=2 * RAM_BYTES)
+    monkeypatch.setattr(write_queue, "QUEUE_BYTES", 2 * RAM_BYTES)
+    store = open_store(nvme_budget_bytes=5 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES)
 
     def hammer(seed: int) -> None:
         choose = random.Random(seed)

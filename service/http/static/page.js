@@ -144,7 +144,8 @@ async function compare(signal) {
 async function showStore() {
   try {
     const store = await (await api("/v1/store")).json();
-    const hits = store.ram.hits + store.nvme.hits;
+    const { prefix, ...tiers } = store;
+    const hits = Object.values(tiers).reduce((sum, tier) => sum + (tier?.hits ?? 0), 0);
     const asked = hits + store.misses;
     const fill = (tier) => `${(tier.bytes / 2 ** 20).toFixed(0)} of ${(tier.budget_bytes / 2 ** 20).toFixed(0)} MiB`;
     $("store").textContent =

@@ -1,0 +1,50 @@
+"""Checks of options' values, each of which raises `ConfigError` with field, value and what is allowed; units of bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+from .errors import ConfigError
+
+MIB, GIB = 2**20, 2**30
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_whole(name: str, value: object, *, at_least: int = 1) -> None:
+    """Refuse what is no whole number of at least so much.
+
+    Raises:
+        ConfigError: so.
+    """
+    if not is_whole(value) or value < at_least:
+        raise ConfigError(name, value, f"a whole number of at least {at_least}")
+
+
+def check_bytes(name: str, value: object) -> None:
+    """Refuse what is no budget.
+
+    Raises:
+        ConfigError: not a whole number of bytes above 0.
+    """
+    if not is_whole(value) or value <= 0:
+        raise ConfigError(name, value, "give a whole number of bytes above 0")
+
+
+def check_share(name: str, value: object) -> None:
+    """Refuse what is no share.
+
+    Raises:
+        ConfigError: not a number from 0 to 1.
+    """
+    if not is_number(value) or not 0 <= value <= 1:
+        raise ConfigError(name, value, "a number from 0 to 1")

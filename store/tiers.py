@@ -1,0 +1,238 @@
+"""Tiers: `KVTier`, what each of them offers, the registry of those that hold copies, and `Placement`, a pinned entry's KV.
+
+A store has one durable tier, NVMe, and before it caches, the fastest first, which hold copies of its entries. A cache tier is a
+class with the interface `CacheTier` and its line in `CACHE_TIERS`.
+
+Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from cacheblend.base.errors import DamagedEntryError, StoreError
+from cacheblend.base.memory import Bytes, host_bytes
+
+from .chunk import EncodedLayer, LayerPair, check_shape
+from .entry import EncodedEntry, EntryInfo
+from .eviction import Pins, TierBudget
+from .key import ChunkKey
+from .ram_tier import RamTier
+
+
+class StoredEntry(Protocol):
+    """An entry where a tier holds it, open for reading by several threads: `EncodedEntry` in memory, `EntryFile` on a disk."""
+
+    @property
+    def info(self) -> EntryInfo:
+        """All but the keys and values."""
+
+    def read_layer(self, layer: int) -> torch.Tensor:
+        """The layer's encoded tensor on the CPU, not to be written to.
+
+        Raises:
+            DamagedEntryError: the bytes are not the ones that were written.
+            StoreError: the entry is closed.
+        """
+
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """Read one layer of a raw entry to where it is needed; raises as `read_layer` does."""
+
+    def load(self) -> EncodedEntry:
+        """The whole entry in memory; raises as `read_layer` does."""
+
+    def close(self) -> None:
+        """End reading; a read that is under way ends well. A second call does nothing."""
+
+
+class KVTier(Protocol):
+    """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
+
+    name: ClassVar[str]  # in placements, statistics and profiles
+    in_memory: ClassVar[bool]  # whether reading a layer is a copy, which waits for no device
+    budget: TierBudget
+    evictions: int
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether the entry is held; not a use."""
+
+    def open(self, digest: str) -> StoredEntry | None:
+        """The entry, noted as used; None for a miss."""
+
+    def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
+        """Drop an entry of which these layers, or the header, were read damaged."""
+
+    def size(self) -> tuple[int, int]:
+        """Number of entries, and their bytes."""
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+class CacheTier(KVTier, Protocol):
+    """A tier of copies; made with its budget and the pins, whose entries it must not evict."""
+
+    def __init__(self, budget: TierBudget, pins: Pins) -> None: ...
+
+    def put(self, entry: EncodedEntry) -> bool:
+        """Hold a copy; False, and nothing evicted, where the budget less what is pinned has no room for it."""
+
+    def admits(self, digest: str, entry_bytes: int) -> bool:
+        """Whether an entry that was just read from a slower tier is worth a copy."""
+
+    def discard(self, digest: str) -> None:
+        """Drop an entry, pinned or not; nothing where it is not held."""
+
+    def clear(self) -> None:
+        """Drop every entry."""
+
+
+CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
+MEMORY, NVME = "memory", "nvme"
+
+
+def tiers_in_memory() -> tuple[str, ...]:
+    """Names of the tiers whose KV is in the host's memory."""
+    return tuple(name for name, tier in CACHE_TIERS.items() if tier.in_memory)
+
+
+def read_entry(entry: StoredEntry, tier: KVTier) -> EncodedEntry | None:
+    """Read an entry of a tier whole, and close it; a damaged one is set aside, and None."""
+    try:
+        return entry.load()
+    except DamagedEntryError:
+        tier.set_aside(entry.info.key.digest, range(entry.info.num_layers))
+        return None
+    finally:
+        entry.close()
+
+
+class Placement:
+    """The KV of an entry that stays where it is until its pin is released: a `KVHandle`.
+
+    In RAM it holds the entry's memory, on NVMe an open file, so that nothing takes the bytes away under a reader.
+    """
+
+    rotated = False
+
+    def __init__(self, entry: StoredEntry, tier: KVTier) -> None:
+        self._entry: StoredEntry | None = entry
+        self._info, self._set_aside = entry.info, tier.set_aside
+        self.tier, self.in_memory = tier.name, tier.in_memory
+
+    @property
+    def key(self) -> ChunkKey:
+        """The entry's key."""
+        return self._info.key
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The T token ids of the chunk."""
+        return self._info.token_ids
+
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """The token ids that stood before the chunk while its KV was computed."""
+        return self._info.prefix_ids
+
+    @property
+    def model(self) -> str | None:
+        """Fingerprint of the model that computed the KV; None where the `ChunkKV` that was put did not say."""
+        return self._info.model
+
+    @property
+    def context(self) -> str:
+        """Names what stood between the prefix and the chunk; empty for nothing."""
+        return self._info.context
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the keys and values that `read_layer` gives."""
+        return self._info.dtype
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the chunk."""
+        return len(self._info.token_ids)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self._info.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all layers."""
+        return self._info.nbytes
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads and head size of one layer."""
+        return self._info.heads[layer]
+
+    def layer_bytes(self, layer: int) -> int:
+        """Stored bytes of one layer."""
+        return self._info.layer_bytes(layer)
+
+    def read_layer(self, layer: int) -> LayerPair:
+        """See `KVHandle`. A damaged entry is set aside; after the pin was released it is a `StoreError`."""
+        return self._info.decode(layer, self._read_encoded(layer))
+
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        """See `KVHandle`: raw bytes of a file go straight there, others are decoded and copied."""
+        entry = self._held()
+        kv_heads, head_dim = self._info.heads[layer]
+        needed = (2, kv_heads, len(self._info.token_ids), head_dim * self._info.dtype.itemsize)
+        check_shape(str(self.key), layer, needed, to_2HTB)
+        if self._is_raw:
+            with self._reporting(layer):
+                entry.read_layer_into(layer, to_2HTB)
+        else:
+            for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
+                np.copyto(to_HTB, host_bytes(x_HTD.contiguous()))
+
+    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
+        """See `KVHandle`."""
+        if self._is_raw:
+            to_2HTD.copy_(self._read_encoded(layer))
+        else:
+            for to_HTD, x_HTD in zip(to_2HTD, self.read_layer(layer), strict=True):
+                to_HTD.copy_(x_HTD)
+
+    def encoded_layer(self, layer: int) -> EncodedLayer | None:
+        """See `KVHandle`."""
+        return None if self._is_raw else EncodedLayer(self._read_encoded(layer), partial(self._info.decode, layer))
+
+    def release(self) -> None:
+        """Let go of memory or file; a read that is under way ends well."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            entry.close()
+
+    @property
+    def _is_raw(self) -> bool:
+        return self._info.key.codec == "raw"
+
+    def _read_encoded(self, layer: int) -> torch.Tensor:
+        entry = self._held()
+        with self._reporting(layer):
+            return entry.read_layer(layer)
+
+    def _held(self) -> StoredEntry:
+        entry = self._entry
+        if entry is None:
+            raise StoreError(f"the placement of {self.key} was read after its pin was released; read inside `with store.pin`")
+        return entry
+
+    @contextmanager
+    def _reporting(self, layer: int) -> Iterator[None]:
+        try:
+            yield
+        except DamagedEntryError:
+            self._set_aside(self.key.digest, [layer])
+            raise
