@@ -6,7 +6,7 @@ import pytest
 import torch
 from chunks import RAM_BYTES, make_chunk, same
 from fakes import FakeRemoteTier
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.base.errors import DamagedEntryError
@@ -84,6 +84,7 @@ def test_a_damaged_copy_is_set_aside_by_its_tier(three: KVStore, monkeypatch: py
         assert torch.equal(placement.read_layer(0)[0], kv.layers[0][0])
 
 
+@settings(deadline=None, max_examples=25)
 @given(seeds=st.lists(st.sampled_from(range(4)), min_size=1, max_size=12))
 def test_no_order_of_use_gives_wrong_bytes(tmp_path_factory: pytest.TempPathFactory, seeds: list[int]) -> None:
     """Whatever is put and read in whatever order, each tier gives the bytes that were put."""
