@@ -139,6 +139,14 @@ def test_a_tenant_floods(tenants: dict[str, Tenant]) -> None:
     assert one.http.get(f"/v1/documents/{DOCUMENTS[0]['id']}").status_code == 404
 
 
+def test_background_work_gives_way_to_every_tenant(tenants: dict[str, Tenant]) -> None:
+    """One tenant's missed chunks are computed when no tenant's request runs: they count the same requests."""
+    one, two = (tenants[name].engine for name in ("one", "two"))
+    with two.foreground:
+        assert one.foreground.running == 1
+    assert one.foreground.running == 0
+
+
 def test_a_salt_floods(tenants: dict[str, Tenant]) -> None:
     """Within a tenant a salt's flood evicts nothing that another salt, or what has no salt, holds within its reserve."""
     tenant = tenants["one"]
