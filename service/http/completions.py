@@ -21,7 +21,7 @@ from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
 
 from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
-from ..serving.text_stream import TextStream
+from ..serving.request import TextStream
 from .body import JsonRoute
 from .errors import ApiError, error_body
 from .schemas import ChatBody, CompletionBody, GenerationBody

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.service.engine.engine import Engine
 
-from ..serving import CheckReport, Done, Failed, Scheduler, ServedRequest
+from ..serving import Done, Failed, Scheduler, ServedRequest, ShadowReport
 from .errors import error_response
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class _State(Collector):
 
 
 class GuardMetrics:
-    """Counts the checks of one server. The namespace is the tenant's name, empty without tenants; never a cache salt.
+    """Counts the shadow evaluations of one server. The namespace is the tenant's name, "" without tenants; never a salt.
 
     Args:
         registry: of the server.
@@ -171,9 +171,9 @@ class GuardMetrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._model = model
         labels = ["namespace", "model"]
-        self._checks = Counter(
-            "cacheblend_guard_checks",
-            "Sampled requests by what became of their check: compared, dropped, failed.",
+        self._evaluations = Counter(
+            "cacheblend_shadow_evaluations",
+            "Sampled requests by what became of their shadow evaluation: compared, dropped, failed.",
             [*labels, "outcome"],
             registry=registry,
         )
@@ -196,10 +196,10 @@ class GuardMetrics:
             registry=registry,
         )
 
-    def observe(self, report: CheckReport) -> None:
-        """Count a check; `Scheduler` calls it."""
+    def observe(self, report: ShadowReport) -> None:
+        """Count a shadow evaluation; `Scheduler` calls it."""
         labels = report.tenant, self._model
-        self._checks.labels(*labels, report.outcome).inc()
+        self._evaluations.labels(*labels, report.outcome).inc()
         self._least_ratio.labels(*labels).set(report.level)
         for prefill, found in report.comparisons.items():
             self._agreement.labels(*labels, prefill).observe(found.agreement)

@@ -1,17 +1,15 @@
 """Many requests at once on one model: a bounded, fair queue, and one thread that fuses and decodes in turns."""
 
-from .call import Call, CallPool, Check
-from .comparison import Comparison
+from .calls import Call, CallPool, Check
 from .config import ServingConfig
+from .quality_guard import Comparison, QualityStatus, ShadowReport
 from .request import Done, Event, Failed, Piece, ServedRequest
 from .scheduler import Observer, Scheduler, SchedulerState
-from .shadow import CheckReport, QualityStatus
 
 __all__ = [
     "Call",
     "CallPool",
     "Check",
-    "CheckReport",
     "Comparison",
     "Done",
     "Event",
@@ -23,4 +21,5 @@ __all__ = [
     "SchedulerState",
     "ServedRequest",
     "ServingConfig",
+    "ShadowReport",
 ]

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -17,15 +17,63 @@ import torch
 from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.blend import Fusor
 
+from .calls import FairQueue
 from .config import ServingConfig
-from .pace import DecodePace, PrefillTurns
-from .queue import FairQueue
+from .quality_guard import QualityStatus, ShadowEvaluation, ShadowReport
 from .request import Done, Failed, ServedRequest
-from .running import RunningRequest
-from .shadow import CheckReport, QualityStatus, ShadowChecks
 
+CREDIT_S = 0.25  # of prefilling that a tenant may be ahead of the others behind a pause
 logger = logging.getLogger(__name__)
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
+
+
+class PrefillTurns:
+    """Gives the next layer to the tenant whose prefills have had the least time (start-time fair queuing).
+
+    A tenant that asked for nothing meanwhile has its next request prefilled at once, before those that ask all the time, up to
+    `CREDIT_S` and no more: nobody saves up time in which the others would wait.
+    """
+
+    def __init__(self) -> None:
+        self._had_s: dict[str, float] = {}
+        self._now_s = 0.0  # what the tenant that was served last has had
+
+    def enter(self, tenant: str) -> None:
+        """A request of a tenant is prefilled from now on."""
+        self._had_s[tenant] = max(self._had_s.get(tenant, 0.0), self._now_s - CREDIT_S)
+
+    def next(self, tenants: Collection[str]) -> str:
+        """Whose turn it is among tenants that have entered."""
+        return min(tenants, key=self._had_s.__getitem__)
+
+    def spend(self, tenant: str, seconds: float) -> None:
+        """A layer of a tenant's request took so long."""
+        self._had_s[tenant] += seconds
+        self._now_s = max(self._now_s, self._had_s[tenant])
+
+
+class DecodePace:
+    """Gives decoding its share of the time, and no more while somebody waits for a first token.
+
+    A step costs about the same for one sequence as for many, since it reads the weights once: taken after every layer of a
+    short prefill, steps serve one or two sequences each, and the prompt takes twice its time. Taken less often they serve all
+    that were prefilled meanwhile.
+
+    Args:
+        share: of the time, above 0 and up to 1; with 1 a step follows every layer.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._rest = 1 / share - 1
+        self._next_s = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the share is not used up at this moment."""
+        return now_s >= self._next_s
+
+    def stepped(self, began_s: float, ended_s: float) -> None:
+        """A step took from one moment to the other."""
+        self._next_s = ended_s + self._rest * (ended_s - began_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +97,7 @@ class Scheduler:
         fusor: the model that all requests' engines share.
         config: limits.
         observer: told of every request that ends, and how; None where it was cancelled. Must return at once.
-        check_observer: told of every request that was sampled to be checked. Must return at once.
+        shadow_observer: given a report of every shadow evaluation. Must return at once.
         several_tenants: none of them takes more than three quarters of the places, so that another's request finds one.
     """
 
@@ -58,7 +106,7 @@ class Scheduler:
         fusor: Fusor,
         config: ServingConfig | None = None,
         observer: Observer = lambda *_: None,
-        check_observer: Callable[[CheckReport], None] = lambda _: None,
+        shadow_observer: Callable[[ShadowReport], None] = lambda _: None,
         *,
         several_tenants: bool = False,
     ) -> None:
@@ -68,8 +116,8 @@ class Scheduler:
         self._fusor, self._observer = fusor, observer
         self._changed = threading.Condition()
         self._queue: FairQueue[ServedRequest] = FairQueue(self.config.max_waiting)
-        self._running: list[RunningRequest] = []
-        self._checks = ShadowChecks(self.config, check_observer)
+        self._running: list[ServedRequest] = []
+        self._shadow = ShadowEvaluation(self.config, shadow_observer)
         self._pace = DecodePace(self.config.decode_share)
         self._closing = self._aborted = False
         self._prefill_s: dict[str, float] = {}  # a running mean by tenant, for Retry-After
@@ -116,7 +164,7 @@ class Scheduler:
 
     def quality(self, tenant: str) -> QualityStatus:
         """How a tenant's blended answers stand beside full prefill's."""
-        return self._checks.status(tenant)
+        return self._shadow.status(tenant)
 
     @property
     def is_alive(self) -> bool:
@@ -178,22 +226,27 @@ class Scheduler:
                 self._closing = self._aborted = True
             self._drop_ended()
         finally:
-            self._checks.close()
+            self._shadow.close()
 
     def _serve(self) -> None:
         while True:
+            # 1. Wait for a request; while there is none, a shadow evaluation goes on, a layer or a token at a time.
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._is_busy() or self._checks.has_work)
+                self._changed.wait_for(lambda: self._closing or self._is_busy() or self._shadow.has_work)
                 busy = self._is_busy()
                 if self._closing and not busy:
                     return
                 self._stepped = time.perf_counter()
             if not busy:
-                self._checks.step()
+                self._shadow.step()
                 continue
+            # 2. Let go of what is cancelled, late or given up.
             self._drop_ended()
+            # 3. Begin what has a place.
             self._admit()
+            # 4. One layer of one prefill.
             self._prefill()
+            # 5. One step of all that decode, where their share of the time is not used up.
             self._decode()
 
     def _is_busy(self) -> bool:
@@ -204,10 +257,10 @@ class Scheduler:
         with self._changed:
             waiting = self._queue.remove(self._is_over)
         for request in waiting:
-            self._tell(request, self._why_over(request))
+            self._report(request, self._why_over(request))
         for running in list(self._running):
-            if self._is_over(running.request):
-                self._leave(running, self._why_over(running.request))
+            if self._is_over(running):
+                self._leave(running, self._why_over(running))
 
     def _is_over(self, request: ServedRequest) -> bool:
         return request.cancelled or self._aborted or time.perf_counter() - request.arrived > self.config.deadline_s
@@ -224,24 +277,26 @@ class Scheduler:
             if (request := self._take()) is None:
                 return
             try:
-                running = RunningRequest(self._checks.admit(request, sum(one.guarded.sampled for one in self._running)))
+                self._shadow.admit(request, sum(one.sampled for one in self._running))
+                request.begin()
             except Exception as error:
-                self._tell(request, Failed(error))
+                request.end()
+                self._report(request, Failed(error))
                 continue
             self._turns.enter(request.tenant)
             with self._changed:
-                self._running.append(running)
+                self._running.append(request)
 
     def _take(self) -> ServedRequest | None:
         """The next request of a tenant that has a place left, and none that is prefilled now."""
-        places = Counter(running.request.tenant for running in self._running)
-        prefilling = {running.request.tenant for running in self._running if not running.is_prefilled}
+        places = Counter(running.tenant for running in self._running)
+        prefilling = {running.tenant for running in self._running if not running.is_prefilled}
         with self._changed:
             return self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
 
     def _prefill(self) -> None:
         """Run a layer of the request whose tenant's turn it is; see `PrefillTurns`."""
-        prefilling = {running.request.tenant: running for running in self._running if not running.is_prefilled}
+        prefilling = {running.tenant: running for running in self._running if not running.is_prefilled}
         if not prefilling:
             return
         tenant = self._turns.next(prefilling)
@@ -276,7 +331,7 @@ class Scheduler:
             torch.cuda.synchronize(self._fusor.decoder.device)
         return time.perf_counter()
 
-    def _step(self, batch: list[RunningRequest]) -> None:
+    def _step(self, batch: list[ServedRequest]) -> None:
         try:
             logits_RV = self._fusor.decoder.decode([running.last_token for running in batch], [running.kv for running in batch])
         except Exception as error:  # some layers may have appended the token and others not: none of the KV is whole
@@ -285,29 +340,29 @@ class Scheduler:
             return
         for running, logits_V in zip(batch, logits_RV, strict=True):
             try:
-                complete = running.take(logits_V)
+                complete = running.decode(logits_V)
             except Exception as error:
                 self._leave(running, Failed(error))
                 continue
             if complete:
                 self._finish(running)
 
-    def _finish(self, running: RunningRequest) -> None:
+    def _finish(self, running: ServedRequest) -> None:
         try:
-            how: Done | Failed = running.done()
-            if running.guarded.sampled:
-                self._checks.add(running.guarded)
+            how: Done | Failed = running.finish()
+            if running.sampled:
+                self._shadow.add(running)
         except Exception as error:
             how = Failed(error)
         self._leave(running, how)
 
-    def _leave(self, running: RunningRequest, how: Done | Failed | None) -> None:
-        running.close()
+    def _leave(self, running: ServedRequest, how: Done | Failed | None) -> None:
+        running.end()
         with self._changed:
             self._running.remove(running)
-        self._tell(running.request, how)
+        self._report(running, how)
 
-    def _tell(self, request: ServedRequest, how: Done | Failed | None) -> None:
+    def _report(self, request: ServedRequest, how: Done | Failed | None) -> None:
         if isinstance(how, Failed):
             logger.warning("a request failed: %s: %s", type(how.error).__name__, how.error)
         try:

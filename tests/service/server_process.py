@@ -29,7 +29,7 @@ import httpx
 MODEL = "tiny"
 START_S, STOP_S = 60, 60
 # Whatever of these is alive keeps a request's KV, pins or place.
-OF_REQUESTS = ("FusionResult", "SequenceKV", "RunningRequest", "ServedRequest", "Placement", "LayerLoader", "CachedPrefix")
+OF_REQUESTS = ("FusionResult", "SequenceKV", "ServedRequest", "Placement", "LayerLoader", "CachedPrefix")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ def held(server: Any) -> dict[str, int]:
         "pending_writes": engine.store.stats().pending_writes,
         "foreground": engine.foreground.running,
         "missed_chunks": engine.background.waiting,
-        "checks": int(server.scheduler._checks.has_work),
+        "checks": int(server.scheduler._shadow.has_work),
         "objects_of_requests": alive.total(),
         "resident_bytes": resident_bytes(os.getpid()),
     }

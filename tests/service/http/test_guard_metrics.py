@@ -51,7 +51,7 @@ def test_metrics_and_store(client: httpx.Client) -> None:
 
     def ask(checked: int, **options: object) -> float | None:
         answer = client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).json()
-        wait_until(lambda: client.get("/v1/store", headers=one).json()["quality"]["checked"] >= checked)
+        wait_until(lambda: client.get("/v1/store", headers=one).json()["quality"]["evaluated"] >= checked)
         return answer["cacheblend"]["recompute_ratio"]
 
     ratios = [ask(number) for number in (1, 2, 3, 4)]
@@ -64,7 +64,7 @@ def test_metrics_and_store(client: httpx.Client) -> None:
     assert quality["full_recompute"]
     assert quality["floor"] == quality["least_recompute_ratio"] == 1.0
     assert client.get("/v1/store", headers=two).json()["quality"] == {
-        "checked": 0,
+        "evaluated": 0,
         "agreement": None,
         "first_token_kl_nats": None,
         "floor": 1.0,
@@ -75,16 +75,16 @@ def test_metrics_and_store(client: httpx.Client) -> None:
 
     def value(name: str, **labels: str) -> float:
         wanted = ",".join(f'{key}="{label}"' for key, label in sorted(labels.items()))
-        found = re.search(rf"^cacheblend_guard_{name}{{{wanted}}} (\S+)$", metrics, re.MULTILINE)
+        found = re.search(rf"^cacheblend_{name}{{{wanted}}} (\S+)$", metrics, re.MULTILINE)
         assert found, f"{name}{{{wanted}}}"
         return float(found[1])
 
     common = {"namespace": "one", "model": MODEL}
-    assert value("checks_total", **common, outcome="compared") == 5
-    assert value("least_recompute_ratio", **common) == 1.0
+    assert value("shadow_evaluations_total", **common, outcome="compared") == 5
+    assert value("guard_least_recompute_ratio", **common) == 1.0
     for histogram in ("agreement", "first_token_kl_nats", "relative_kv_error"):
-        assert value(f"{histogram}_count", **common, prefill="served") == 4
-        assert value(f"{histogram}_sum", **common, prefill="served") > 0
-        assert value(f"{histogram}_count", **common, prefill="lower") >= 3
+        assert value(f"guard_{histogram}_count", **common, prefill="served") == 4
+        assert value(f"guard_{histogram}_sum", **common, prefill="served") > 0
+        assert value(f"guard_{histogram}_count", **common, prefill="lower") >= 3
     assert "secret-salt" not in metrics
     assert 'namespace="two"' not in metrics

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from cacheblend.blend import FusionResult
-from cacheblend.service.serving.comparison import compare
+from cacheblend.service.serving.quality_guard import compare
 
 
 def prompt(probabilities: list[float], kv: float = 1.0) -> FusionResult:

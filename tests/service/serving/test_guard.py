@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.service.serving.guard import STEP, QualityGuard
+from cacheblend.service.serving.quality_guard import STEP, QualityGuard
 
 
 def see(guard: QualityGuard, *agreements: float, ratio: float = 0.15) -> list[bool]:
     """Checks of requests served at the present level; which of them raised it."""
-    return [guard.see_served(one, level=guard.level, ratio=max(ratio, guard.level)) for one in agreements]
+    return [guard.record_served(one, level=guard.level, ratio=max(ratio, guard.level)) for one in agreements]
 
 
 def test_a_mean_at_the_floor_stays() -> None:
@@ -52,8 +52,8 @@ def test_checks_of_another_level_do_not_count() -> None:
     guard = QualityGuard(floor=0.9, window=2)
     see(guard, 0)
     raised = guard.level
-    assert not guard.see_served(0.0, level=0.0, ratio=0.15)
-    assert not guard.see_lower(1.0, level=0.0)
+    assert not guard.record_served(0.0, level=0.0, ratio=0.15)
+    assert not guard.record_lower(1.0, level=0.0)
     assert (guard.level, guard.agreement) == (raised, None)
 
 
@@ -63,8 +63,8 @@ def test_coming_down_takes_more_than_the_floor() -> None:
     see(guard, 0)
     level = guard.level
     assert guard.lower_level == 0.0
-    assert [guard.see_lower(one, level=level) for one in (0.8, 0.8, 0.9)] == [False] * 3
-    assert guard.see_lower(0.9, level=level)
+    assert [guard.record_lower(one, level=level) for one in (0.8, 0.8, 0.9)] == [False] * 3
+    assert guard.record_lower(0.9, level=level)
     assert (guard.level, guard.lower_level) == (0.0, None)
 
 
@@ -77,10 +77,10 @@ def test_coming_down_from_full_recompute() -> None:
     went_up = sorted({min(level, 1.0) for level in went_up})
     came_down = [guard.level]
     while guard.lower_level is not None:
-        assert guard.see_lower(1.0, level=guard.level)
+        assert guard.record_lower(1.0, level=guard.level)
         came_down.append(guard.level)
     assert came_down == pytest.approx(went_up[::-1])
-    assert not guard.see_lower(1.0, level=0.0)
+    assert not guard.record_lower(1.0, level=0.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60), st.floats(0, 1), st.integers(1, 5))
@@ -88,8 +88,8 @@ def test_levels_stay_in_order(seen: list[tuple[float, float]], floor: float, win
     """Whatever is seen, the level is within 0..1, the one below it is lower, and a floor of 0 never raises."""
     guard = QualityGuard(floor, window)
     for served, lower in seen:
-        guard.see_served(served, level=guard.level, ratio=max(0.15, guard.level))
-        guard.see_lower(lower, level=guard.level)
+        guard.record_served(served, level=guard.level, ratio=max(0.15, guard.level))
+        guard.record_lower(lower, level=guard.level)
         assert 0 <= guard.level <= 1
         assert guard.lower_level is None or guard.lower_level < guard.level
         assert floor or not guard.level

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend.service.serving.comparison import Comparison
-from cacheblend.service.serving.guard import QualityGuard
+from cacheblend.service.serving.quality_guard import Comparison, QualityGuard
 
 
 def test_mean_kl_of_the_window() -> None:
@@ -13,12 +12,12 @@ def test_mean_kl_of_the_window() -> None:
     guard = QualityGuard(0.5, 2)
     assert guard.first_token_kl_nats is None
     for kl_nats in (9.0, 0.1, 0.3):
-        assert not guard.see_served(1.0, level=0.0, ratio=0.15, kl_nats=kl_nats)
+        assert not guard.record_served(1.0, level=0.0, ratio=0.15, kl_nats=kl_nats)
     assert guard.first_token_kl_nats == pytest.approx(0.2)
-    guard.see_served(1.0, level=0.5, ratio=0.5, kl_nats=9.0)  # served at a level that is not the present one
+    guard.record_served(1.0, level=0.5, ratio=0.5, kl_nats=9.0)  # served at a level that is not the present one
     assert guard.first_token_kl_nats == pytest.approx(0.2)
-    guard.see_served(0.0, level=0.0, ratio=0.15, kl_nats=0.5)
-    assert guard.see_served(0.0, level=0.0, ratio=0.15, kl_nats=0.5)
+    guard.record_served(0.0, level=0.0, ratio=0.15, kl_nats=0.5)
+    assert guard.record_served(0.0, level=0.0, ratio=0.15, kl_nats=0.5)
     assert guard.first_token_kl_nats is None
 
 

@@ -14,10 +14,10 @@ from served import Client, serve
 
 from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
-from cacheblend.service.serving import CheckReport, Done, Scheduler, ServingConfig, shadow
-from cacheblend.service.serving.guard import STEP
+from cacheblend.service.serving import Done, Scheduler, ServingConfig, ShadowReport, quality_guard
+from cacheblend.service.serving.quality_guard import STEP
 
-Reports = list[CheckReport]
+Reports = list[ShadowReport]
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def guarded(engine: Engine, reports: Reports, *, guard_tokens: int = 8, guard_fl
     """A scheduler that checks every blended request, each by itself."""
     config = ServingConfig(guard_share=1.0, guard_floor=guard_floor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shadow, "GUARD_TOKENS", guard_tokens)
-        patch.setattr(shadow, "GUARD_WINDOW", 1)
-        with Scheduler(engine.fusor, config, check_observer=reports.append) as scheduler:
+        patch.setattr(quality_guard, "GUARD_TOKENS", guard_tokens)
+        patch.setattr(quality_guard, "GUARD_WINDOW", 1)
+        with Scheduler(engine.fusor, config, shadow_observer=reports.append) as scheduler:
             yield scheduler
 
 
@@ -65,7 +65,7 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
     assert served.relative_kv_error > 0
     assert served.recompute_ratio == 0.15
     assert [report.outcome for report in reports] == ["compared"]
-    assert (quality.checked, quality.agreement, quality.least_recompute_ratio) == (1, served.agreement, 0.0)
+    assert (quality.evaluated, quality.agreement, quality.least_recompute_ratio) == (1, served.agreement, 0.0)
 
 
 def test_a_floor_that_cannot_be_met(engine: Engine, reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,8 +94,8 @@ def test_coming_down(engine: Engine, reports: Reports, monkeypatch: pytest.Monke
         for _ in range(4):
             ask(engine, scheduler, reports, max_tokens=2)
         assert scheduler.quality("").full_recompute
-        monkeypatch.setattr(shadow, "GUARD_TOKENS", 1)
-        agreeing = "cacheblend.service.serving.shadow.first_tokens"
+        monkeypatch.setattr(quality_guard, "GUARD_TOKENS", 1)
+        agreeing = "cacheblend.service.serving.quality_guard.first_tokens"
         monkeypatch.setattr(agreeing, lambda _, prompts, *__: (yield) or [[1]] * len(prompts))
         levels = []
         for _ in range(4):
@@ -177,7 +177,7 @@ def test_a_check_that_fails_hurts_nobody(engine: Engine, reports: Reports, monke
     """An error in a check is logged and counted, and requests are served as before."""
     with guarded(engine, reports) as scheduler:
         with monkeypatch.context() as patch:
-            patch.setattr("cacheblend.service.serving.shadow.compare", lambda *_: 1 / 0)
+            patch.setattr("cacheblend.service.serving.quality_guard.compare", lambda *_: 1 / 0)
             ask(engine, scheduler, reports)
         assert isinstance(ask(engine, scheduler, reports), Done)
     assert [report.outcome for report in reports] == ["failed", "compared"]
@@ -186,13 +186,13 @@ def test_a_check_that_fails_hurts_nobody(engine: Engine, reports: Reports, monke
 def test_an_observer_that_fails_hurts_nobody(engine: Engine) -> None:
     """Where a check cannot be told, requests are served as before."""
 
-    def fail(_: CheckReport) -> None:
+    def fail(_: ShadowReport) -> None:
         raise RuntimeError
 
-    with Scheduler(engine.fusor, ServingConfig(guard_share=1.0), check_observer=fail) as scheduler:
+    with Scheduler(engine.fusor, ServingConfig(guard_share=1.0), shadow_observer=fail) as scheduler:
         for number in range(1, 3):
             assert isinstance(serve(engine, scheduler, QUESTION).result(), Done)
-            wait_until(lambda checked=number: scheduler.quality("").checked == checked)
+            wait_until(lambda checked=number: scheduler.quality("").evaluated == checked)
 
 
 def test_closing_drops_checks(engine: Engine, reports: Reports) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.service.serving import ServingConfig
-from cacheblend.service.serving.pace import CREDIT_S, DecodePace, PrefillTurns
+from cacheblend.service.serving.scheduler import CREDIT_S, DecodePace, PrefillTurns
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cacheblend.service.serving.queue import FairQueue
+from cacheblend.service.serving.calls import FairQueue
 
 
 @dataclass(frozen=True)
