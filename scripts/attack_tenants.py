@@ -47,7 +47,7 @@ from typing import Any
 import httpx
 
 from cacheblend.service.cli.model import bundled_corpus
-from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.http.auth import hash_key, new_key
 
 BOUNDS = {"healthz_worst_s": 0.5, "ttft_ratio": 2.0, "time_outs": 0, "failures": 0, "rss_growth": 0.2}
 TIMEOUT_S, START_S, STOP_S, SETTLE_S = 30.0, 120.0, 40.0, 10.0

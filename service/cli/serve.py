@@ -16,8 +16,8 @@ import typer
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
 from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.tenants import TenantConfig, hash_key, new_key
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal

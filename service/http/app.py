@@ -10,9 +10,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from . import completions, documents, operations
+from .auth import Gate
 from .body import BodyLimit
 from .errors import install_error_handlers
-from .gate import Gate
 from .observability import RequestLog
 from .server import Server
 

@@ -20,11 +20,10 @@ from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
 
 from ..serving import Call, CallPool, Check, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
+from .auth import ApiKeys, TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError
 from .observability import Metrics
-from .tenant_engines import engine_configs
-from .tenants import ApiKeys, TenantConfig
 
 logger = logging.getLogger(__name__)
 MAX_SCRAPES = 8

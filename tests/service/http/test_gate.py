@@ -17,8 +17,7 @@ from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.gate import PUBLIC_PATHS
-from cacheblend.service.http.tenants import hash_key
+from cacheblend.service.http.auth import PUBLIC_PATHS, hash_key
 
 JSON = {"Content-Type": "application/json"}
 KEY = "cb-key"

@@ -16,7 +16,7 @@ from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.http.auth import hash_key, new_key
 from cacheblend.service.serving import ServingConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
@@ -33,8 +33,8 @@ def client(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
         fusion=FusionConfig(recompute_ratio=0.15),
     )
-    monkeypatch.setattr("cacheblend.service.serving.shadow.GUARD_TOKENS", 40)
-    monkeypatch.setattr("cacheblend.service.serving.shadow.GUARD_WINDOW", 1)
+    monkeypatch.setattr("cacheblend.service.serving.quality_guard.GUARD_TOKENS", 40)
+    monkeypatch.setattr("cacheblend.service.serving.quality_guard.GUARD_WINDOW", 1)
     serving = ServingConfig(guard_share=1.0, guard_floor=1.0)
     with (
         Server(config, serving, HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()) as server,

@@ -23,7 +23,7 @@ from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.http.auth import hash_key, new_key
 from cacheblend.service.serving import ServingConfig
 
 KEYS = {name: new_key() for name in ("hostile", "good")}

@@ -20,8 +20,7 @@ from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.request import namespace_of
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.tenant_engines import engine_configs
-from cacheblend.service.http.tenants import hash_key, new_key
+from cacheblend.service.http.auth import engine_configs, hash_key, new_key
 from cacheblend.service.serving import ServingConfig
 from cacheblend.store import StoreConfig
 

@@ -21,9 +21,9 @@ from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.app import STATIC
+from cacheblend.service.http.auth import hash_key, new_key
 from cacheblend.service.http.observability import JsonFormatter
 from cacheblend.service.http.run import run
-from cacheblend.service.http.tenants import hash_key, new_key
 from cacheblend.service.serving import ServingConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}

@@ -1,0 +1,245 @@
+"""Tenants, their keys and budgets, and the gate: what a request's headers alone decide."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cacheblend.base.checks import check_bytes
+from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import with_options
+from cacheblend.retriever.document import NO_ID
+from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.engine import Engine
+
+from .config import HOST_NAME, HttpConfig
+from .errors import ApiError, error_response, shortened
+
+KEY_PREFIX = "cb-"
+BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")
+TENANTS_FOLDER = "tenants"
+PUBLIC_PATHS = frozenset(
+    {"/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page.css", "/page.js"}
+)  # without a key, and read alone
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})  # what a server on all of a machine's addresses listens on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfig:
+    """One tenant. Its folder and its part of each budget are its own, so nothing of another is found, counted or evicted by it.
+
+    Args:
+        name: of the tenant, and of its folder below the store's.
+        api_key_sha256: hex SHA-256 of the keys that it uses (`cacheblend api-key` makes one); the keys themselves are nowhere.
+        ram_budget_bytes: its part of the service's RAM budget, reserved and most at once; None for an equal part of what the
+            tenants with a number leave.
+        nvme_budget_bytes: the same of the NVMe budget.
+        prefix_budget_bytes: the same of the budget of prefix blocks.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    name: str
+    api_key_sha256: tuple[str, ...]
+    ram_budget_bytes: int | None = None
+    nvme_budget_bytes: int | None = None
+    prefix_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", self.name):
+            raise ConfigError("tenants", self.name, "lower-case letters, digits, - and _, at most 63")
+        if not self.api_key_sha256:
+            raise ConfigError(f"tenants.{self.name}.api_key_sha256", (), "give the hash of at least one key")
+        for digest in self.api_key_sha256:
+            if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+                given = "what is given (not shown, it may be a key)"
+                raise ConfigError(
+                    f"tenants.{self.name}.api_key_sha256", given, "64 hex digits; `cacheblend api-key` prints them"
+                )
+        for budget in BUDGETS:
+            if (budget_bytes := getattr(self, budget)) is not None:
+                check_bytes(f"tenants.{self.name}.{budget}", budget_bytes)
+
+
+class ApiKeys:
+    """Finds the tenant of a key.
+
+    Args:
+        tenants: none where the service is open to all who reach it.
+
+    Raises:
+        ConfigError: two tenants share a name or a key.
+    """
+
+    def __init__(self, tenants: Iterable[TenantConfig]) -> None:
+        self._tenants: dict[str, str] = {}
+        names = set[str]()
+        for tenant in tenants:
+            if tenant.name in names:
+                raise ConfigError("tenants", tenant.name, "each name once")
+            names.add(tenant.name)
+            for digest in tenant.api_key_sha256:
+                if digest in self._tenants:
+                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of one tenant alone")
+                self._tenants[digest] = tenant.name
+
+    @property
+    def required(self) -> bool:
+        """Whether the service asks for a key."""
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """The tenant of an `Authorization` header, "" where the service is open, None where the key is not known."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        return self._tenants.get(hash_key(key.strip())) if scheme.lower() == "bearer" else None
+
+
+def new_key() -> str:
+    """A fresh API key of 256 random bits."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_key(key: str) -> str:
+    """Hex SHA-256 of a key. Keys are random and long, so a plain hash cannot be searched."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
+def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dict[str, EngineConfig]:
+    """The config of each tenant's engine, by name.
+
+    The service's budgets are what all tenants have together: a tenant that names a number has that, the others share the rest
+    equally. So what a tenant has is there for it, whatever the others do.
+
+    Args:
+        config: the service's.
+        tenants: each name once.
+
+    Raises:
+        ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
+    """
+    totals = (config.store.ram_budget_bytes, config.store.nvme_budget_bytes, config.prefix_budget_bytes)
+    parts = {budget: _parts(budget, total, tenants) for budget, total in zip(BUDGETS, totals, strict=True)}
+    return {tenant.name: _config_of(tenant, config, parts) for tenant in tenants}
+
+
+def _config_of(tenant: TenantConfig, config: EngineConfig, parts: Mapping[str, Mapping[str, int]]) -> EngineConfig:
+    own: dict[str, Any] = {budget: part[tenant.name] for budget, part in parts.items()}
+    return with_options(config, {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own})
+
+
+def _parts(budget: str, total_bytes: int, tenants: Sequence[TenantConfig]) -> dict[str, int]:
+    named = {tenant.name: int(given) for tenant in tenants if (given := getattr(tenant, budget)) is not None}
+    others = [tenant.name for tenant in tenants if tenant.name not in named]
+    rest_bytes = total_bytes - sum(named.values())
+    if rest_bytes < len(others):
+        raise ConfigError(
+            f"tenants.*.{budget}",
+            sum(named.values()),
+            f"together at most {budget}={total_bytes}, which all tenants share, with room left for the {len(others)} without a "
+            f"number of their own; raise {budget} or lower the tenants'",
+        )
+    return named | dict.fromkeys(others, rest_bytes // max(1, len(others)))
+
+
+class Gate:
+    """Middleware: refuses by Host, key, Origin, Content-Type and path, in this order, and finds whose request it is.
+
+    - 421, without tenants: a Host that is not this service's. A web page whose own name was pointed at this machine (DNS
+      rebinding) is of the same origin as the API for a browser, and its Host alone tells it from a page of ours.
+    - 401, with tenants: no key, or none that is known, on every path that is not in `PUBLIC_PATHS`.
+    - 403: a write from a web page of another origin that `cors_origins` does not name.
+    - 400: a body that is not said to be JSON, which a browser sends without asking first; a path with control characters.
+
+    The answer does not wait for the body; what comes of it is dropped. What is let through has `tenant` and `engine` in its
+    state.
+
+    Args:
+        app: what is behind the gate.
+        http: hosts and origins.
+        keys: of the tenants.
+        engines: by tenant; "" where there are none.
+    """
+
+    def __init__(self, app: ASGIApp, http: HttpConfig, keys: ApiKeys, engines: Mapping[str, Engine]) -> None:
+        self._app, self._http, self._keys, self._engines = app, http, keys, engines
+        named = frozenset(name.lower() for name in http.allowed_hosts)
+        bound = http.host.lower() if re.fullmatch(HOST_NAME, http.host) else f"[{http.host.lower()}]"
+        self._hosts = None if keys.required and not named else OWN_HOSTS | named | {bound}
+        self._takes_addresses = http.host in ANY_ADDRESS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, value)
+        path, writes = scope["path"], scope["method"] not in READING
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        self._check_host(host)
+        tenant = self._keys.tenant(headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None)
+        if tenant is not None:
+            scope.setdefault("state", {}).update(tenant=tenant, engine=self._engines[tenant])
+        elif path not in PUBLIC_PATHS or writes:
+            message = "the API key is missing or not known; send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
+        if writes and b"origin" in headers:
+            self._check_origin(headers[b"origin"].decode("latin-1"), host)
+        if NO_ID.search(path):
+            message = "the path has a control character, or a byte that is no UTF-8; no document has such an id"
+            raise ApiError(400, message, code="invalid_value")
+        has_body = headers.get(b"content-length", b"0").strip() != b"0" or b"transfer-encoding" in headers
+        if writes and has_body:
+            sent = headers.get(b"content-type", b"").decode("latin-1")
+            if not re.fullmatch(r"application/([\w.-]+\+)?json", sent.partition(";")[0].strip(), re.ASCII | re.IGNORECASE):
+                came = shortened(sent) if sent else "no Content-Type"
+                raise ApiError(400, f"the body came with {came}; send JSON with Content-Type: application/json")
+
+    def _check_host(self, host: str) -> None:
+        if self._hosts is None:
+            return
+        named = re.fullmatch(rf"({HOST_NAME})\.?(:\d*)?", host)
+        name = named[1].removesuffix(".") if named else ""
+        if name in self._hosts or (self._takes_addresses and _is_address(name)):
+            return
+        message = f"this service is not called {shortened(host)}; if it is, name that in allowed_hosts (--allowed-hosts)"
+        raise ApiError(421, message, code="unknown_host")
+
+    def _check_origin(self, origin: str, host: str) -> None:
+        allowed = self._http.cors_origins
+        if "*" in allowed or origin in allowed or (host and urlsplit(origin).netloc.lower() == host):
+            return
+        message = f"pages of {shortened(origin)} may not change anything here; name that in cors_origins if they should"
+        raise ApiError(403, message, code="foreign_origin")
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host is an address, which no name server can point elsewhere."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
