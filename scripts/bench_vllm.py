@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import sys
 import time
@@ -135,6 +136,7 @@ def main() -> int:
         result[f"{name.removesuffix('_s')}_spread_s"] = [round(min(seconds), 3), round(max(seconds), 3)]
     if "blend_s" in times:
         result["speed_up"] = round(result["exact_s"] / result["blend_s"], 2)
+    result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(result))
     return 0
 
