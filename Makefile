@@ -52,7 +52,7 @@ $(BIN)/python:
 
 $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
 	scripts/install_torch.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev,eval,gguf,offline]" --config-settings editable_mode=strict
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" --config-settings editable_mode=strict
 	touch $@
 
 # The strict editable install links file by file, so that nothing called `store` or `eval` lands in site-packages; a folder's
@@ -66,5 +66,5 @@ $(LOWEST)/.linked: pyproject.toml scripts/lowest_versions.py scripts/install_tor
 	scripts/install_torch.sh $(LOWEST)/python
 	$(LOWEST)/python -m pip install --quiet packaging
 	$(LOWEST)/python scripts/lowest_versions.py > .venv-lowest/lowest.txt
-	$(LOWEST)/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev,eval,gguf,offline]" --config-settings editable_mode=strict
+	$(LOWEST)/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]" --config-settings editable_mode=strict
 	touch $@

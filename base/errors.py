@@ -5,6 +5,7 @@
     ├── InputError                a request, a document or a prompt cannot be used as it is
     │   ├── PromptTooLongError    more tokens than the model's positions
     │   └── IncompatibleKVError   a chunk's KV is of another model, prefix, dtype or text
+    ├── MissingExtraError         an optional package is not installed
     ├── UnsupportedModelError     the model's architecture is not one that blending is right on
     ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
@@ -49,6 +50,14 @@ class PromptTooLongError(InputError):
 
 class IncompatibleKVError(InputError):
     """A chunk's KV is of another model, prefix, dtype or text than the request needs."""
+
+
+class MissingExtraError(CacheBlendError, ImportError):
+    """An optional package is not installed; an extra of this one brings it."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module} is not installed; run: pip install 'cacheblend[{extra}]'", name=module)
+        self.extra = extra
 
 
 class UnsupportedModelError(CacheBlendError):

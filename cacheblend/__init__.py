@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .base.errors import FusionCancelledError as FusionCancelledError
     from .base.errors import IncompatibleKVError as IncompatibleKVError
     from .base.errors import InputError as InputError
+    from .base.errors import MissingExtraError as MissingExtraError
     from .base.errors import ModelFetchError as ModelFetchError
     from .base.errors import ProfileError as ProfileError
     from .base.errors import PromptTooLongError as PromptTooLongError
@@ -74,6 +75,7 @@ _MODULES = {
         "FusionCancelledError",
         "IncompatibleKVError",
         "InputError",
+        "MissingExtraError",
         "ModelFetchError",
         "ProfileError",
         "PromptTooLongError",

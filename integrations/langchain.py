@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun
-from langchain_core.documents import Document
-from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.messages.ai import UsageMetadata
-from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.retrievers import BaseRetriever
-from pydantic import ConfigDict, SkipValidation
+from cacheblend.base.extras import needs_extra
+
+with needs_extra("langchain"):
+    from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun
+    from langchain_core.documents import Document
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage, BaseMessage
+    from langchain_core.messages.ai import UsageMetadata
+    from langchain_core.outputs import ChatGeneration, ChatResult
+    from langchain_core.retrievers import BaseRetriever
+    from pydantic import ConfigDict, SkipValidation
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk

@@ -1,11 +1,15 @@
 """Text -> chunks -> vectors -> the chunks nearest a question."""
 
-from .catalog_rows import CatalogedDocument
+from cacheblend.base.extras import needs_extra
+
 from .config import DEFAULT_EMBEDDER, RetrieverConfig
 from .document import Chunk, Document, ScoredChunk, in_reading_order
-from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
-from .retriever import AddReport, EmbeddedDocument, Retriever
-from .splitter import PlainTokenizer, Splitter
+
+with needs_extra("rag"):
+    from .catalog_rows import CatalogedDocument
+    from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
+    from .retriever import AddReport, EmbeddedDocument, Retriever
+    from .splitter import PlainTokenizer, Splitter
 
 __all__ = [
     "DEFAULT_EMBEDDER",

@@ -1,7 +1,7 @@
 """The lowest versions that pyproject.toml allows, as a constraints file for pip.
 
     python scripts/lowest_versions.py > lowest.txt
-    python -m pip install --constraint lowest.txt --editable ".[dev,eval,gguf,offline]"
+    python -m pip install --constraint lowest.txt --editable ".[dev]"
 
 `make check-lowest` runs the tests with them, so that a floor is a version that was tried. torch is left out: which build of it
 is installed is `scripts/install_torch.sh`'s matter.
@@ -26,8 +26,9 @@ def lowest_versions(pyproject: Path) -> list[str]:
     """
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     listed = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    requirements = [one for one in map(Requirement, listed) if one.name != project["name"]]  # its own extras have no version
     floors: dict[str, str] = {}
-    for requirement in map(Requirement, listed):
+    for requirement in requirements:
         floor = [specifier.version for specifier in requirement.specifier if specifier.operator == ">="]
         if len(floor) != 1:
             raise ValueError(f"{requirement} has no floor; write {requirement.name}>=VERSION")

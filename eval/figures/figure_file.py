@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from cacheblend.base.errors import ConfigError
+from cacheblend.base.extras import needs_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,12 +24,10 @@ def new_figure(panels: int = 1) -> tuple[Figure, list[Any]]:
     """An empty figure with its panels side by side. No window and no global state: pyplot is not used.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        MissingExtraError: matplotlib is not installed.
     """
-    try:
+    with needs_extra("eval"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("figures", "png", 'only with the package matplotlib: pip install "cacheblend[eval]"') from error
     figure = Figure(figsize=(5.5 * panels, 4.0), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for axis in axes:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from cacheblend.base.errors import ConfigError
+from cacheblend.base.extras import needs_extra
 from cacheblend.blend import FusionConfig, FusionResult, Fusor
 from cacheblend.blend.deviation import kv_deviation
 from cacheblend.eval.data import Wording
@@ -82,10 +82,8 @@ def draw_rank_correlation(folder: Path, name: str, deviations: Sequence[torch.Te
 
 
 def _spearman(one_R: torch.Tensor, other_R: torch.Tensor) -> float:
-    try:
+    with needs_extra("eval"):
         from scipy.stats import spearmanr
-    except ImportError as error:
-        raise ConfigError("figures", "png", 'only with the package scipy: pip install "cacheblend[eval]"') from error
     return float(spearmanr(one_R.numpy(), other_R.numpy()).statistic)
 
 

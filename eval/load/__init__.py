@@ -1,8 +1,11 @@
 """Load: requests at random moments against servers, rates swept, methods side by side (paper figure 14)."""
 
-from .report import Curve, is_load_run, load_report, read_summary, throughput_at
-from .sweep import LoadConfig, run_load
-from .target import LoadRequest, Target, load_requests, own_targets, peer_target, split_requests
+from cacheblend.base.extras import needs_extra
+
+with needs_extra("eval"):
+    from .report import Curve, is_load_run, load_report, read_summary, throughput_at
+    from .sweep import LoadConfig, run_load
+    from .target import LoadRequest, Target, load_requests, own_targets, peer_target, split_requests
 
 __all__ = [
     "Curve",

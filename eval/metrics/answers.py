@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cacheblend.base.errors import ConfigError
+from cacheblend.base.extras import needs_extra
 from cacheblend.eval.data import Example, Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -54,10 +54,8 @@ def rouge_l(prediction: str, answers: Sequence[str]) -> float:
 
 @functools.cache
 def _scorer() -> Any:
-    try:
+    with needs_extra("eval"):
         from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ConfigError("metric", "rouge_l", 'only with the package rouge-score: pip install "cacheblend[eval]"') from error
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 

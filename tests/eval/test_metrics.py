@@ -13,7 +13,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import DynamicCache
 
-from cacheblend.base.errors import ConfigError
+from cacheblend.base.errors import MissingExtraError
 from cacheblend.eval.metrics import exact_match, f1, paired_difference, relative_kv_error, rouge_l
 from cacheblend.eval.metrics.answers import _scorer
 
@@ -91,7 +91,7 @@ def test_rouge_l_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rouge-score, which a plain install does not bring, the error says what to install."""
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     _scorer.cache_clear()
-    with pytest.raises(ConfigError, match=r"cacheblend\[eval\]"):
+    with pytest.raises(MissingExtraError, match=r"cacheblend\[eval\]"):
         rouge_l("a", ["a"])
 
 

@@ -1,0 +1,23 @@
+"""Optional dependencies: what is missing, and the extra of the package that brings it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import MissingExtraError
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Imports of what an extra brings.
+
+    Raises:
+        MissingExtraError: one of them is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "cacheblend":
+            raise
+        raise MissingExtraError(error.name, extra) from error
