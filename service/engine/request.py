@@ -164,6 +164,16 @@ class Timings:
     predicted_load_s: float | None = None
 
 
+def chunk_origin(scored: ScoredChunk) -> dict[str, Any]:
+    """Where a chunk of a prompt is from, for JSON; the distance of one that was brought is None."""
+    return {
+        "document_id": scored.chunk.document_id,
+        "title": scored.chunk.title,
+        "position": scored.chunk.position,
+        "distance": None if math.isnan(scored.distance) else scored.distance,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """An answer and how it came about.
@@ -191,14 +201,7 @@ class Answer:
             "text": self.text,
             "token_ids": self.token_ids,
             "chunks": [
-                {
-                    "document_id": scored.chunk.document_id,
-                    "title": scored.chunk.title,
-                    "position": scored.chunk.position,
-                    "distance": None if scored.distance != scored.distance else scored.distance,
-                    "tokens": len(scored.chunk.token_ids),
-                    "text": scored.chunk.text,
-                }
+                {**chunk_origin(scored), "tokens": len(scored.chunk.token_ids), "text": scored.chunk.text}
                 for scored in self.chunks
             ],
             "plan": {

@@ -19,6 +19,7 @@ from cacheblend.base.errors import DeadlineError
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
+from cacheblend.service.engine.request import chunk_origin
 
 from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
 from ..serving.request import TextStream
@@ -313,10 +314,7 @@ def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
         source = _source(done, start)
         report.append(
             {
-                "document_id": chunk.document_id,
-                "title": chunk.title,
-                "position": chunk.position,
-                "distance": None if scored.distance != scored.distance else scored.distance,
+                **chunk_origin(scored),
                 "source": source,
                 "tokens": [
                     {"text": text, "deviation": round(deviation, 6), "recomputed": round(share, 4)}
