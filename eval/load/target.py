@@ -256,7 +256,7 @@ async def settled_evictions(client: httpx.AsyncClient, target: Target) -> int | 
         return None
     while True:
         store = await _store(client, target)
-        if not (store["holes"] or store["pending_writes"]):
+        if not (store["precomputes_waiting"] or store["pending_writes"]):
             return int(store["nvme"]["evictions"])
         await asyncio.sleep(LOOK_EVERY_S)
 

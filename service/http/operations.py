@@ -43,7 +43,12 @@ async def store(request: Request) -> dict[str, Any]:
 
     def read(_: Check) -> dict[str, Any]:
         stats, prefix, quality = engine.store.stats(), engine.prefixes.stats(), server.scheduler.quality(tenant)
-        return {**stats.as_dict(), "holes": engine.background.waiting, "prefix": prefix.as_dict(), "quality": asdict(quality)}
+        return {
+            **stats.as_dict(),
+            "precomputes_waiting": engine.background.waiting,
+            "prefix": prefix.as_dict(),
+            "quality": asdict(quality),
+        }
 
     return {"object": "store", **await run_call(server.document_calls, request, read)}
 

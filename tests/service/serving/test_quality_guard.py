@@ -1,8 +1,9 @@
-"""Sampled requests are held against full prefill when nothing else runs, and the ratio follows what that shows."""
+"""Shadow evaluation: what is compared, and when the guard raises the ratio and lowers it again."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +11,155 @@ from contextlib import contextmanager
 import pytest
 import torch
 from engines import QUESTION, key_of, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
 from served import Client, serve
+from transformers import DynamicCache
 
+from cacheblend.blend import FusionResult
 from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
 from cacheblend.service.serving import Done, Scheduler, ServingConfig, ShadowReport, quality_guard
-from cacheblend.service.serving.quality_guard import STEP
+from cacheblend.service.serving.quality_guard import STEP, Comparison, QualityGuard, compare
+
+
+def prompt(probabilities: list[float], kv: float = 1.0) -> FusionResult:
+    cache = DynamicCache()
+    cache.update(torch.full((1, 2, 3, 4), kv), torch.full((1, 2, 3, 4), kv), 0)
+    return FusionResult(torch.tensor(probabilities).log(), cache, (0, 1, 2), (), (), torch.zeros(3), 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("full", "blended", "agreement"),
+    [
+        ([5, 6, 7, 8], [5, 6, 7, 8], 1.0),
+        ([5, 6, 7, 8], [5, 9, 7, 8], 0.25),  # what follows a difference says nothing
+        ([5, 6], [9, 6], 0.0),
+        ([5, 1], [5, 1], 1.0),  # both ended
+        ([5, 6, 7, 8], [5, 1], 0.25),  # blending ended too soon
+        ([5, 1], [5, 6, 7, 8], 0.5),  # and here too late
+    ],
+)
+def test_agreement(full: list[int], blended: list[int], agreement: float) -> None:
+    """The share of full prefill's tokens before the first that differs."""
+    same = prompt([0.5, 0.5])
+    assert compare(same, full, same, blended, 0.15).agreement == agreement
+
+
+def test_divergence_and_deviation() -> None:
+    """KL is taken of full from blended, and the KV's squared difference over full prefill's size."""
+    found = compare(prompt([0.9, 0.1]), [0], prompt([0.5, 0.5], kv=1.1), [0], 0.15)
+    assert found.first_token_kl == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
+    assert found.relative_kv_error == pytest.approx(0.01, rel=1e-4)
+    same = compare(prompt([0.9, 0.1]), [0], prompt([0.9, 0.1]), [0], 0.15)
+    assert same.first_token_kl == same.relative_kv_error == 0
+
+
+def see(guard: QualityGuard, *agreements: float, ratio: float = 0.15) -> list[bool]:
+    """Checks of requests served at the present level; which of them raised it."""
+    return [guard.record_served(one, level=guard.level, ratio=max(ratio, guard.level)) for one in agreements]
+
+
+def test_a_mean_at_the_floor_stays() -> None:
+    """As long as the mean of the last checks is the floor or above, nothing is raised, and the oldest check is forgotten."""
+    guard = QualityGuard(floor=0.5, window=4)
+    assert not any(see(guard, 1, 0, 1, 0, 1, 0, 1, 0))
+    assert guard.agreement == 0.5
+    assert see(guard, 0) == [True]  # 0 1 0 0
+
+
+def test_raising_needs_no_full_window() -> None:
+    """The ratio is raised as soon as the window's mean cannot reach the floor any more."""
+    guard = QualityGuard(floor=0.9, window=20)
+    assert see(guard, 1, 0, 0.5, 0.5, 0) == [False] * 4 + [True]
+    assert guard.agreement is None
+
+
+def test_steps_up_to_full_recompute() -> None:
+    """Each raise is a step above what the checked requests ran at, the last one is full recompute, and there it ends."""
+    guard = QualityGuard(floor=1.0, window=1)
+    levels = []
+    for _ in range(6):
+        see(guard, 0.5)
+        levels.append(guard.level)
+    assert levels == pytest.approx([0.15 + STEP, 0.15 + 2 * STEP, 0.15 + 3 * STEP, 1.0, 1.0, 1.0])
+
+
+def test_a_high_ratio_is_raised_further() -> None:
+    """Where requests ran at more than the level asked for, as the loading controller may choose, the step counts from there."""
+    guard = QualityGuard(floor=0.9, window=2)
+    see(guard, 1, ratio=0.6)
+    see(guard, 0, ratio=0.2)
+    assert guard.level == pytest.approx(0.6 + STEP)
+
+
+def test_checks_of_another_level_do_not_count() -> None:
+    """A request that was served before the ratio was raised says nothing about the ratio that it has now."""
+    guard = QualityGuard(floor=0.9, window=2)
+    see(guard, 0)
+    raised = guard.level
+    assert not guard.record_served(0.0, level=0.0, ratio=0.15)
+    assert not guard.record_lower(1.0, level=0.0)
+    assert (guard.level, guard.agreement) == (raised, None)
+
+
+def test_coming_down_takes_more_than_the_floor() -> None:
+    """The level below is taken again when a window of trials agrees half-way between floor and 1, not at the floor."""
+    guard = QualityGuard(floor=0.8, window=2)
+    see(guard, 0)
+    level = guard.level
+    assert guard.lower_level == 0.0
+    assert [guard.record_lower(one, level=level) for one in (0.8, 0.8, 0.9)] == [False] * 3
+    assert guard.record_lower(0.9, level=level)
+    assert (guard.level, guard.lower_level) == (0.0, None)
+
+
+def test_coming_down_from_full_recompute() -> None:
+    """Step by step, the way it went up: each level below is tried out anew."""
+    guard = QualityGuard(floor=0.9, window=1)
+    for _ in range(3):
+        see(guard, 0, ratio=0.4)
+    went_up = [0.0, 0.4 + STEP, 0.4 + 2 * STEP, 1.0]
+    went_up = sorted({min(level, 1.0) for level in went_up})
+    came_down = [guard.level]
+    while guard.lower_level is not None:
+        assert guard.record_lower(1.0, level=guard.level)
+        came_down.append(guard.level)
+    assert came_down == pytest.approx(went_up[::-1])
+    assert not guard.record_lower(1.0, level=0.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=60), st.floats(0, 1), st.integers(1, 5))
+def test_levels_stay_in_order(seen: list[tuple[float, float]], floor: float, window: int) -> None:
+    """Whatever is seen, the level is within 0..1, the one below it is lower, and a floor of 0 never raises."""
+    guard = QualityGuard(floor, window)
+    for served, lower in seen:
+        guard.record_served(served, level=guard.level, ratio=max(0.15, guard.level))
+        guard.record_lower(lower, level=guard.level)
+        assert 0 <= guard.level <= 1
+        assert guard.lower_level is None or guard.lower_level < guard.level
+        assert floor or not guard.level
+
+
+def test_mean_kl_of_the_window() -> None:
+    """KL is the mean of the window's requests at this level, and begins anew when the ratio is raised."""
+    guard = QualityGuard(0.5, 2)
+    assert guard.first_token_kl_nats is None
+    for kl_nats in (9.0, 0.1, 0.3):
+        assert not guard.record_served(1.0, level=0.0, ratio=0.15, kl_nats=kl_nats)
+    assert guard.first_token_kl_nats == pytest.approx(0.2)
+    guard.record_served(1.0, level=0.5, ratio=0.5, kl_nats=9.0)  # served at a level that is not the present one
+    assert guard.first_token_kl_nats == pytest.approx(0.2)
+    guard.record_served(0.0, level=0.0, ratio=0.15, kl_nats=0.5)
+    assert guard.record_served(0.0, level=0.0, ratio=0.15, kl_nats=0.5)
+    assert guard.first_token_kl_nats is None
+
+
+def test_the_older_name() -> None:
+    """`first_token_kl` is the same number."""
+    found = Comparison(agreement=1.0, first_token_kl_nats=0.25, relative_kv_error=0.0, recompute_ratio=0.15)
+    assert found.first_token_kl == found.first_token_kl_nats == 0.25
+
 
 Reports = list[ShadowReport]
 
