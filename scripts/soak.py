@@ -47,11 +47,14 @@ from recorded import RecordedAnswer, check_replay
 from server_process import ServedConfig, ServerProcess, free_port, resident_bytes
 
 from cacheblend.blend import Fusor
+from cacheblend.service.http.body import SMALL_BYTES
 from cacheblend.store import KVStore, StoreConfig
 
+JSON = {"Content-Type": "application/json"}
 POSITIONS = 2048
 ENTRY_BYTES = 32 * 2**10  # of a chunk, about
 WARM_UP = 0.1  # of the load's seconds
+WARM_UP_S = 3.0  # at least: the threads that are kept start in it
 ROUNDS = 6
 ROUND_S = 5.0  # at least; a short load has fewer rounds, at least two
 GROWTH = 0.02
@@ -74,7 +77,8 @@ def settle(server: ServerProcess, before: dict[str, int] | None) -> dict[str, in
     """What the server holds once it holds no more than `before`, or no request, or after `SETTLE_S`."""
     until = time.monotonic() + SETTLE_S
     while True:
-        httpx.post(f"{server.address}/v1/documents", json={})  # refused; reading a body also lets idle worker threads go
+        # Refused; reading a body that is not small in a worker thread also lets idle ones go.
+        httpx.post(f"{server.address}/v1/documents", content=b'{"documents": [' + b" " * 2 * SMALL_BYTES, headers=JSON)
         held = server.held()
         wanted = before or dict.fromkeys(held.keys() - SYSTEMS, 0)
         if all(held[name] <= wanted[name] for name in wanted.keys() - {"resident_bytes"}) or time.monotonic() > until:
@@ -126,7 +130,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         load = LoadMix(server.address, options.streams, options.seed)
         with asyncio.Runner() as runner:
             runner.run(load.fill())
-            runner.run(load.run(WARM_UP * options.seconds))
+            runner.run(load.run(max(WARM_UP_S, WARM_UP * options.seconds)))
             before = settle(server, None)
             print(f"warm: {before}", file=sys.stderr)
             rounds = max(2, min(ROUNDS, int(options.seconds / ROUND_S)))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.base.errors import CacheBlendError, QueueFullError
@@ -170,7 +171,7 @@ class JsonRoute(APIRoute):
                 checked = read_body(raw, model)
             else:
                 async with request.app.state.server.reading[request.state.tenant]:
-                    checked = await asyncio.to_thread(read_body, raw, model)
+                    checked = await run_in_threadpool(read_body, raw, model)
             del raw
             return await handle(_CheckedRequest(request, checked))
 
