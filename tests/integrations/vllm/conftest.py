@@ -70,17 +70,21 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 @pytest.fixture
 def open_served(tmp_path: Path) -> OpenServed:
-    """Opens an engine over a model's folder, with a store in the test's folder; keywords go to vLLM's `LLM`."""
+    """Opens an engine over a model's folder, with a store in the test's folder; keywords go to vLLM's `LLM`, those of
+    `connector` to ours.
+    """
 
     @contextmanager
-    def open_one(folder: Path, *, dtype: str = "float32", connected: bool = True, **options: Any) -> Iterator[Served]:
+    def open_one(
+        folder: Path, *, dtype: str = "float32", connector: dict[str, Any] | None = None, **options: Any
+    ) -> Iterator[Served]:
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
         transfer = {
             "kv_connector": "CacheBlendConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store_dir": str(tmp_path / "store"), "recompute_ratio": 0.15},
+            "kv_connector_extra_config": {"store_dir": str(tmp_path / "store"), "recompute_ratio": 0.15, **(connector or {})},
         }
         settings: dict[str, Any] = {
             "max_model_len": 448,
@@ -89,7 +93,7 @@ def open_served(tmp_path: Path) -> OpenServed:
             "block_size": BLOCK,
             "enforce_eager": True,
             "disable_log_stats": True,
-            **({"kv_transfer_config": transfer} if connected else {}),
+            "kv_transfer_config": transfer,
             **options,
         }
         llm = LLM(str(folder), dtype=dtype, **settings)

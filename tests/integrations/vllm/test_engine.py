@@ -19,6 +19,7 @@ from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.blend.models import load_tokenizer
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.router import CHAT, PromptMarker
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import KVStore, StoreConfig
 
@@ -132,6 +133,27 @@ def test_blended_blocks_are_found_again_by_the_same_marks_alone(served: Served) 
     assert served.ask(tokens).outputs[0].token_ids == exact.outputs[0].token_ids
 
 
+def test_a_long_opening_is_computed_once(served: Served) -> None:
+    """What many prompts begin with is computed for the first of them, and is exact in all; its blocks are vLLM's own."""
+    served.precompute(*([chunk] for chunk in CHUNKS))
+    opening = [*HEAD, *reversed(HEAD)]
+    for order in ((0, 2), (2, 1, 0)):
+        tokens, spans = prompt(*order)
+        tokens, spans = [*opening, *tokens[len(HEAD) :]], [[start + len(HEAD), stop + len(HEAD)] for start, stop in spans]
+        served.llm.reset_prefix_cache()
+        exact = served.ask(tokens)
+        blended = served.ask(tokens, spans)
+        assert blended.kv_transfer_params["cacheblend"]["hits"] == len(order)
+        assert blended.num_cached_tokens == len(tokens) - 1
+        served.llm.reset_prefix_cache()
+        whole = served.ask(tokens, spans, ratio=1.0)
+        assert float((first_logprobs(whole) - first_logprobs(exact)).abs().max()) < 1e-3
+        again = served.ask(tokens)
+        assert again.num_cached_tokens == 64  # the opening's full blocks, which the blend has written
+        assert float((first_logprobs(again) - first_logprobs(exact)).abs().max()) < 1e-3
+    assert list(served.connector._worker._openings) == [tuple(opening)]
+
+
 def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServed) -> None:
     """What the project's engine has ingested are hits in vLLM, after the same context; and what vLLM stores has its numbers."""
     folder = make_model("llama")
@@ -141,7 +163,9 @@ def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServ
     ]
     with open_served(folder) as served:
         fusor = Fusor.from_pretrained(str(folder))
-        config = EngineConfig(model=str(folder), store_dir=served.store, chunk_tokens=64, dtype="float32")
+        config = EngineConfig(
+            model=str(folder), store_dir=served.store, retriever=RetrieverConfig(chunk_tokens=64), dtype="float32"
+        )
         with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
             engine.ingest(documents)
         options = ConnectorConfig(store_dir=str(served.store), chunk_tokens=64)
@@ -185,19 +209,18 @@ def test_a_failed_blend_is_computed_by_vllm(served: Served, monkeypatch: pytest.
     assert served.free_blocks() == free
 
 
-def test_a_damaged_entry_is_a_miss(served: Served) -> None:
+def test_a_damaged_entry_is_a_miss(make_model: MakeModel, open_served: OpenServed) -> None:
     """An entry whose bytes were changed on disk is recomputed in the prompt, and the others are hits."""
-    served.precompute(*([chunk] for chunk in CHUNKS))
-    worker = served.connector._worker
-    worker._store._ram.clear()
-    key = worker._keys.key(CHUNKS[1], (), None)
-    (path,) = [path for path in Path(served.store).rglob("*") if path.is_file() and str(key) in path.name]
-    content = bytearray(path.read_bytes())
-    content[-1000] ^= 255
-    path.write_bytes(content)
-    tokens, spans = prompt(0, 1, 2)
-    report = served.ask(tokens, spans).kv_transfer_params["cacheblend"]
-    assert (report["blended"], report["hits"]) == (True, 2)
+    with open_served(make_model("llama"), connector={"ram_budget_bytes": 1}) as served:
+        served.precompute(*([chunk] for chunk in CHUNKS))
+        key = served.connector._worker._keys.key(CHUNKS[1], (), None)
+        (path,) = [path for path in Path(served.store).rglob("*") if path.is_file() and str(key) in path.name]
+        content = bytearray(path.read_bytes())
+        content[-1000] ^= 255
+        path.write_bytes(content)
+        tokens, spans = prompt(0, 1, 2)
+        report = served.ask(tokens, spans).kv_transfer_params["cacheblend"]
+        assert (report["blended"], report["hits"]) == (True, 2)
 
 
 def test_an_aborted_blend_leaves_nothing(served: Served) -> None:
