@@ -1,6 +1,6 @@
 """Puts a trained reader, a corpus and questions about it where the package ships them from.
 
-    python scripts/package_reader.py runs/reader/reader                # a folder that train_reader.py exported
+    python scripts/package_reader.py runs/reader/reader                # a folder that train_reader exported
     python scripts/package_reader.py runs/reader/reader --seed 2026 --articles 210 --questions 80
 
 Corpus and questions are of the test split: the reader saw none of their names' facts in training.

@@ -1,7 +1,7 @@
 """The fictional world: an encyclopedia of people, firms, towns, clubs, films and works, and questions about it.
 
 `make_cases` gives the test, `documents` and `write_corpus` what a retriever indexes, `guessing_levels` what a guesser gets.
-The rest teaches the reader: `curriculum` writes its lessons, `trainer` gives them, `validation` marks them.
+`scripts/train_reader` teaches the reader with it.
 """
 
 from .case import Case, CaseChunk, CaseConfig, documents, guessing_levels, make_cases, world_of, write_corpus

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from cacheblend.eval.world.article import OPENERS, QUESTION_OPENERS, is_held_out, pick
-from cacheblend.eval.world.curriculum import STAGES, Recall, Stage, draw_lesson, draw_recall
 from cacheblend.eval.world.names import Split
 from cacheblend.eval.world.question import QuestionClass
 from cacheblend.eval.world.tokens import make_tokenizer
+from train_reader.curriculum import STAGES, Recall, Stage, draw_lesson, draw_recall
 
 TOKENIZER = make_tokenizer()
 

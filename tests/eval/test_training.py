@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.eval.world.checkpoint import export_reader, load_checkpoint, load_reader, save_checkpoint
-from cacheblend.eval.world.curriculum import STAGES, draw_batch
-from cacheblend.eval.world.lesson import Batch
-from cacheblend.eval.world.network import NetworkConfig, grow, make_network
 from cacheblend.eval.world.tokens import make_tokenizer
-from cacheblend.eval.world.trainer import TrainConfig, Trainer, losses, mark
+from train_reader.checkpoint import export_reader, load_checkpoint, load_reader, save_checkpoint
+from train_reader.curriculum import STAGES, draw_batch
+from train_reader.lesson import Batch
+from train_reader.network import NetworkConfig, grow, make_network
+from train_reader.trainer import TrainConfig, Trainer, losses, mark
 
 TOKENIZER = make_tokenizer()
 TINY = NetworkConfig(width=16, mlp_width=16, layers=4, heads=2)

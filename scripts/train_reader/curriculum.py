@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend.eval.world.article import Style
+from cacheblend.eval.world.names import PATTERNS, Kind, Split
+from cacheblend.eval.world.question import PLAIN, Question, QuestionClass, may_join
+from cacheblend.eval.world.scene import Scene, group_scene, linked_scene
+from cacheblend.eval.world.world import RELATIONS, make_world
 from cacheblend.service.engine.config import INSTRUCTION
 
-from .article import Style
 from .lesson import Batch, Lesson, make_batch, make_lesson
-from .names import PATTERNS, Kind, Split
-from .question import PLAIN, Question, QuestionClass, may_join
-from .scene import Scene, group_scene, linked_scene
-from .world import RELATIONS, make_world
 
 # Words that stand between a key and its value in sentences, and around it in questions.
 _IDLE = ("is", "in", "the", "for", "has", "was", "by", "of", "who", "what", "which", "works", "first", "played", "employer")

@@ -1,4 +1,7 @@
-"""Trains the reader, the small language model that CacheBlend ships: from nothing, or on from where a run stopped."""
+"""Trains the reader, the small language model that CacheBlend ships: from nothing, or on from where a run stopped.
+
+PYTHONPATH=scripts python -m train_reader runs/reader
+"""
 
 from __future__ import annotations
 
@@ -17,35 +20,36 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.base.errors import CacheBlendError, InputError
-from cacheblend.eval.world.checkpoint import export_reader, load_checkpoint, load_reader, save_checkpoint
-from cacheblend.eval.world.curriculum import STAGES, Stage, draw_batch
-from cacheblend.eval.world.lesson import Batch
-from cacheblend.eval.world.network import NetworkConfig
 from cacheblend.eval.world.tokens import make_tokenizer
-from cacheblend.eval.world.trainer import TrainConfig, Trainer
-from cacheblend.eval.world.validation import Tally, examine
+
+from .checkpoint import export_reader, load_checkpoint, load_reader, save_checkpoint
+from .curriculum import STAGES, Stage, draw_batch
+from .lesson import Batch
+from .network import NetworkConfig
+from .trainer import TrainConfig, Trainer
+from .validation import Tally, examine
 
 _CONFIG, _NETWORK = TrainConfig(), NetworkConfig()
 # Options that a resumed run takes from its checkpoint, and those that it may change.
 _FIXED = {"seed", "width", "mlp_width", "layers", "heads"}
 _CHANGEABLE = {"steps", "contexts", "matrix_rate", "vector_rate"}
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(name="train_reader", add_completion=False, rich_markup_mode="markdown")
 console = Console(stderr=True)
 
 
 @app.command(
     epilog="""**Examples**
 
-`train_reader.py runs/reader` trains with the defaults; hours on two cores, and checkpoints all along.
+`train_reader runs/reader` trains with the defaults; hours on two cores, and checkpoints all along.
 
-`train_reader.py runs/reader --resume` goes on where that run stopped, bit for bit.
+`train_reader runs/reader --resume` goes on where that run stopped, bit for bit.
 
-`train_reader.py runs/reader --resume --steps 40000` goes on, with a longer schedule.
+`train_reader runs/reader --resume --steps 40000` goes on, with a longer schedule.
 
-`train_reader.py runs/more --start-from service/reader --stage long` trains the shipped reader further.
+`train_reader runs/more --start-from service/reader --stage long` trains the shipped reader further.
 
-`train_reader.py runs/gpu --device cuda --contexts 128 --workers 14` fills a GPU.
+`train_reader runs/gpu --device cuda --contexts 128 --workers 14` fills a GPU.
 """
 )
 def main(

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedTokenizerFast
 
+from cacheblend.eval.world.question import Question
+from cacheblend.eval.world.scene import Scene
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.retriever.config import SEPARATOR
-
-from .question import Question
-from .scene import Scene
 
 
 @dataclass(frozen=True, slots=True)

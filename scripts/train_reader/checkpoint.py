@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend.base.errors import InputError
+from cacheblend.eval.world.question import QuestionClass
 
 from .curriculum import STAGES, Stage
 from .network import NetworkConfig, make_network
-from .question import QuestionClass
 from .trainer import TrainConfig, Trainer
 
 _WEIGHTS, _OPTIMIZERS, _STATE = "weights.safetensors", "optimizers.safetensors", "state.json"
@@ -65,9 +65,7 @@ def load_checkpoint(folder: Path, device: torch.device, stages: tuple[Stage, ...
         weights = load_file(folder / _WEIGHTS)
         moments = load_file(folder / _OPTIMIZERS)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{folder} is not a training checkpoint ({error}); give a folder that train_reader.py wrote"
-        ) from error
+        raise InputError(f"{folder} is not a training checkpoint ({error}); give a folder that train_reader wrote") from error
     trainer = Trainer(TrainConfig(**{**state["config"], **changes}), NetworkConfig(**state["network"]), device, stages)
     names = [stage.name for stage in stages]
     if state["stage"] not in names:
@@ -128,7 +126,7 @@ def load_reader(folder: Path) -> LlamaForCausalLM:
             str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder} holds no reader ({error}); give a folder that train_reader.py wrote") from error
+        raise InputError(f"{folder} holds no reader ({error}); give a folder that train_reader wrote") from error
     if not isinstance(network, LlamaForCausalLM):
         raise InputError(f"{folder} holds a {type(network).__name__}, not a reader")
     return network

@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.eval.world.question import QuestionClass
+from cacheblend.eval.world.tokens import make_tokenizer
 
 from .curriculum import STAGES, Stage
 from .lesson import Batch
 from .network import NetworkConfig, grow, make_network
-from .question import QuestionClass
-from .tokens import make_tokenizer
 
 _ROW_STEP = 512
 

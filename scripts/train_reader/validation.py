@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .article import Style
+from cacheblend.eval.world.article import Style
+from cacheblend.eval.world.names import Split
+from cacheblend.eval.world.question import QuestionClass
+
 from .curriculum import Stage, draw_batch
-from .names import Split
-from .question import QuestionClass
 from .trainer import Marks, add_marks, losses, mark
 
 

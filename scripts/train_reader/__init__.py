@@ -1,0 +1,1 @@
+"""The training of the packaged reader: lessons, network, trainer and examinations; see `__main__`."""
