@@ -11,7 +11,7 @@ MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
 
-.PHONY: demo check check-lowest check-vllm lint types imports test format bench figures clean
+.PHONY: demo check check-lowest check-vllm lint types imports test docs format bench figures clean
 
 demo: $(BIN)/.linked
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
@@ -37,6 +37,9 @@ check-lowest: $(LOWEST)/.linked
 
 check-vllm:
 	PYTHON=$(PYTHON) scripts/check_vllm.sh
+docs: $(BIN)/.linked
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]" --config-settings editable_mode=strict
+	$(BIN)/python -m mkdocs build --quiet --site-dir site
 
 format: $(BIN)/.linked
 	$(BIN)/ruff check --fix .

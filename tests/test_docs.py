@@ -9,6 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
+NAMED = re.compile(
+    r"`((?:base|blend|store|loader|retriever|service|integrations|eval|scripts|tests|deploy|examples|docs)/[\w./-]*)`"
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -28,3 +31,14 @@ def test_links(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if "lab-notes" not in page.parts and page.name != "CHANGELOG.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_files_named(page: Path) -> None:
+    """Each file of the project that a page names in code is there."""
+    named = NAMED.findall(page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()], page.name
