@@ -1,4 +1,4 @@
-"""Files on the disk: who may read them, names that last, and what a failed write means to the user.
+"""Files: modes, fsync helpers, write-then-rename, and the error of a failed write.
 
 What is written holds the documents' text, or KV from which it can be told, so that nobody but the owner may read it, whatever
 the umask is. A folder that was there before keeps its mode.
@@ -10,8 +10,10 @@ import errno
 import os
 import shutil
 import sqlite3
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import StoreDirectoryError, StoreError, StoreFullError
 
@@ -43,6 +45,24 @@ def make_private_file(path: Path) -> None:
     """
     with suppress(OSError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file for its owner only that takes the place of `path` at the end: a crash leaves the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old file stays.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb", opener=private_opener) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from cacheblend.base.checks import is_number
 from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.blend import SELECTORS
 
@@ -52,7 +52,7 @@ class Measures:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (_is_number(value) or (value is None and field.name in _MAY_BE_NONE)):
+            if not (is_number(value) or (value is None and field.name in _MAY_BE_NONE)):
                 raise ProfileError(f"a calibration has {field.name}={value!r}; run `cacheblend calibrate` again")
 
 
@@ -74,7 +74,7 @@ class Thresholds:
     def __post_init__(self) -> None:
         for name in ("max_kl", "max_nll"):
             value = getattr(self, name)
-            if not _is_number(value) or value < 0:
+            if not is_number(value) or value < 0:
                 raise ConfigError(name, value, "nats, 0 or more")
 
     def allow(self, measures: Measures) -> bool:
@@ -116,7 +116,7 @@ class Calibration:
         if self.selector not in SELECTORS:
             known = ", ".join(SELECTORS)
             raise ProfileError(f"a calibration has selector={self.selector!r}, not one of {known}; run `cacheblend calibrate`")
-        if not _is_number(self.ratio) or not 0 <= self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 <= self.ratio <= 1:
             raise ProfileError(f"a calibration has ratio={self.ratio!r}, not 0 to 1; run `cacheblend calibrate` again")
 
     def as_dict(self) -> dict[str, Any]:
@@ -188,7 +188,3 @@ def write_calibration(directory: Path, calibration: Calibration) -> Path:
     path = calibration_path(directory, model=calibration.model, prefix=calibration.prefix)
     write_object(path, calibration.as_dict(), "calibration")
     return path
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from cacheblend.base.errors import ProfileError
-from cacheblend.base.files import make_folder, private_opener
+from cacheblend.base.files import make_folder, replacing
 
 PROFILE_FORMAT = 1
 
@@ -248,11 +247,10 @@ def write_object(path: Path, values: Mapping[str, Any], what: str) -> None:
     Raises:
         ProfileError: the folder cannot be written.
     """
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    text = json.dumps(values, indent=1, allow_nan=False) + "\n"
     try:
         make_folder(path.parent)
-        with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
-            file.write(json.dumps(values, indent=1, allow_nan=False) + "\n")
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise ProfileError(f"the {what} cannot be written to {path.parent}: {error}; give a folder that can be") from error

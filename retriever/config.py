@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend.base.checks import is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
@@ -36,16 +37,12 @@ class RetrieverConfig:
             object.__setattr__(self, "directory", Path(self.directory))
         if self.directory is not None and not isinstance(self.directory, Path):
             raise ConfigError("directory", self.directory, "a path, or None for memory")
-        if not _is_int(self.chunk_tokens) or self.chunk_tokens < 1:
+        if not is_whole(self.chunk_tokens) or self.chunk_tokens < 1:
             raise ConfigError("chunk_tokens", self.chunk_tokens, "a whole number of at least 1")
-        if not _is_int(self.chunk_overlap_tokens) or not 0 <= self.chunk_overlap_tokens < self.chunk_tokens:
+        if not is_whole(self.chunk_overlap_tokens) or not 0 <= self.chunk_overlap_tokens < self.chunk_tokens:
             allowed = f"a whole number from 0 to chunk_tokens - 1 = {self.chunk_tokens - 1}"
             raise ConfigError("chunk_overlap_tokens", self.chunk_overlap_tokens, allowed)
         if not isinstance(self.separator, str):
             raise ConfigError("separator", self.separator, "text")
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -6,7 +6,6 @@ Shapes: N vectors, D dimensions, K results.
 from __future__ import annotations
 
 import logging
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cacheblend.base.errors import RetrieverError, StoreFullError
-from cacheblend.base.files import private_opener
+from cacheblend.base.files import replacing
 
 from .catalog import Catalog, Change
 
@@ -64,16 +63,9 @@ class VectorIndex:
 
         """
         payload = faiss.serialize_index(self._index).tobytes()
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "wb", opener=private_opener) as file:
-                file.write(_HEADER.pack(_MAGIC, generation, xxhash.xxh3_128_digest(payload)))
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(_HEADER.pack(_MAGIC, generation, xxhash.xxh3_128_digest(payload)))
+            file.write(payload)
 
     @classmethod
     def load(cls, path: Path) -> tuple[VectorIndex, int]:

@@ -1,4 +1,4 @@
-"""Which entries are on NVMe, how large they are and when they were used last."""
+"""Catalog: the SQLite tables of entries on NVMe, with sizes and last use, and of the documents whose chunks they are."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class Catalog:
         return counted != {row[0]: row[1:] for row in self.database.rows("SELECT * FROM totals")}
 
     def _check_rows(self) -> None:
-        """Refuse rows of which a bad disk has altered a value's kind, and mend what follows from others."""
+        """Refuse rows of which a bad disk has altered a value's kind, and repair what follows from others."""
         for table, columns in COLUMNS.items():
             wrong = " OR ".join(f"typeof({name}) != '{kind}'" for name, kind in columns.items())
             if self.database.rows(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1"):

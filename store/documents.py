@@ -1,4 +1,4 @@
-"""The documents of a store: what goes, stays or is spared by document instead of by chunk."""
+"""Documents of a store: pinning and removal by document instead of by chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names a chunk's KV: a hash of everything that it depends on."""
+"""Keys of chunks' KV: hashes of everything that it depends on."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ class ChunkKey:
             raise ConfigError("codec", codec, f"use one of {', '.join(sorted(CODECS))}")
         if not len(token_ids):
             raise InputError("a ChunkKey needs at least one token id; got none")
-        digest = hashlib.sha256()
-        # Every field carries its length, so that no two lists of fields give the same bytes.
-        for field in (
+        fields = (
             struct.pack("<q", KEY_FORMAT),
             model.encode(),
             codec.encode(),
@@ -74,13 +72,16 @@ class ChunkKey:
             _packed("token_ids", token_ids),
             namespace.encode(),
             *([context.encode()] if context else []),
-        ):
-            digest.update(struct.pack("<q", len(field)))
-            digest.update(field)
-        return cls(digest.hexdigest(), model, codec, namespace)
+        )
+        return cls(hashlib.sha256(length_prefixed(fields)).hexdigest(), model, codec, namespace)
 
     def __str__(self) -> str:
         return self.digest
+
+
+def length_prefixed(fields: Iterable[bytes]) -> bytes:
+    """Fields, each after its length in bytes, so that no two lists of fields give the same bytes."""
+    return b"".join(struct.pack("<q", len(field)) + field for field in fields)
 
 
 def context_digest(filler_ids: Sequence[int], earlier: Iterable[Sequence[int]]) -> str:

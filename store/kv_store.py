@@ -345,9 +345,8 @@ class KVStore:
         for digest in digests:
             if self._closed:
                 return
-            if digest in self._caches[0] or (found := self._open(digest)) is None:
-                continue
-            if (entry := read_entry(*found)) is not None:
+            # The pin was the use: a later one here would put the entry before what was used since.
+            if digest not in self._caches[0] and (entry := self._nvme.load(digest, is_use=False)) is not None:
                 self._cache(entry)
 
     def _write(self, writes: Sequence[PendingWrite]) -> None:

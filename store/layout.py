@@ -1,4 +1,4 @@
-"""What lies where in a store's folder, and how a folder is known to be a store.
+"""On-disk layout of a store's folder: its marker, journal, lock and reserve.
 
 store.json           marker: what this folder is, and its format version
 catalogue.sqlite     which entries there are
@@ -24,18 +24,17 @@ from pathlib import Path
 from types import TracebackType
 
 from cacheblend.base.errors import StoreDirectoryError
-from cacheblend.base.files import FILE_MODE, make_folder, private_opener, sync_folder, write_error
+from cacheblend.base.files import FILE_MODE, make_folder, replacing, sync_folder, write_error
 
 logger = logging.getLogger(__name__)
 
 STORE_FORMAT = 1
 _KIND = "cacheblend-store"
 _MARKER = "store.json"
-_NEW_MARKER = f"{_MARKER}.new"
 _MARKER_BYTES = 4096
 _UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 _KEPT_DAMAGED = 8
-_IGNORED = ("lost+found", _NEW_MARKER)  # the root of a fresh file system is an empty folder too
+_IGNORED = ("lost+found", f"{_MARKER}.")  # the root of a fresh file system is an empty folder too
 
 
 def holds_store(root: Path) -> bool:
@@ -116,12 +115,8 @@ class StoreFolder:
                 f"{self.root} is not a store: it holds {strangers[0]} and no {self._marker.name}; name an empty or a new folder"
             )
         # Renamed into place: a crash leaves no half-written marker, which would make the folder a stranger.
-        new = self.root / f"{_NEW_MARKER}.{os.getpid()}"
-        with open(new, "w", encoding="utf-8", opener=private_opener) as file:
-            file.write(json.dumps({"kind": _KIND, "format": STORE_FORMAT}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self._marker)
+        with replacing(self._marker) as file:
+            file.write(json.dumps({"kind": _KIND, "format": STORE_FORMAT}).encode() + b"\n")
         sync_folder(self.root)
 
     def _has_the_rest(self) -> bool:

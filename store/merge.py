@@ -1,4 +1,4 @@
-"""Copies what one store holds into another: the shards of an ingest, computed on several machines, into one store."""
+"""Merging of stores: the shards of an ingest, computed on several machines, into one."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class NvmeTier:
         """See `EvictingTier`."""
         return self._pins.begin_evict(name)
 
-    def open(self, digest: str) -> EntryFile | None:
+    def open(self, digest: str, *, is_use: bool = True) -> EntryFile | None:
         """See `KVTier`. A damaged file is set aside and is a miss."""
         if digest not in self:
             return None
@@ -140,13 +140,14 @@ class NvmeTier:
         except OSError as error:  # too many open files, say: nothing is wrong with the entry
             logger.warning("entry %s cannot be opened and counts as a miss: %s", digest, error)
             return None
-        self.catalog.touch(digest)
-        self.budget.record_use(file.info.key.namespace)
+        if is_use:
+            self.catalog.touch(digest)
+            self.budget.record_use(file.info.key.namespace)
         return file
 
-    def load(self, digest: str) -> EncodedEntry | None:
+    def load(self, digest: str, *, is_use: bool = True) -> EncodedEntry | None:
         """Read an entry; None for a miss. A damaged file is set aside and is a miss."""
-        return None if (file := self.open(digest)) is None else read_entry(file, self)
+        return None if (file := self.open(digest, is_use=is_use)) is None else read_entry(file, self)
 
     def write(self, writes: Sequence[PendingWrite]) -> Sequence[str]:
         """Store entries of one namespace, all of them, durable on return; gives the digests of those evicted for them.

@@ -23,6 +23,7 @@ from cacheblend.base.memory import Bytes
 
 from .chunk import EncodedLayer, LayerPair, check_shape
 from .eviction import Evictable, HeldBytes, TierBudget
+from .key import length_prefixed
 
 BLOCK_TOKENS = 16
 BLOCK_FORMAT = 1
@@ -63,8 +64,8 @@ class BlockChain:
 
 
 def _packed(fields: Sequence[bytes]) -> bytes:
-    """The fields behind their number, each behind its length, so that no two lists of fields give the same bytes."""
-    return struct.pack("<q", len(fields)) + b"".join(struct.pack("<q", len(field)) + field for field in fields)
+    """The fields after their number; see `length_prefixed`."""
+    return struct.pack("<q", len(fields)) + length_prefixed(fields)
 
 
 def blocks_needed(window: int | None, blocks: int) -> int:

@@ -1,4 +1,4 @@
-"""Checks every byte of a store, and mends what can be mended."""
+"""Verification and repair of a store, to the last byte."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class VerifyReport:
         bytes: bytes of their files.
         damaged: entries whose file is not what was written; repaired by setting them aside.
         missing: entries without a file; repaired by dropping them.
-        misstated: entries of which the catalog says something else than their file; repaired by what the file says.
+        mismatched: entries of which the catalog says something else than their file; repaired by what the file says.
         orphans: files without an entry; repaired by entering whole ones into the catalog and setting others aside.
         leftovers: files that a crash left half written; removed.
         miscounted: whether the catalog's totals and pins do not follow from its entries; repaired by counting anew.
-        repaired: whether it was all mended.
+        repaired: whether all of it was repaired.
 
     """
 
@@ -34,7 +34,7 @@ class VerifyReport:
     bytes: int
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
-    misstated: tuple[str, ...]
+    mismatched: tuple[str, ...]
     orphans: tuple[str, ...]
     leftovers: int
     miscounted: bool
@@ -43,7 +43,7 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether nothing was found."""
-        return not (self.damaged or self.missing or self.misstated or self.orphans or self.leftovers or self.miscounted)
+        return not (self.damaged or self.missing or self.mismatched or self.orphans or self.leftovers or self.miscounted)
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
@@ -55,7 +55,7 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
 
     Args:
         nvme: the tier to check.
-        repair: mend what is found.
+        repair: change what is found.
         on_progress: called with entries done and entries in all.
 
     """
@@ -65,13 +65,13 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
             nvme.catalog.count_anew()
     total, _ = nvme.catalog.totals()
     entries = entry_bytes = 0
-    found: dict[str, list[str]] = {"damaged": [], "missing": [], "misstated": []}
+    found: dict[str, list[str]] = {"damaged": [], "missing": [], "mismatched": []}
     for row in nvme.catalog.entries():
         digest = row.key.digest
         entries, entry_bytes = entries + 1, entry_bytes + row.bytes
-        if (trouble := _trouble(nvme, row)) and digest in nvme:
-            found[trouble].append(digest)
-            if repair and trouble == "misstated":
+        if (diagnosis := _diagnose(nvme, row)) and digest in nvme:
+            found[diagnosis].append(digest)
+            if repair and diagnosis == "mismatched":
                 nvme.adopt(nvme.folder.entry_path(digest))
             elif repair:
                 nvme.set_aside(digest, range(row.layers))
@@ -89,7 +89,7 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
         bytes=entry_bytes,
         damaged=tuple(found["damaged"]),
         missing=tuple(found["missing"]),
-        misstated=tuple(found["misstated"]),
+        mismatched=tuple(found["mismatched"]),
         orphans=tuple(orphans),
         leftovers=leftovers,
         miscounted=miscounted,
@@ -97,14 +97,14 @@ def verify(nvme: NvmeTier, *, repair: bool, on_progress: Callable[[int, int], No
     )
 
 
-def _trouble(nvme: NvmeTier, row: CatalogEntry) -> str | None:
+def _diagnose(nvme: NvmeTier, row: CatalogEntry) -> str | None:
     path = nvme.folder.entry_path(row.key.digest)
     try:
         with EntryFile.open(path, row.key.digest) as file:
             for layer in range(file.info.num_layers):
                 file.read_layer(layer)
-            told = nvme.row_of(file, path)
+            found_row = nvme.row_of(file, path)
     except DamagedEntryError:
         return "damaged" if path.exists() else "missing"
-    same = (told.key, told.tokens, told.layers, told.bytes) == (row.key, row.tokens, row.layers, row.bytes)
-    return None if same else "misstated"
+    same = (found_row.key, found_row.tokens, found_row.layers, found_row.bytes) == (row.key, row.tokens, row.layers, row.bytes)
+    return None if same else "mismatched"

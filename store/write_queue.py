@@ -61,6 +61,7 @@ class WriteQueue:
         self._bytes = 0
         self._write: Callable[[PendingWrite], None] | None = None  # held while entries wait
         self._offers: deque[Callable[[], None]] = deque()
+        self._offers_given = self._offers_done = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -143,13 +144,16 @@ class WriteQueue:
         with self._changed:
             if not self._stopping and len(self._offers) < _MAX_OFFERS:
                 self._offers.append(job)
+                self._offers_given += 1
                 self._wake()
 
     def flush(self) -> None:
-        """Wait until all entries that wait now are written, or given up."""
+        """Wait until all entries that wait now are written, or given up, and the jobs offered before are done."""
         with self._changed:
-            writes = list(self._writes.values())
+            writes, offers = list(self._writes.values()), self._offers_given
         wait(write.stored for write in writes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._offers_done >= offers)
 
     def stop(self) -> None:
         """End the thread once nothing waits, without waiting for it."""
@@ -177,16 +181,19 @@ class WriteQueue:
                     return
                 first, writer = next(iter(self._writes.values()), None), self._write
                 job = self._offers.popleft() if self._offers else None
+            if job is not None:  # before the entry: what it uses counts as used earlier
+                try:
+                    job()
+                except Exception as error:  # the thread must go on with the others
+                    logger.error("work in the background failed: %s", error)
+                with self._changed:
+                    self._offers_done += 1
+                    self._changed.notify_all()
             if first is not None and writer is not None:
                 try:
                     writer(first)
-                except Exception as error:  # the thread must go on with the others
-                    self.end(first.digest, error)
-            if job is not None:
-                try:
-                    job()
                 except Exception as error:
-                    logger.error("work in the background failed: %s", error)
+                    self.end(first.digest, error)
             del first, writer, job
             with self._changed:
                 if not self._writes:

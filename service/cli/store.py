@@ -117,7 +117,7 @@ def verify(
         terminal.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
     else:
         found = (
-            f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.misstated)} listed wrongly, "
+            f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.mismatched)} listed wrongly, "
             f"{len(report.orphans)} files without an entry, {report.leftovers} half written"
             f"{', totals miscounted' if report.miscounted else ''}"
         )

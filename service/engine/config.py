@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.base.checks import MIB, check_bytes
+from cacheblend.base.checks import MIB, check_bytes, check_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 from cacheblend.blend import DEFAULT_SELECTOR, ChunkContext, FusionConfig
@@ -185,5 +185,4 @@ def check_max_tokens(value: object) -> None:
     Raises:
         ConfigError: so.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError("max_tokens", value, "a whole number of at least 1")
+    check_whole("max_tokens", value)

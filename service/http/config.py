@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from cacheblend.base.checks import MIB, check_whole, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
-MIB = 2**20
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
 
 
@@ -36,18 +36,13 @@ class HttpConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host.strip():
             raise ConfigError("host", self.host, "an address or a host name")
-        if not _is_whole(self.port) or not 0 <= self.port <= 65535:
+        if not is_whole(self.port) or not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "0 to 65535")
         for name in ("max_body_bytes", "max_completion_bytes", "max_documents"):
-            if not _is_whole(value := getattr(self, name)) or value < 1:
-                raise ConfigError(name, value, "a whole number of at least 1")
+            check_whole(name, getattr(self, name))
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError("cors_origins", origin, "origins such as https://example.org")
         for name in self.allowed_hosts:
             if not re.fullmatch(HOST_NAME, name):
                 raise ConfigError("allowed_hosts", name, "host names or addresses without a port, such as rag.example.org")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from cacheblend.base.checks import check_share, check_whole, is_number
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
@@ -44,22 +44,15 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_waiting", "max_uploads", "max_document_calls"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, value, "a whole number of at least 1")
+            check_whole(name, getattr(self, name))
         for name, least in (("deadline_s", "above 0"), ("grace_s", "0 or above"), ("stall_s", "above 0")):
             value = getattr(self, name)
-            if not _is_number(value) or value < 0 or (value == 0 and name != "grace_s"):
+            if not is_number(value) or value < 0 or (value == 0 and name != "grace_s"):
                 raise ConfigError(name, value, f"seconds, {least}")
         for name in ("guard_share", "guard_floor"):
-            if not _is_number(value := getattr(self, name)) or not 0 <= value <= 1:
-                raise ConfigError(name, value, "a number from 0 to 1")
+            check_share(name, getattr(self, name))
         for name in ("decode_share", "ingest_share"):
-            if not _is_number(value := getattr(self, name)) or not 0 < value <= 1:
+            if not is_number(value := getattr(self, name)) or not 0 < value <= 1:
                 raise ConfigError(name, value, "a number above 0, up to 1")
         if self.guard_floor and not self.guard_share:
             raise ConfigError("guard_floor", self.guard_floor, "0 where guard_share=0, since nothing is checked then")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -232,7 +232,7 @@ def check(directory: Path, *, faults: bool = False) -> VerifyReport:
     """Open what was left: whole entries or misses, right accounting, budgets kept, no orphan; gives the first report."""
     with open_store(directory) as store:
         report = store.verify(repair=True)
-        left = (report.orphans, report.leftovers, report.missing, report.misstated, report.miscounted)
+        left = (report.orphans, report.leftovers, report.missing, report.mismatched, report.miscounted)
         assert not any(left), report
         assert faults or not report.damaged, report
         for key, kv in PAIRS:

@@ -168,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert set(report.damaged) == {str(PAIRS[chunk][0]) for chunk in self.damaged}
         assert not report.orphans
         assert not report.missing
-        assert not report.misstated
+        assert not report.mismatched
         assert not report.miscounted
         self.used = [chunk for chunk in self.used if chunk not in self.damaged]
         self.damaged.clear()

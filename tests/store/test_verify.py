@@ -76,7 +76,7 @@ def test_a_catalog_that_says_something_else(open_store) -> None:
         transaction.execute("UPDATE entries SET pinned = 1 WHERE digest = ?", (str(KEYS[1]),))
     for repair in (False, True):
         report = store.verify(repair=repair)
-        assert (report.misstated, report.miscounted, report.ok) == ((str(KEYS[0]),), True, False)
+        assert (report.mismatched, report.miscounted, report.ok) == ((str(KEYS[0]),), True, False)
     assert store.verify().ok
     assert store.stats().nvme.bytes == 5 * FILE_BYTES
     assert {row.key for row in store.ls()} == set(KEYS)
