@@ -84,10 +84,10 @@ def test_a_question_needs_no_team() -> None:
 def test_copying_what_a_pass_gave_makes_no_team() -> None:
     """A loading thread, which stays, copies KV that is a part of a larger tensor without PyTorch's parallel regions."""
     staging = Staging(KVGeometry(1, 8, 64, torch.float32, torch.device("cpu")))
-    room = staging.room(1024)
+    buffer = staging.buffer(1024)
     k_HND, v_HND = torch.randn(2, 4096, 8, 64).transpose(1, 2)
     kv = ChunkKV([(k_HND[:, 512:1536], v_HND[:, 512:1536])], range(1024))
     assert made_by(lambda: k_HND[:, 512:1536].contiguous()) > 0
-    assert made_by(lambda: staging.bring(kv, 0, room, 0, 1024)) == 0
-    assert torch.equal(room.whole.k_1HND[0], kv.layers[0][0])
-    assert torch.equal(room.whole.v_1HND[0], kv.layers[0][1])
+    assert made_by(lambda: staging.load(kv, 0, buffer, 0, 1024)) == 0
+    assert torch.equal(buffer.whole.k_1HND[0], kv.layers[0][0])
+    assert torch.equal(buffer.whole.v_1HND[0], kv.layers[0][1])
