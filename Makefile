@@ -37,6 +37,7 @@ check-lowest: $(LOWEST)/.linked
 
 check-vllm:
 	PYTHON=$(PYTHON) scripts/check_vllm.sh
+
 docs: $(BIN)/.linked
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]" --config-settings editable_mode=strict
 	$(BIN)/python -m mkdocs build --quiet --site-dir site

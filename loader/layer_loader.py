@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -109,11 +109,12 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 class DaemonThreads:
     """Runs each task at once, in an idle thread or a new one; a task never waits for another's end.
 
-    They are daemons: a task that waits for a consumer who is gone does not keep the process from ending.
+    A thread without a task for `idle_s` seconds ends. They are daemons: a task that waits for a consumer who is gone does not
+    keep the process from ending.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, idle_s: float = 5.0) -> None:
+        self._name, self._idle_s = name, idle_s
         self._tasks: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
         self._changing = threading.Lock()
         self._idle = 0
@@ -132,14 +133,21 @@ class DaemonThreads:
             is_new = not self._idle
             if not is_new:
                 self._idle -= 1
-        self._tasks.put((task, ended))
+            self._tasks.put((task, ended))
         if is_new:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
         return ended
 
     def _work(self) -> None:
         while True:
-            task, ended = self._tasks.get()
+            try:
+                task, ended = self._tasks.get(timeout=self._idle_s)
+            except Empty:
+                with self._changing:
+                    if self._tasks.empty():
+                        self._idle -= 1
+                        return
+                continue
             try:
                 task()
             finally:

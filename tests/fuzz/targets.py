@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
-import torch
 from api import MODEL, listening
 from chunks import make_chunk, same
 from engines import CHUNK_TOKENS, DOCUMENTS, make_model
@@ -318,4 +317,3 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Check]]] = {
     "json-lines": json_lines,
     "store-catalogs": store_catalogs,
 }
-torch.set_num_threads(1)

@@ -1,6 +1,7 @@
-"""Threads that are kept: every task begins at once, and none is started where one is idle."""
+"""Threads that are kept for a while: every task begins at once, and none is started where one is idle."""
 
 import threading
+import time
 import weakref
 
 from cacheblend.loader.layer_loader import DaemonThreads
@@ -25,6 +26,17 @@ def test_tasks_never_wait_for_each_other() -> None:
     kept = [thread for thread in threading.enumerate() if thread.name == "kept"]
     assert len(kept) == 8
     assert all(thread.daemon for thread in kept)
+
+
+def test_an_idle_thread_ends() -> None:
+    """A thread that had no task for as long as was said ends, and the next task has a new one."""
+    threads = DaemonThreads("ending", idle_s=0.05)
+    for _ in range(3):
+        assert all(ended.wait(10) for ended in [threads.run(lambda: None) for _ in range(4)])
+        until = time.monotonic() + 10
+        while any(thread.name == "ending" for thread in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_a_task_is_let_go() -> None:

@@ -18,6 +18,7 @@ import httpx
 MODEL = "tiny"
 TEXT = " ".join(text for _, text in sorted(topics.items()))
 BASE_DOCUMENTS, CHANGING_DOCUMENTS = 30, 30  # those that stay, and those that come and go
+OVERTAKEN = (409, 429)  # by another client, which replaced or deleted the document meanwhile; too many uploads at once
 DOCUMENT_CHARACTERS = 250
 OWN_TEXTS = 40  # that clients bring; more than fit beside the documents
 ERROR_KEYS = {"message", "type", "param", "code"}
@@ -193,10 +194,10 @@ class LoadMix:
         documents = [{"id": self._changing(), "text": self._text()} for _ in range(2)]
         if documents[0]["id"] == documents[1]["id"]:
             documents.pop()
-        await self._plain("POST", "/v1/documents", (201,), json={"documents": documents})
+        await self._plain("POST", "/v1/documents", (201, *OVERTAKEN), json={"documents": documents})
 
     async def _replace(self) -> None:
-        await self._plain("PUT", f"/v1/documents/{self._changing()}", (200,), json={"text": self._text()})
+        await self._plain("PUT", f"/v1/documents/{self._changing()}", (200, *OVERTAKEN), json={"text": self._text()})
 
     async def _delete(self) -> None:
         await self._plain("DELETE", f"/v1/documents/{self._changing()}", (200, 404))
