@@ -14,7 +14,7 @@ _KEY = "option"
 _SCALARS = (bool, int, float, str)
 
 
-def option(default: T, help: str, *, choices: Collection[str] = (), panel: str = "") -> T:
+def option(default: T, help: str, *, choices: Collection[str] = (), panel: str = "", secret: bool = False) -> T:
     """A dataclass field that a user can set from outside.
 
     Args:
@@ -22,8 +22,9 @@ def option(default: T, help: str, *, choices: Collection[str] = (), panel: str =
         help: what it does, in a sentence; units and range where the name does not say them.
         choices: the values there are, where they can be counted.
         panel: heading that it is listed under; left out, the config's own.
+        secret: no text of the config shows the value.
     """
-    return field(default=default, metadata={_KEY: (help, tuple(choices), panel)})
+    return field(default=default, repr=not secret, metadata={_KEY: (help, tuple(choices), panel)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

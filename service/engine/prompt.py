@@ -204,6 +204,10 @@ class PromptRenderer:
             raise InputError("prompt is empty; give some text to continue")
         return PromptLayout(self._bos, self._ids(text), cache_suffix=False)
 
+    def text_ids(self, text: str, *, with_bos: bool) -> tuple[int, ...]:
+        """Token ids of a text of any length; special tokens in it stay plain text."""
+        return (*(self._bos if with_bos else ()), *self._plain.ids(text))
+
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """Token ids of an answer as it follows a question: after a space in a plain text, as it is after a chat template."""
         before = self._after_question

@@ -28,7 +28,7 @@ KEY_PREFIX = "cb-"
 BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")
 TENANTS_FOLDER = "tenants"
 # Without a key, and for reading alone.
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page.css", "/page.js"})
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page.css", "/page.js"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})  # what a server on all of a machine's addresses listens on
@@ -76,16 +76,20 @@ class ApiKeys:
     """Finds the tenant of a key.
 
     Args:
-        tenants: none where the service is open to all who reach it.
+        tenants: none where the service has one key, or is open to all who reach it.
+        api_key: of a service without tenants; None leaves it open.
 
     Raises:
-        ConfigError: two tenants share a name or a key.
+        ConfigError: two tenants share a name or a key, or there are tenants and a key.
     """
 
-    def __init__(self, tenants: Iterable[TenantConfig]) -> None:
-        self._tenants: dict[str, str] = {}
+    def __init__(self, tenants: Iterable[TenantConfig], api_key: str | None = None) -> None:
+        self._tenants: dict[str, str] = {} if api_key is None else {hash_key(api_key): ""}
         names = set[str]()
         for tenant in tenants:
+            if api_key is not None:
+                remedy = "not beside [tenants.NAME] tables, which have keys of their own"
+                raise ConfigError("api_key", "what is given (not shown)", remedy)
             if tenant.name in names:
                 raise ConfigError("tenants", tenant.name, "each name once")
             names.add(tenant.name)
@@ -100,7 +104,7 @@ class ApiKeys:
         return bool(self._tenants)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """The tenant of an `Authorization` header, "" where the service is open, None where the key is not known."""
+        """The tenant of an `Authorization` header, "" where there are none, None where the key is not known."""
         if not self._tenants:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
@@ -157,9 +161,9 @@ def _parts(budget: str, total_bytes: int, tenants: Sequence[TenantConfig]) -> di
 class Gate:
     """Middleware: refuses by Host, key, Origin, Content-Type and path, in this order, and finds whose request it is.
 
-    - 421, without tenants: a Host that is not this service's. A web page whose own name was pointed at this machine (DNS
+    - 421, without keys: a Host that is not this service's. A web page whose own name was pointed at this machine (DNS
       rebinding) is of the same origin as the API for a browser, and its Host alone tells it from a page of ours.
-    - 401, with tenants: no key, or none that is known, on every path that is not in `PUBLIC_PATHS`.
+    - 401, with tenants or an API key: no key, or none that is known, on every path that is not in `PUBLIC_PATHS`.
     - 403: a write from a web page of another origin that `cors_origins` does not name.
     - 400: a body that is not said to be JSON, which a browser sends without asking first; a path with control characters.
 

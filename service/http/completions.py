@@ -48,7 +48,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return _prepare(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
 
-    return await _respond(body, request, ChatShape(body.model), prepare)
+    return await _respond(body, request, ChatShape(), prepare)
 
 
 @router.post("/v1/completions", responses=ANSWERS)
@@ -57,17 +57,16 @@ async def completion(body: CompletionBody, request: Request) -> Response:
     engine: Engine = request.state.engine
 
     def prepare(check: Check) -> PromptRequest:
-        layout = engine.prompts.completion(body.prompt)
-        return _prepare(engine, body, layout, body.prompt, body.num_chunks or 0, body.max_tokens, check)
+        layout = engine.prompts.completion(body.text())
+        return _prepare(engine, body, layout, body.text(), body.num_chunks or 0, body.max_tokens, check)
 
-    return await _respond(body, request, TextShape(body.model), prepare)
+    return await _respond(body, request, TextShape(), prepare)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
     """How a chat completion looks, whole and in pieces."""
 
-    model: str
     prefix = "chatcmpl"
     kind = "chat.completion"
     stream_kind = "chat.completion.chunk"
@@ -85,7 +84,6 @@ class ChatShape:
 class TextShape:
     """The same of a text completion."""
 
-    model: str
     prefix = "cmpl"
     kind = stream_kind = "text_completion"
 
@@ -137,9 +135,7 @@ async def _respond(
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
-    if body.model != server.model_name:
-        message = f"there is no model {body.model!r} here; use {server.model_name!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+    server.check_model(body.model)
     tenant = request.state.tenant
     server.scheduler.check_room(tenant, server.preparing.count(tenant))
     if body.documents is not None and len(body.documents) > server.http.max_documents:
@@ -163,7 +159,7 @@ async def _respond(
         arrived=arrived(request),
     )
     server.scheduler.submit(served)
-    head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+    head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.model_name}
     if not body.stream:
         return await _whole(body, request, shape, served, events, head)
     try:

@@ -9,6 +9,7 @@ from cacheblend.base.checks import MIB, check_whole, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
+API_KEY = r"[!-~]{8,}"
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
 
 
@@ -23,6 +24,12 @@ class HttpConfig:
     host: str = option("127.0.0.1", "Address to listen on; 127.0.0.1 is reached from this machine alone.")
     port: int = option(8000, "Port to listen on; 0 takes any free one.")
     served_model_name: str | None = option(None, "What clients call the model; left out, the last part of its path.")
+    api_key: str | None = option(
+        None,
+        "The key that clients send as `Authorization: Bearer KEY`; not beside tenants. Others of the machine see a flag, and "
+        "no variable.",
+        secret=True,
+    )
     cors_origins: tuple[str, ...] = option((), "A web origin whose pages may call the API; repeat for more.")
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -40,6 +47,12 @@ class HttpConfig:
             raise ConfigError("port", self.port, "0 to 65535")
         for name in ("max_body_bytes", "max_completion_bytes", "max_documents"):
             check_whole(name, getattr(self, name))
+        if self.api_key is not None and not re.fullmatch(API_KEY, str(self.api_key)):
+            given, allowed = (
+                "what is given (not shown)",
+                "8 or more ASCII letters, digits and signs; `cacheblend api-key` makes one",
+            )
+            raise ConfigError("api_key", given, allowed)
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError("cors_origins", origin, "origins such as https://example.org")

@@ -25,6 +25,8 @@ from cacheblend.base.errors import (
     StoreFullError,
 )
 
+from .schemas import LIST_TAG, TEXT_TAG
+
 logger = logging.getLogger(__name__)
 MOST_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
@@ -38,7 +40,6 @@ UNSUPPORTED = {
     "logprobs": "false",
     "echo": "false",
     "suffix": "null",
-    "store": "false",
     "response_format.type": '"text"',
 }
 
@@ -141,16 +142,30 @@ REMEDIES = {
     "too_short": "is too short; at least {min_length}",
     "value_error": "{error}",
 }
+# What `REMEDIES` would say of these fields helps nobody.
+FIELD_REMEDIES = {
+    "prompt": "is one text, or a list of one; ask for several in several requests",
+    "input": "is a text or a list of texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)",
+    "modalities": 'only ["text"] is supported; leave it out',
+    "tools": "the model cannot call tools here; leave them out, or ask for JSON with response_format",
+    "tool_choice": 'only "none" and "auto" are supported; leave it out',
+    "functions": "the model cannot call functions here; leave them out, or ask for JSON with response_format",
+    "function_call": 'only "none" and "auto" are supported; leave it out',
+    "audio": "this service answers in text alone; leave it out",
+    "web_search_options": "this service searches its own documents alone; leave it out",
+}
 
 
 def validation_error(first: Mapping[str, Any]) -> ApiError:
     """The error of a field, from the first that pydantic found."""
-    names = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    names = [part for part in first["loc"] if part not in ("body", "query", "path", TEXT_TAG, LIST_TAG)]
     place = [str(name)[:MOST_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
     param = ".".join(place) or None
     given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"
     if param in UNSUPPORTED:
         what = f"only {UNSUPPORTED[param]} is supported; leave it out"
+    elif names and names[0] in FIELD_REMEDIES and first["type"] not in ("missing", "value_error"):
+        what = FIELD_REMEDIES[names[0]]
     else:
         remedy = REMEDIES.get(first["type"])
         what = remedy.format_map(first.get("ctx", {})) if remedy else first["msg"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -59,6 +60,13 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The package's version."""
+    return {"version": metadata.version("cacheblend")}
+
+
+@router.get("/health")
 @router.get("/readyz")
 async def readyz(request: Request) -> dict[str, str]:
     """Requests are served, and get on."""
@@ -81,7 +89,7 @@ def _model(server: Server) -> dict[str, Any]:
     return {
         "id": server.model_name,
         "object": "model",
-        "created": 0,
+        "created": server.started,
         "owned_by": "cacheblend",
         "max_model_len": engine.fusor.max_positions,
         "methods": list(engine.methods),

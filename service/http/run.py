@@ -178,7 +178,9 @@ def leave_at_once(number: int, _: object = None) -> None:
 def run(server: Server) -> None:
     """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end; see `stop_in_grace`."""
     if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
-        logger.warning("the API is open to everybody who reaches %s; give it [tenants.NAME] keys", server.http.host)
+        logger.warning(
+            "the API is open to everybody who reaches %s; give it an --api-key, or [tenants.NAME] tables", server.http.host
+        )
     logging.getLogger("asyncio").addFilter(NoFilesFilter())
     sys.setswitchinterval(SWITCH_S)
     # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
@@ -12,6 +12,11 @@ MOST_STOP_STRINGS = 4
 MOST_NUM_CHUNKS = 1000
 MOST_MESSAGES = 1000
 MOST_PARTS = 1000
+MOST_CHOICES = 16
+MOST_LOGPROBS = 20
+MOST_BIASES = 1024
+MOST_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
+TEXT_TAG, LIST_TAG = "<text>", "<list>"  # which part of a union a value is read as; no names of fields
 MOST_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 
 
@@ -28,9 +33,11 @@ Text = Annotated[str, AfterValidator(_unicode)]
 Salt = Annotated[Text, StringConstraints(max_length=256)]
 StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
+OneText = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
+Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
 StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS, fail_fast=True)]
 # Says which of two forms a value has, so that an error speaks of that one.
-TextOrList = Discriminator(lambda value: "list" if isinstance(value, list) else "text")
+TextOrList = Discriminator(lambda value: LIST_TAG if isinstance(value, list) else TEXT_TAG)
 
 
 class StrictModel(BaseModel):
@@ -61,6 +68,15 @@ class TextPart(StrictModel):
     type: Literal["text"]
     text: Text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            media = next((word for word in ("image", "audio", "video", "file") if word in kind), "parts of this type")
+            raise ValueError(f"{media}: this service reads text alone; leave the part out, or send its text")
+        return given
+
 
 Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
 
@@ -69,7 +85,7 @@ class MessageBody(StrictModel):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[Text, Tag("text")] | Annotated[Parts, Tag("list")], TextOrList]
+    content: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Parts, Tag(LIST_TAG)], TextOrList]
     name: str | None = None
 
     def message(self) -> Message:
@@ -82,6 +98,7 @@ class StreamOptions(StrictModel):
     """What a stream ends with."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # ignored
 
 
 class ResponseFormat(StrictModel):
@@ -90,13 +107,32 @@ class ResponseFormat(StrictModel):
     type: Literal["text"]
 
 
-class GenerationBody(StrictModel):
+class IgnoredFields(StrictModel):
+    """Fields that clients and gateways send and that change no answer here: taken, whatever they hold, and ignored.
+
+    docs/service.md lists them.
+    """
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+
+
+class GenerationBody(IgnoredFields):
     """Fields of chat and text completions.
 
     Those of OpenAI's that would change the answer and are not supported are taken with their neutral value alone.
     """
 
-    model: str
+    model: str | None = None  # the one there is
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -104,8 +140,7 @@ class GenerationBody(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # of sampling, as in vLLM; 0 and -1 are all tokens
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Annotated[StopString, Tag("text")] | Annotated[StopList, Tag("list")], TextOrList] | None = None
-    user: str | None = None
+    stop: Annotated[Annotated[StopString, Tag(TEXT_TAG)] | Annotated[StopList, Tag(LIST_TAG)], TextOrList] | None = None
     n: Literal[1] | None = 1
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
@@ -130,18 +165,61 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Literal[False] | None = False
     response_format: ResponseFormat | None = None
-    metadata: dict[str, Any] | None = None
-    store: Literal[False] | None = False
+    modalities: list[Literal["text"]] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Text
+    prompt: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[OneText, Tag(LIST_TAG)], TextOrList]
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
     logprobs: None = None
     suffix: None = None
+
+    def text(self) -> str:
+        """The prompt."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+class EmbeddingsBody(IgnoredFields):
+    """`POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Inputs, Tag(LIST_TAG)], TextOrList]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None
+
+    def texts(self) -> list[str]:
+        """`input` as a list."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class TokenizeBody(StrictModel):
+    """`POST /tokenize`: a text, or a chat as the model's template renders it."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, and one of them alone")
+        return self
+
+
+class DetokenizeBody(StrictModel):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 class IngestBody(StrictModel):

@@ -22,7 +22,7 @@ from cacheblend.service.engine.engine import Engine
 from ..serving import Call, CallPool, Check, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
 from .auth import ApiKeys, TenantConfig, engine_configs
 from .config import HttpConfig
-from .errors import ApiError
+from .errors import ApiError, shortened
 from .observability import Metrics
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class Server:
     """Owns all that answers requests; a context manager.
 
     What is done for requests beside the model has threads of its own by its kind: `preparing` (layout, retrieval), `uploads`,
-    `document_calls` (lists, deletions) and `scrapes` (metrics), so that none of them waits for another. Tenants take turns.
+    `document_calls` (lists, deletions), `texts` (embeddings, tokenisation) and `scrapes` (metrics), so that none of them waits
+    for another. Tenants take turns.
 
     Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
     below it, with its part of the budgets, and all share the model and the embedder.
@@ -68,8 +69,9 @@ class Server:
     ) -> None:
         tenants = tuple(tenants)
         self.http = http or HttpConfig()
-        self.keys = ApiKeys(tenants)
+        self.keys = ApiKeys(tenants, self.http.api_key)
         self.model_name = self.http.served_model_name or Path(engine_config.model).name or engine_config.model
+        self.started = int(time.time())
         self.engines: dict[str, Engine] = {}
         with ExitStack() as opened:
             if not tenants:
@@ -110,12 +112,29 @@ class Server:
                 share=limits.ingest_share,
             )
             self.document_calls = CallPool("calls about documents", limits.max_document_calls, per_tenant=2)
+            self.texts = CallPool(
+                "embeddings and tokenisations",
+                limits.max_document_calls,
+                one_at_a_time=True,
+                gives_way=lambda: scheduler.is_busy or preparing.is_busy,
+                share=limits.ingest_share,
+            )
             self.scrapes = CallPool("scrapes", MAX_SCRAPES)
             self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
             for pool in self._pools:
                 opened.callback(pool.close)
             self.metrics.watch(self.scheduler, self.engines.values())
             self._opened = opened.pop_all()
+
+    def check_model(self, name: str | None, *others: str) -> None:
+        """Refuse a model that is not the one there is, nor one of `others`.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name not in (self.model_name, *others):
+            message = f"there is no model {shortened(name)} here; use {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     @property
     def not_ready(self) -> str:
@@ -150,7 +169,7 @@ class Server:
 
     @property
     def _pools(self) -> tuple[CallPool, ...]:
-        return self.preparing, self.uploads, self.document_calls, self.scrapes
+        return self.preparing, self.uploads, self.document_calls, self.texts, self.scrapes
 
     def __enter__(self) -> Self:
         return self

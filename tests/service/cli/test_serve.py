@@ -99,7 +99,15 @@ def test_bad_files(tmp_path: Path, text: str, error: type[Exception], named: str
         CliRunner().invoke(cli.app, ["serve", "-m", "m", "--config", str(file)], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("text", ["[tenants.a]\napi_key = 'K'", "[tenants.a]\napi_key_sha256 = 'K'", "api_key = 'K'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tenants.a]\napi_key = 'K'",
+        "[tenants.a]\napi_key_sha256 = 'K'",
+        "api_keys = 'K'",
+        "api_key = 'K'\n[tenants.a]\napi_key_sha256 = 'K'",
+    ],
+)
 @pytest.mark.usefixtures("served")
 def test_a_key_in_the_wrong_place_is_not_shown(tmp_path: Path, text: str) -> None:
     """What may be a key itself is in no error message, which a log keeps."""

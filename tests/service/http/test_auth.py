@@ -13,14 +13,15 @@ from api import MODEL, listening
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
 from fakes import FakeEmbedder
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.auth import PUBLIC_PATHS, hash_key
+from cacheblend.service.http.auth import PUBLIC_PATHS, ApiKeys, hash_key
 
 JSON = {"Content-Type": "application/json"}
-KEY = "cb-key"
+KEY = "cb-a-key"
 UPLOAD = {"documents": [{"id": "new", "text": "new words"}]}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1}
 
@@ -108,6 +109,42 @@ def test_pages_of_ours(client: httpx.Client, engine: Engine) -> None:
     with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
         response = httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=origin, timeout=60)
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, origin["Origin"])
+
+
+def test_one_key(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """With `api_key` the service has no tenants and asks for that key; no log and no text of the config shows it."""
+    http = HttpConfig(served_model_name=MODEL, api_key=KEY)
+    assert KEY not in f"{http}{http!r}"
+    with caplog.at_level("DEBUG"), Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
+        for headers in ({}, {"Authorization": "Bearer other-key"}, {"Authorization": KEY}):
+            assert code_of(httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=headers)) == (401, "invalid_api_key")
+            assert httpx.get(f"{address}/health", headers=headers).status_code == 200
+        key = {"Authorization": f"Bearer {KEY}"}
+        assert httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=key, timeout=60).status_code == 200
+        assert len(httpx.get(f"{address}/v1/documents", headers=key).json()["data"]) == len(DOCUMENTS)
+    assert KEY not in caplog.text
+    with pytest.raises(ConfigError, match="not shown") as wrong:
+        HttpConfig(api_key="a secret")
+    assert "a secret" not in str(wrong.value)
+    with pytest.raises(ConfigError, match=r"not beside \[tenants.NAME\]"):
+        ApiKeys([TenantConfig(name="a", api_key_sha256=(hash_key("x"),))], KEY)
+
+
+def test_pages_ask_before_they_write(engine: Engine) -> None:
+    """A named origin's page, with OpenAI's own client, is let send its headers and its key; no other origin is."""
+    asked = {
+        "Origin": "https://app.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }
+    http = HttpConfig(served_model_name=MODEL, api_key=KEY, cors_origins=("https://app.example",))
+    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
+        response = httpx.options(f"{address}/v1/chat/completions", headers=asked)
+        assert response.status_code == 200
+        assert "x-stainless-lang" in response.headers["access-control-allow-headers"]
+        assert "access-control-allow-credentials" not in response.headers
+        other = httpx.options(f"{address}/v1/chat/completions", headers={**asked, "Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
 
 
 def test_no_key_no_body(tenant_address: str) -> None:

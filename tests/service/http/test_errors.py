@@ -30,7 +30,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     ("change", "status", "param", "named"),
     [
         ({"model": "other"}, 404, "model", "tiny"),
-        ({"model": None}, 400, "model", "must be a text"),
+        ({"model": 7}, 400, "model", "must be a text"),
         ({"messages": []}, 400, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "user"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, None, "user's question"),
@@ -54,6 +54,21 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"documents": [{"text": "word " * 600}]}, 400, None, "positions"),
         ({"cache_salt": "x" * 999}, 400, "cache_salt", "256"),
         ({"unknown": 1}, 400, "unknown", "leave it out"),
+        ({"modalities": ["text", "audio"]}, 400, "modalities", 'only ["text"] is supported; leave it out'),
+        ({"web_search_options": {}}, 400, "web_search_options", "searches its own documents alone"),
+        ({"audio": {"voice": "x"}}, 400, "audio", "answers in text alone"),
+        ({"functions": [{"name": "f"}]}, 400, "functions", "leave them out"),
+        ({"function_call": {"name": "f"}}, 400, "function_call", 'only "none" and "auto"'),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}
+                ]
+            },
+            400,
+            "messages.0.content.0",
+            "image: this service reads text alone",
+        ),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from api import MODEL
 from engines import DOCUMENTS, QUESTION, TOP_K
 
 from cacheblend.service import Engine
+from cacheblend.service.http.schemas import IgnoredFields
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
@@ -146,3 +149,44 @@ def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> N
         )
         assert sampled.usage.prompt_tokens == greedy.usage.prompt_tokens
         assert top_k != 1 or sampled.choices[0].message.content == greedy.choices[0].message.content
+
+
+IGNORED: dict[str, object] = {
+    "user": "me",
+    "metadata": {"chat": "1"},
+    "store": True,
+    "service_tier": "auto",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "x"},
+}
+NEUTRAL: dict[str, object] = {
+    "modalities": ["text"],
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "none",
+    "logprobs": False,
+    "response_format": {"type": "text"},
+    "n": 1,
+}
+
+
+def test_fields_that_change_nothing(client: httpx.Client, openai_client: openai.OpenAI) -> None:
+    """Harmless fields that clients and gateways send change no answer, and docs/service.md lists them all."""
+    plain = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8)
+    chat = openai_client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=8, extra_body={**IGNORED, **NEUTRAL, "functions": None}
+    )
+    assert chat.choices[0].message.content == plain.choices[0].message.content
+    for field, value in {**IGNORED, **NEUTRAL}.items():
+        for given in (value, None):
+            response = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, field: given})
+            assert response.status_code == 200, (field, given, response.text)
+    assert set(IgnoredFields.model_fields) == set(IGNORED)
+    page = (Path(__file__).parents[3] / "docs" / "service.md").read_text(encoding="utf-8")
+    assert all(f"`{field}`" in page for field in IGNORED)

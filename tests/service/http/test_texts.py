@@ -1,0 +1,123 @@
+"""Embeddings and token ids over the API, and what other clients probe a service with."""
+
+from __future__ import annotations
+
+import threading
+from importlib import metadata
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from api import MODEL
+from engines import QUESTION, wait_until
+
+from cacheblend.service import Engine
+from cacheblend.service.http import Server
+
+TEXTS = [QUESTION, "Another text, of other words.", "  注意力机制 and naïve café 🙂 "]
+
+
+def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """OpenAI's client gets the embedder's very vectors, as floats and in the base64 that it asks for by itself."""
+    expected = engine.retriever.embedder.encode(TEXTS)
+    name = engine.retriever.embedder.name
+    for options in ({"model": name}, {"model": MODEL, "encoding_format": "float"}, {"model": name, "dimensions": 384}):
+        if "dimensions" in options:
+            options["dimensions"] = engine.retriever.embedder.dimensions
+        answer = openai_client.embeddings.create(input=TEXTS, **options)
+        assert [one.index for one in answer.data] == [0, 1, 2]
+        np.testing.assert_allclose(np.array([one.embedding for one in answer.data]), expected, rtol=1e-6)
+        assert answer.usage.prompt_tokens > len(TEXTS)
+    one = openai_client.embeddings.create(model=name, input=QUESTION)
+    np.testing.assert_allclose(one.data[0].embedding, expected[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "named"),
+    [
+        ({"input": []}, 400, "input"),
+        ({"input": ["x"] * 2049}, 400, "input"),
+        ({"input": ["x", " "]}, 400, "input.1: is empty"),
+        ({"input": [[1, 2]]}, 400, "check_embedding_ctx_length=False"),
+        ({"input": [1, 2]}, 400, "check_embedding_ctx_length=False"),
+        ({"dimensions": 7}, 400, "dimensions"),
+        ({"model": "text-embedding-3-small"}, 404, "use 'tiny'"),
+        ({"encoding_format": "hex"}, 400, "encoding_format"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_embeddings_that_cannot_be(client: httpx.Client, change: dict[str, object], status: int, named: str) -> None:
+    """What cannot be embedded is refused by the field's name."""
+    response = client.post("/v1/embeddings", json={"input": "x", **change})
+    assert response.status_code == status
+    assert named in response.json()["error"]["message"]
+
+
+def test_embeddings_of_a_client_that_goes(
+    engine: Engine, server: Server, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While texts are embedded the service answers, and so many calls of a tenant may wait that the next one is told 429."""
+    begun, go_on, encode = threading.Event(), threading.Event(), engine.retriever.embedder.encode
+
+    def wait(texts: list[str]) -> object:
+        begun.set()
+        assert go_on.wait(30)
+        return encode(texts)
+
+    monkeypatch.setattr(engine.retriever.embedder, "encode", wait)
+    most = server.scheduler.config.max_document_calls
+
+    def post() -> int:
+        return httpx.post(f"{address}/v1/embeddings", json={"input": "x"}, timeout=60).status_code
+
+    threads = [threading.Thread(target=post) for _ in range(most)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.texts.count("") == most)
+    assert begun.wait(10)
+    assert httpx.get(f"{address}/healthz").status_code == 200
+    refused = httpx.post(f"{address}/tokenize", json={"prompt": "x"})
+    assert refused.status_code == 429
+    assert int(refused.headers["Retry-After"]) >= 1
+    go_on.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_tokens(engine: Engine, client: httpx.Client) -> None:
+    """A text's token ids are those that a completion of it has, they give the text again, and a chat's are its prompt's."""
+    tokenizer = engine.fusor.tokenizer
+    told = client.post("/tokenize", json={"model": MODEL, "prompt": QUESTION, "return_token_strs": True}).json()
+    asked = client.post("/v1/completions", json={"prompt": [QUESTION], "max_tokens": 1}).json()
+    assert told["count"] == len(told["tokens"]) == asked["usage"]["prompt_tokens"]
+    assert told["tokens"][0] == tokenizer.bos_token_id
+    assert told["token_strs"] == tokenizer.convert_ids_to_tokens(told["tokens"])
+    assert told["max_model_len"] == 512
+    alone = client.post("/tokenize", json={"prompt": QUESTION, "add_special_tokens": False}).json()["tokens"]
+    assert alone == told["tokens"][1:]
+    assert client.post("/detokenize", json={"tokens": alone}).json() == {"prompt": QUESTION}
+    messages = [{"role": "user", "content": QUESTION}]
+    chat = client.post("/v1/chat/completions", json={"messages": messages, "num_chunks": 0, "max_tokens": 1}).json()
+    assert client.post("/tokenize", json={"messages": messages}).json()["count"] == chat["usage"]["prompt_tokens"]
+    long = client.post("/tokenize", json={"prompt": "word " * 2000}).json()
+    assert long["count"] > long["max_model_len"]
+
+
+def test_tokens_that_cannot_be(client: httpx.Client) -> None:
+    """Neither, or both, of text and chat, and ids that the model has not, are refused."""
+    both = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    for path, body in (("/tokenize", {}), ("/tokenize", both), ("/detokenize", {"tokens": [10**6]}), ("/detokenize", {})):
+        response = client.post(path, json=body)
+        assert response.status_code == 400, response.text
+    assert "is no token" in client.post("/detokenize", json={"tokens": [10**6]}).json()["error"]["message"]
+
+
+def test_probes(client: httpx.Client, server: Server) -> None:
+    """`/health` and `/version` answer as vLLM's do; a service that is stopping is not healthy; the model has a time."""
+    assert client.get("/health").status_code == 200
+    assert client.get("/version").json() == {"version": metadata.version("cacheblend")}
+    model = client.get("/v1/models").json()["data"][0]
+    assert model["created"] == server.started > 1.7e9
+    server.scheduler.stop()
+    assert client.get("/health").status_code == 503
