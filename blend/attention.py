@@ -129,7 +129,7 @@ class Rows:
             done += len(rows)
 
     def _stretches(self) -> Iterator[Rows]:
-        """The rows cut before and behind every long run of neighbours, and on the CPU at every long gap."""
+        """The rows cut before and after every long run of neighbours, and on the CPU at every long gap."""
         steps = np.diff(self.positions_S.numpy())
         gaps = np.flatnonzero(steps > 1) + 1  # a run begins at each
         starts, stops = (np.concatenate(ends) for ends in (([0], gaps), (gaps, [len(self)])))
@@ -198,7 +198,7 @@ def attend(
 def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """`Block.bias_XK` of the keys from `start` to `stop`.
 
-    Only keys past the block's first position, or behind the last one's window, can be hidden from some row: the rest is not
+    Only keys past the block's first position, or after the last one's window, can be hidden from some row: the rest is not
     compared.
     """
     first, last = int(block.positions_S[0]), int(block.positions_S[-1])

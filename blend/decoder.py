@@ -208,7 +208,7 @@ class Decoder:
         """Position-free keys and values (1, H, N, D), layer by layer, of sequences none of which sees another.
 
         Args:
-            sequences: token ids of each; N is the tokens of all of them, which stand one behind the other. Sequences of one
+            sequences: token ids of each; N is the tokens of all of them, which stand one after the other. Sequences of one
                 length are fastest as neighbours.
             shared: what each of them stands after; None for nothing.
         """

@@ -33,7 +33,7 @@ def relative_kv_error(cache: DynamicCache, full: DynamicCache) -> float:
     theirs: list[Any] = full.layers
     for mine, own in zip(ours, theirs, strict=True):
         for x, y in ((mine.keys, own.keys), (mine.values, own.values)):
-            # Generation appends to copies of the layers or behind them, never to these tensors.
+            # Generation appends to copies of the layers or after them, never to these tensors.
             difference += float((x.float() - y.float()).square().sum())
             size += float(y.float().square().sum())
     return difference / size

@@ -36,7 +36,7 @@ FusionSteps = Generator[LayerReport, None, FusionResult]
 
 
 class Fusor:
-    """Precomputes chunks, blends them, and generates behind the blend. Safe to use from several threads.
+    """Precomputes chunks, blends them, and generates after the blend. Safe to use from several threads.
 
     Args:
         model: a Hugging Face causal LM of a verified family, put into evaluation mode, and otherwise left as it is.
@@ -335,7 +335,7 @@ class Fusor:
             )
 
     def _stored_keys_off(self, prefix: list[int], chunk: list[int]) -> float:
-        """How far a chunk's stored keys, put behind their own prefix, are from full prefill's, relative; 0 but for rounding."""
+        """How far a chunk's stored keys, put after their own prefix, are from full prefill's, relative; 0 but for rounding."""
         stored = Segment(chunk, self.precompute(chunk, prefix))
         reused: Any = self.fuse([Segment(prefix), stored, Segment(prefix[:1])], FusionConfig(recompute_ratio=0)).cache
         whole: Any = self.prefill([*prefix, *chunk, *prefix[:1]]).cache

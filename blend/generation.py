@@ -27,7 +27,7 @@ from .prompt import FusionResult
 
 
 class SequenceKV:
-    """One sequence's KV, with room to grow: behind the prompt's own, or in a copy where another sequence has that room.
+    """One sequence's KV, with room to grow: after the prompt's own, or in a copy where another sequence has that room.
 
     The prompt's cache stays as it is.
 
@@ -55,7 +55,7 @@ class LayerOfSequence:
         k_HKD: keys.
         v_HKD: values.
         window: how many of the last positions it sees; None for all.
-        memory_21HCD: that keys and values stand at the start of, and nobody else's behind them; None to copy them.
+        memory_21HCD: that keys and values stand at the start of, and nobody else's after them; None to copy them.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ OnToken = Callable[[int, DynamicCache], None]
 def continue_from(
     model: PreTrainedModel, fused: FusionResult, max_new_tokens: int, on_token: OnToken | None = None, **kwargs: Any
 ) -> list[int]:
-    """The tokens that `model.generate` gives behind the prompt, with its own processors, sampling and stopping.
+    """The tokens that `model.generate` gives after the prompt, with its own processors, sampling and stopping.
 
     `generate` given the prompt beside a full cache would prefill the prompt a second time without a word, so its first forward
     is answered with the logits that are there. `fused.cache` is left as it is.

@@ -29,7 +29,7 @@ from .prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Sequences of one length that stand one behind the other, from row `start` on."""
+    """Sequences of one length that stand one after the other, from row `start` on."""
 
     start: int
     sequences: int

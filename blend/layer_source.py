@@ -16,7 +16,7 @@ from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 
 from .prompt import Prompt
 
-# Room behind a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
+# Room after a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
 GROWTH_TOKENS = 128
 LAYERS = BufferPool(256 * 2**20, slack=2)  # a prompt of half the length takes another's memory as well
 
@@ -49,7 +49,7 @@ class LayerKV:
     """One layer's keys and values of the whole prompt, on the model's device: one tensor, so that a chunk's are one copy.
 
     As it comes from a source, cached positions hold stored values (keys not yet rotated, but for a `PrefixRun`'s) and the
-    others are not initialised. `memory_21HCD` has room behind them, C > N positions in all, for what is generated.
+    others are not initialised. `memory_21HCD` has room after them, C > N positions in all, for what is generated.
     """
 
     kv_21HND: torch.Tensor

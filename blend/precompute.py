@@ -88,7 +88,7 @@ class Reading:
     """Chunks that are read one after the other, of which some are to be computed.
 
     Attributes:
-        chunks: token ids of each; none behind the last one wanted.
+        chunks: token ids of each; none after the last one wanted.
         wanted: indexes of those to compute, ascending.
     """
 

@@ -144,14 +144,14 @@ class Prompt:
             if start < self.exact_tokens:
                 if prefix != self.token_ids[:start]:
                     raise IncompatibleKVError(
-                        f"the exact segment at position {start} was not computed behind the tokens that stand before it"
+                        f"the exact segment at position {start} was not computed after the tokens that stand before it"
                     )
             elif chunk_prefix is None:
                 chunk_prefix = prefix
             elif chunk_prefix != prefix:
                 raise IncompatibleKVError(
-                    f"chunks computed behind different prefixes ({len(chunk_prefix)} and {len(prefix)} tokens) stand in one "
-                    "prompt; precompute all chunks behind one prefix"
+                    f"chunks computed after different prefixes ({len(chunk_prefix)} and {len(prefix)} tokens) stand in one "
+                    "prompt; precompute all chunks after one prefix"
                 )
 
 
@@ -175,7 +175,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusionResult:
-    """The KV cache of a whole prompt and the logits behind it. N tokens, L layers, V vocabulary.
+    """The KV cache of a whole prompt and the logits after it. N tokens, L layers, V vocabulary.
 
     Args:
         logits: float32 (V,), of the token after the prompt.
@@ -188,7 +188,7 @@ class FusionResult:
         reusable_tokens: how many tokens the ratio counts; `exact_tokens` and fresh ones apart.
         exact_tokens: how many tokens stand in exact segments.
         layers: a report a layer.
-        memory: per layer that of the keys and values in `cache`, (2, 1, H, C, D) with room behind the prompt for one sequence
+        memory: per layer that of the keys and values in `cache`, (2, 1, H, C, D) with room after the prompt for one sequence
             to grow; None where `cache` has a copy, no items where there is no room. See `take_memory`.
         selection: a report a layer of the pass that the selection took, before the first of `layers`; empty without one.
 
@@ -207,7 +207,7 @@ class FusionResult:
     selection: tuple[LayerReport, ...] = ()
 
     def take_memory(self) -> list[torch.Tensor | None]:
-        """`memory`, for the first who asks; nothing for others: two sequences behind one prompt need room of their own.
+        """`memory`, for the first who asks; nothing for others: two sequences after one prompt need room of their own.
 
         To be asked by one thread at a time.
         """

@@ -76,7 +76,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their ord
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out behind its last whole case.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out after its last whole case.")]
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", help="Most tokens of an answer; left out, what suits the data set.")
 ]

@@ -150,12 +150,12 @@ def prefix_digest(prefix_ids: Sequence[int]) -> str:
 
 
 def calibration_path(directory: Path, *, model: str, prefix: str) -> Path:
-    """The file of a model's calibration behind a prefix, in the folder of profiles."""
+    """The file of a model's calibration after a prefix, in the folder of profiles."""
     return directory / f"{model[:16]}-{prefix}.calibration.json"
 
 
 def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration | None:
-    """The calibration of a model behind a prefix; None where none was made.
+    """The calibration of a model after a prefix; None where none was made.
 
     Args:
         directory: the folder of profiles.

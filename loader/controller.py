@@ -31,7 +31,7 @@ class Correction:
         self.factor = 1.0
         self._seen: list[float] = []
 
-    def see(self, predicted_s: float, real_s: float) -> bool:
+    def observe(self, predicted_s: float, real_s: float) -> bool:
         """Note a request's seconds beside the uncorrected prediction; True where the factor moved."""
         if predicted_s <= 0 or real_s <= 0:
             return False
@@ -56,11 +56,11 @@ class LoadingPlan:
 
     Args:
         ratio: the recompute ratio.
-        load_s: the loading alone.
+        load_s: the loading without the compute.
         load_s_by_tier: the same by tier.
         recompute_s: the blend at `ratio` with all KV there already.
-        prefill_s: the way that was chosen, loading beside computing, chunks computed alone included.
-        precompute_s: the chunks that are computed alone first.
+        prefill_s: the way that was chosen, loading beside computing, chunks precomputed first included.
+        precompute_s: the missing chunks that are precomputed first.
         full_s: full prefill.
         full_recompute: full prefill is predicted to be sooner than blending, or no more than `DELAY_ALLOWED` later than one
             that waits for its loading, so that is what was chosen.
@@ -107,7 +107,9 @@ class LoadingController:
         self._compute = Correction()
         self._tiers = {tier: Correction() for tier in profile.tiers}
 
-    def plan(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0, alone: Sequence[int] = ()) -> LoadingPlan:
+    def plan(
+        self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0, precomputed: Sequence[int] = ()
+    ) -> LoadingPlan:
         """Choose the ratio of one request.
 
         Args:
@@ -115,7 +117,7 @@ class LoadingController:
             reusable: tokens with stored KV that the ratio counts.
             fresh: tokens without.
             exact: tokens of exact segments.
-            alone: tokens of each of those reusable chunks whose KV is computed alone first.
+            precomputed: tokens of each of those reusable chunks whose KV is missing and precomputed first.
         """
         tokens = reusable + fresh + exact
         by_tier = {tier: took_s * self._tiers[tier].factor for tier, took_s in self._load.seconds(reads).items()}
@@ -125,7 +127,7 @@ class LoadingController:
         full_s = self._recompute.prefill_s(tokens) * self._compute.factor
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
-        precompute_s = sum(map(self._recompute.prefill_s, alone)) * self._compute.factor
+        precompute_s = sum(map(self._recompute.prefill_s, precomputed)) * self._compute.factor
         blend_s = blend.total_s + precompute_s
         # Beside loading that nothing hides, the exact answer may cost what a higher ratio may.
         most_s = blend_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend_s
@@ -142,7 +144,7 @@ class LoadingController:
             full_recompute=full_recompute,
         )
 
-    def see(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
+    def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Correct the model by what a request took, once its prefill is done.
 
         A tier is corrected where all reads were from it (what was computed first is copied as well, from no tier). A full
@@ -156,11 +158,11 @@ class LoadingController:
         """
         with self._lock:
             expected_s = plan.full_s if plan.full_recompute else plan.recompute_s
-            moved = compute_s is not None and self._compute.see(expected_s / self._compute.factor, compute_s)
+            moved = compute_s is not None and self._compute.observe(expected_s / self._compute.factor, compute_s)
             if plan.full_recompute or (len(plan.load_s_by_tier) == 1 and not plan.precompute_s):
                 for tier, tier_s in plan.load_s_by_tier.items():
                     measured_s = tier_s / self._tiers[tier].factor
-                    moved |= self._tiers[tier].see(measured_s, measured_s if plan.full_recompute else load_s)
+                    moved |= self._tiers[tier].observe(measured_s, measured_s if plan.full_recompute else load_s)
             if moved:
                 factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in self._tiers.items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})

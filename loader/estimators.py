@@ -44,7 +44,7 @@ class RecomputeEstimator:
     """T_recompute(r) of each layer, and of a full prefill, from a profile.
 
     The paper takes r x Prefill (footnote 5). That is off by the layer's own constant, by the rotation of every stored key, by
-    the checks, which project rows that they then drop, by layer 0, which runs whole (or the candidates alone), by the last
+    the checks, which project rows that they then drop, by layer 0, which runs whole (or only the candidates), by the last
     layer, which runs one row, and by attention, which takes half as long for all rows as for the same number scattered. So
     seconds of a layer that runs some rows are a + b tokens + c rows + d rows x tokens + e projected, with another d for all
     rows, those of a whole layer 0 and of a full prefill a + b tokens + c tokens^2, with coefficients of at least 0 that fit the
@@ -100,11 +100,11 @@ class RecomputeEstimator:
         tokens = reusable + fresh + exact
         counts = self._schedule.counts(reusable, self.layers, ratio)
         rows = counts[0] + fresh
-        whole = counts[0] in (0, reusable)  # what is fresh stands mostly behind the rest, as if it were whole
+        whole = counts[0] in (0, reusable)  # what is fresh stands mostly after the rest, as if it were whole
         seconds = [float(self._layer_0 @ _of_length(rows) if whole else self._later @ _of_rows(tokens, rows, 0))]
         for layer, (before, kept) in enumerate(itertools.pairwise(counts), start=1):
             rows, projected = kept + fresh, before + fresh if kept < before else 0
-            if layer == self.layers - 1:  # the prompt's last position alone; of the others K and V
+            if layer == self.layers - 1:  # only the last position of the prompt; of the others K and V
                 rows, projected = 1, projected or rows
             seconds.append(float(self._later @ _of_rows(tokens, rows, projected)))
         seconds[-1] += self._logits_s

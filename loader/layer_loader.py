@@ -78,7 +78,7 @@ class Staging:
             return LayerBuffer(LayerKV.empty(self._geometry, tokens), None)
 
     def load(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
-        """Read a chunk's layer to the positions from `start` to `stop`, by this thread alone."""
+        """Read a chunk's layer to the positions from `start` to `stop`, in the calling thread."""
         if buffer.bytes_2HNB is not None:
             kv.read_layer_into(layer, buffer.bytes_2HNB[:, :, start:stop])
             return
@@ -164,7 +164,7 @@ class LoaderConfig:
 
     Args:
         lookahead_bytes: how many bytes of whole layers the loader may hold ready ahead of the fusor; one layer always.
-        reads_in_flight: how many reads the loader has under way at once, each in a thread; on a CPU of files alone.
+        reads_in_flight: how many reads the loader has under way at once, each in a thread; on a CPU of files only.
         quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1); `FusionConfig`'s default.
             An engine takes the ratio of its store's calibration (`cacheblend calibrate`) where this one is at its default, and
             no more than `max_ratio`; to have the default itself, set `FusionConfig.recompute_ratio`.

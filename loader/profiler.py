@@ -198,7 +198,7 @@ def measure_profile(
 
 
 class _OneLayer:
-    """A source whose every layer is the same memory on the device, there at once: what is timed is computing alone."""
+    """A source whose every layer is the same memory on the device, there at once: only the compute is timed."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """See `LayerSource.start`."""
@@ -229,7 +229,7 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
     if stored:
         geometry = fusor.runner.geometry
         nothing_HTD = torch.empty((geometry.kv_heads, 1, geometry.head_dim), dtype=geometry.dtype).expand(-1, len(stored), -1)
-        nothing = [(nothing_HTD, nothing_HTD)] * geometry.layers  # one token's memory: what is timed is computing alone
+        nothing = [(nothing_HTD, nothing_HTD)] * geometry.layers  # one token's memory: only the compute is timed
         segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
     samples: list[LayerSample] = []
     before = 0
@@ -241,7 +241,7 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
             seconds = time.perf_counter() - started
             projected = before if rows < before else 0
             ran = rows
-            if 0 < layer == fusor.decoder.geometry.layers - 1:  # the prompt's last position alone; of the others K and V
+            if 0 < layer == fusor.decoder.geometry.layers - 1:  # only the last position of the prompt; of the others K and V
                 ran, projected = 1, projected or rows
             samples.append(LayerSample(layer=layer, tokens=tokens, rows=ran, projected=projected, seconds=seconds))
             before = rows

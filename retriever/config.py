@@ -19,7 +19,7 @@ class RetrieverConfig:
 
     Args:
         directory: where the catalog and the index live, made when missing; None keeps both in memory.
-        separator: text behind every chunk, tokenised together with it.
+        separator: text after every chunk, tokenised together with it.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -124,7 +124,7 @@ class SyncedIndex:
         return self._index
 
     def apply(self, change: Change, vectors_ND: NDArray[np.float32]) -> None:
-        """Follow a change of the catalog; an index that was behind already stays so until `current` builds it anew."""
+        """Follow a change of the catalog; an index that was out of date already stays so until `current` builds it anew."""
         if change.generation != self._generation + 1:
             return
         self._generation = -1  # should this fail half-way, the index is built anew

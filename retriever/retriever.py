@@ -296,7 +296,7 @@ class Retriever:
         return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> list[str]:
-        """What chunks are found by: their text, behind their document's title, which the text has in the first chunk only.
+        """What chunks are found by: their text, after their document's title, which the text has in the first chunk only.
 
         Of a long title its beginning, so that embedding a document costs no multiple of it with the longest title.
         """

@@ -118,7 +118,7 @@ class PlainTokenizer:
     def _encode(self, text: str, start: int = 0) -> list[tuple[int, int]]:
         """Token ids and where in the text each starts.
 
-        Some vocabularies hold a control token as a word of theirs, and find it in plain text: there the text is cut behind the
+        Some vocabularies hold a control token as a word of theirs, and find it in plain text: there the text is cut after the
         word's first character, and both parts are encoded alone; one that came of a single character is left out.
         """
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]

@@ -237,7 +237,7 @@ def be_hostile() -> int:
 
 @contextlib.contextmanager
 def attacked(address: str, key: str, model: str, without: Collection[str], answers: dict[str, Any]) -> Iterator[None]:
-    """The hostile tenant's process beside the block; what it was answered is in `answers` behind it."""
+    """The hostile tenant's process beside the block; what it was answered is in `answers` after it."""
     command = [sys.executable, str(Path(__file__).resolve()), BE_HOSTILE]
     whom = {"address": address, "key": key, "model": model, "without": list(without)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -9,7 +9,7 @@ packaged reader), so that every document ends with a shorter one. Everything tak
 medians of seconds.
 
 Sides:
-`forward`: `model(input_ids, use_cache=True, logits_to_keep=1)` of the prompt's head and the filler passages, once, and behind
+`forward`: `model(input_ids, use_cache=True, logits_to_keep=1)` of the prompt's head and the filler passages, once, and after
 its cache of every window of every document (`ChunkContext.windows`). Sequences are sorted by length and padded at the end,
 which a causal model does not see, in batches of the size that was fastest before. A short head without filler runs
 with each window.

@@ -138,20 +138,20 @@ def overlap(bench: Bench, profile: Profile, chunks: int, rate: float, options: a
         """What a service does with one: as planned, and the controller told."""
         made = controller.plan(reads, reusable, fresh)
         if made.full_recompute:
-            controller.see(made, load_s=0.0, compute_s=bench.full_s(chunks))
+            controller.record(made, load_s=0.0, compute_s=bench.full_s(chunks))
             return
         with bench.placed(chunks) as segments, ThrottledLoader(bench.config, Throttle(rate)) as loader:
             started = time.perf_counter()
             fused = bench.fusor.fuse(segments, FusionConfig(recompute_ratio=made.ratio), loader)
             took_s = time.perf_counter() - started
-        controller.see(made, load_s=loader.load_s, compute_s=took_s - fused.wait_s)
+        controller.record(made, load_s=loader.load_s, compute_s=took_s - fused.wait_s)
 
     def load_alone() -> float:
         with bench.placed(chunks) as segments:
             return bench.load_alone_s(segments, ThrottledLoader(bench.config, Throttle(rate)), layer_0=True)
 
     for _ in range(WINDOW):
-        load_alone()  # what is measured below comes behind a load too: after a second without work a prefill takes longer
+        load_alone()  # what is measured below comes after a load too: after a second without work a prefill takes longer
         request()
     plan = controller.plan(reads, reusable, fresh)
     loading_is_longer = load_alone() > 0.8 * bench.fuse_s(resident, quality)  # elsewhere nothing can hide behind it

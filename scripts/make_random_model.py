@@ -157,7 +157,7 @@ def train_tokenizer(corpus: Iterable[str], shape: ModelShape) -> PreTrainedToken
 
 
 def python_help() -> list[str]:
-    """Half a million characters of English that every Python carries: the texts behind `help()`."""
+    """Half a million characters of English that every Python carries: the texts of `help()`."""
     from pydoc_data.topics import topics
 
     return [text for _, text in sorted(topics.items())]

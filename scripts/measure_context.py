@@ -4,7 +4,7 @@
 
 For each question of a data set whose answer stands in one passage: the passages without that one are the prompt, and each of
 them is computed after the head, the filler and the passage that is left out, as if that stood before them in one document. The
-answer must not be likelier than full recompute of the same prompt finds it. Beside it: the same prompt behind a head of its own
+answer must not be likelier than full recompute of the same prompt finds it. Beside it: the same prompt after a head of its own
 (another instruction) over chunks computed after the server's head, after their own, and after BOS alone.
 
 The last line on stdout is a JSON object.

@@ -19,7 +19,7 @@ from cacheblend.base.errors import InputError
 
 from .chunk import LayerPair
 
-_ALIGNMENT = 16  # bytes; packed tensors that stand one behind the other in a buffer can still be viewed as floats
+_ALIGNMENT = 16  # bytes; packed tensors that stand one after the other in a buffer can still be viewed as floats
 
 
 class LayerShape(NamedTuple):

@@ -91,7 +91,7 @@ def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count
 
 
 def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
-    """Memory that begins on a block, of the whole blocks that `count` bytes take; zeros stand behind those.
+    """Memory that begins on a block, of the whole blocks that `count` bytes take; zeros stand after those.
 
     With `reuse` it is this thread's, and is overwritten by its next use.
     """
@@ -191,7 +191,7 @@ def _layers_by_piece(info: EntryInfo) -> list[list[int]]:
 
 
 def _empty_piece(count: int) -> Bytes:
-    """Whole blocks of memory that begin on a block, for `count` bytes; zeros stand behind those."""
+    """Whole blocks of memory that begin on a block, for `count` bytes; zeros stand after those."""
     if count < HUGE_PAGE_BYTES:
         return aligned_blocks(count)
     blocks = PIECES.empty(-(-count // BLOCK_BYTES) * BLOCK_BYTES)
@@ -205,7 +205,7 @@ class EncodedEntry:
 
     Args:
         info: all but the keys and values.
-        pieces: what stands behind the header in its file, the layers' tensors without gaps, and zeros up to a whole block; each
+        pieces: what stands after the header in its file, the layers' tensors without gaps, and zeros up to a whole block; each
             in memory that begins on a block, so that it is written past the page cache without a copy.
         checksums: of each layer's tensor; see `checksum`.
 

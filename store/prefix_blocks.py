@@ -74,7 +74,7 @@ def blocks_needed(window: int | None, blocks: int) -> int:
 
 
 def tokens_kept(window: int | None) -> int:
-    """How many of a block's last tokens a layer of this window holds: more are never seen from behind the block."""
+    """How many of a block's last tokens a layer of this window holds: no token after the block sees more."""
     return BLOCK_TOKENS if window is None else min(BLOCK_TOKENS, max(window - 1, 1))
 
 
@@ -242,7 +242,7 @@ class PrefixStats:
 class PrefixBlocks:
     """Full blocks of 16 tokens by their chained hash, up to a byte budget. Thread-safe.
 
-    The layers of one window, and those of full attention, are held and evicted apart: behind a prefix a full layer needs all of
+    The layers of one window, and those of full attention, are held and evicted apart: after a prefix a full layer needs all of
     its blocks, a layer with a window those in the window. The least recently used goes first, and of a chain that was used at
     once its tail goes before its parents; what is in use, and within its namespace's reserve, stays.
 
@@ -364,7 +364,7 @@ class PrefixBlocks:
             if name not in self._parts:
                 if reader is None:
                     if window is None:
-                        return False  # behind a missing parent no full layer would be found again
+                        return False  # after a missing parent no full layer would be found again
                     continue
                 kv_L2HTD = reader.block(index, layers, tokens_kept(window))
                 if not self._make_room(namespace, kv_L2HTD.nbytes):

@@ -44,7 +44,7 @@ def largest_difference(one: DynamicCache, other: DynamicCache) -> float:
 
 
 def assert_same_kv(one: ChunkKV, other: ChunkKV, tolerance: float = 1e-5) -> None:
-    """Same tokens behind the same prefix, and keys and values equal but for the rounding of larger products."""
+    """Same tokens after the same prefix, and keys and values equal but for the rounding of larger products."""
     assert (one.token_ids, one.prefix_ids, one.model) == (other.token_ids, other.prefix_ids, other.model)
     for pair, twin in zip(one.layers, other.layers, strict=True):
         for x_HTD, y_HTD in zip(pair, twin, strict=True):

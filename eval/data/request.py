@@ -86,7 +86,7 @@ def make_request(
         example: what it is made from.
         head: token ids before the chunks.
         chunks: token ids of each.
-        tail: token ids behind them.
+        tail: token ids after them.
         limit: most tokens of the prompt; None for no limit.
         document_ids: which document each chunk is of.
         documents: for each chunk the chunks of its document that come before it, in the document's order.

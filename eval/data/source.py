@@ -26,7 +26,7 @@ class Wording:
         instruction: in front of the passages.
         question: what is asked; `{question}` stands for the example's own.
         before_question: in front of it.
-        after_question: behind it, where the model has no chat template.
+        after_question: after it, where the model has no chat template.
         first_line: the answer ends at the first line break; models without a chat template go on with other questions.
         working_ends: what stands between a working that the model may write first and its answer; empty for none.
         examples: questions and answers, worked in front of the passages of a plain text: they show a base model the answers'

@@ -88,11 +88,11 @@ def draw_figures(
     embedder: Embedder | None = None,
     on_progress: Progress = lambda *_: None,
 ) -> dict[str, str]:
-    """Make the paper's figures for a model and a data set, each a PNG and the CSV behind it.
+    """Make the paper's figures for a model and a data set, each a PNG and its data as CSV.
 
     Args:
         config: model, data set and cases; methods and ratios are the figures' own.
-        folder: where to. The runs are kept below `runs/`; called again with the same configuration, it goes on behind their
+        folder: where to. The runs are kept below `runs/`; called again with the same configuration, it goes on after their
             last whole cases and draws anew.
         fusor: in place of the model that the config names.
         embedder: in place of the retriever's own.

@@ -24,7 +24,7 @@ STOP_S = 60.0
 
 @contextmanager
 def own_server(options: Sequence[str]) -> Iterator[str]:
-    """Run `cacheblend serve` on a free port of this machine; gives its address, and stops it behind the block.
+    """Run `cacheblend serve` on a free port of this machine; gives its address, and stops it after the block.
 
     Args:
         options: of `cacheblend serve`, host and port apart.

@@ -76,7 +76,7 @@ def split_requests(
         apart, measured = measured[:warm_up], measured[warm_up:]
     if len(measured) < rates * each:
         raise InputError(
-            f"the data set has {len(measured)} requests behind the {len(apart)} that warm up, and {rates} rates of {each} need "
+            f"the data set has {len(measured)} requests after the {len(apart)} that warm up, and {rates} rates of {each} need "
             f"{rates * each}; lower --requests or give fewer rates"
         )
     return apart, [measured[rate * each : (rate + 1) * each] for rate in range(rates)]
@@ -242,7 +242,7 @@ LOOK_EVERY_S = 0.2
 
 
 async def settled_evictions(client: httpx.AsyncClient, target: Target) -> int | None:
-    """Wait until nothing is computed or written behind the requests any more, and give the entries that were evicted from NVMe.
+    """Wait until nothing is computed or written after the requests any more, and give the entries that were evicted from NVMe.
 
     What one step leaves to be done would otherwise be done beside the next target's.
 

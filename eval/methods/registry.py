@@ -67,7 +67,7 @@ def plan_methods(
 ) -> tuple[PlannedMethod, ...]:
     """Every method, those that reuse chunks over KV of every context, and those with a ratio at every ratio.
 
-    The label is `name`, with `+context` behind it for another context than the default, and `@ratio` where there are several.
+    The label is `name`, with `+context` after it for another context than the default, and `@ratio` where there are several.
 
     Raises:
         ConfigError: an unknown method or context, one given twice, none at all, or a ratio outside 0..1.
@@ -117,7 +117,7 @@ class CacheHistory(Protocol):
 class EverythingCached:
     """Every chunk was computed before, and some other request began with the same first chunk: the paper's set-up.
 
-    That flatters prefix caching, as the paper does: its first chunk always hits. What stands behind the first chunk never
+    That flatters prefix caching, as the paper does: its first chunk always hits. What stands after the first chunk never
     does, since no other request has the same two chunks in the same order.
     """
 

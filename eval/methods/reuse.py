@@ -97,7 +97,7 @@ class PrefixCache(PrefillMethod):
         _ = resident.prefix_kv
 
     def prefill(self, resident: ResidentRequest) -> FusionResult:
-        """Run what stands behind the prefix."""
+        """Run what stands after the prefix."""
         return self._fusor.fuse(resident.prefix_segments())
 
     def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:

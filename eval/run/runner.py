@@ -195,7 +195,7 @@ def evaluate(
     Args:
         config: what to run.
         folder: a new folder for the run; with `resume` the folder of one that was cut off.
-        resume: go on behind the last whole case; the set-up must be the same.
+        resume: go on after the last whole case; the set-up must be the same.
         fusor: in place of the model that the config names.
         embedder: in place of the retriever's own.
         on_progress: called with the stage, what of it is done, and how much it is.

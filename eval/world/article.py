@@ -102,7 +102,7 @@ def capitalised(sentence: str) -> str:
 
 
 def with_opener(opener: str, sentence: str) -> str:
-    """The sentence behind an opener; its own first word loses its capital unless it is a name."""
+    """The sentence after an opener; its own first word loses its capital unless it is a name."""
     return capitalised(opener + sentence) if opener else capitalised(sentence)
 
 

@@ -51,7 +51,7 @@ class Group:
 
     Attributes:
         early: the relations told in an article's first chunk.
-        late: those told in the chunks behind it.
+        late: those told in the chunks after it.
     """
 
     entities: tuple[Entity, ...]

@@ -149,7 +149,7 @@ class BlendScheduler:
 
     @staticmethod
     def _salt(request: Any, first: int, salt: bytes) -> None:
-        """Rename the block `first`; all after it, those of generated tokens too, are hashed behind that name."""
+        """Rename the block `first`; all after it, those of generated tokens too, are hashed after that name."""
         exact = request.block_hashes[first]
         request.block_hashes[first:] = [type(exact)(hashlib.sha256(salt + exact).digest())]
         request.update_block_hashes()

@@ -1,4 +1,4 @@
-"""A lesson: one context with many questions behind it.
+"""A lesson: one context with many questions after it.
 
 Every question sees the context and itself, never another question or its answer, and its positions go on from the context's
 last. So a lesson teaches what as many separate prompts would, at a fraction of their cost.

@@ -138,7 +138,7 @@ class TrainConfig:
                 raise ConfigError(field, getattr(self, field), "from 0 to 1")
 
     def rate(self, step: int, fresh_at: int = 0) -> float:
-        """The share of the peak rates at a step counted from 1, optimizers fresh behind step `fresh_at`: linear warm-up,
+        """The share of the peak rates at a step counted from 1, optimizers fresh after step `fresh_at`: linear warm-up,
         plateau, linear cooldown.
         """
         left = (self.steps + 1 - step) / max(1.0, self.cooldown * self.steps)

@@ -27,7 +27,7 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `do
 def ls(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many; left out, all.")] = None,
-    after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed behind this document.")] = None,
+    after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed after this document.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """List the documents, and how much of each one's KV is stored.

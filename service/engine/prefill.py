@@ -231,7 +231,7 @@ class Prefiller:
             reusable=reusable,
             fresh=len(prompt.token_ids) - reusable - exact_tokens,
             exact=exact_tokens,
-            alone=[len(chunk) for chunk in computed],
+            precomputed=[len(chunk) for chunk in computed],
         )
 
     def _synchronized(self) -> float:
@@ -253,7 +253,7 @@ class Prefiller:
         blend_s = prefill_s - precompute_s
         # A GPU computes while the host waits, so there the two can be told apart only where the host hardly waited.
         waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * blend_s
-        controller.see(plan, load_s=load_s, compute_s=None if waited else blend_s - wait_s)
+        controller.record(plan, load_s=load_s, compute_s=None if waited else blend_s - wait_s)
         logger.info(
             "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
             "full recompute" if plan.full_recompute else f"ratio {plan.ratio}",

@@ -208,7 +208,7 @@ def read_body(raw: bytes, model: type[_Model]) -> _Model:
         raise ApiError(400, f"the body cannot be read as JSON: {why}") from None
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg}") from None
-    except ValueError as error:  # a number with thousands of digits; behind the semicolon Python advises the server
+    except ValueError as error:  # a number with thousands of digits; after the semicolon Python advises the server
         raise ApiError(400, f"the body cannot be read as JSON: {str(error).partition(';')[0]}") from None
     try:
         return model.model_validate(value)
@@ -226,7 +226,7 @@ def check_values(raw: bytes) -> None:
     in_text = False
     while start < len(raw):
         piece = raw[start : start + PIECE_BYTES]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # its last backslash escapes the byte behind it
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # its last backslash escapes the byte after it
             piece = raw[start : start + len(piece) + 1]
         start += len(piece)
         # What is left of quotation marks opens or closes a string.

@@ -53,7 +53,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
-    """Continue a text, behind the documents given or, with `num_chunks`, the chunks nearest it."""
+    """Continue a text, after the documents given or, with `num_chunks`, the chunks nearest it."""
     engine: Engine = request.state.engine
 
     def prepare(check: Check) -> PromptRequest:

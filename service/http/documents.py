@@ -37,7 +37,7 @@ async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
 async def ls(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MOST_LISTED, description="At most so many documents.")] = LISTED,
-    after: Annotated[str | None, Query(description="List those behind the document of this id: the `last_id` before.")] = None,
+    after: Annotated[str | None, Query(description="List those after the document of this id: the `last_id` before.")] = None,
 ) -> Response:
     """A page of the documents, in the order of adding; `has_more` tells whether to ask for the one after `last_id`."""
     engine: Engine = request.state.engine

@@ -22,7 +22,7 @@ from .config import ServingConfig
 from .quality_guard import QualityStatus, ShadowEvaluation, ShadowReport
 from .request import Done, Failed, ServedRequest
 
-CREDIT_S = 0.25  # of prefilling that a tenant may be ahead of the others behind a pause
+CREDIT_S = 0.25  # of prefilling that a tenant may be ahead of the others after a pause
 logger = logging.getLogger(__name__)
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
 

@@ -68,13 +68,13 @@ def test_kv_of_another_shape(fusor: Fusor) -> None:
 
 
 def test_chunks_behind_different_prefixes(fusor: Fusor) -> None:
-    """Chunks of one prompt must have been computed behind one prefix."""
+    """Chunks of one prompt must have been computed after one prefix."""
     with pytest.raises(IncompatibleKVError, match="different prefixes"):
         fusor.fuse([Segment(BOS), chunk(fusor, 5, seed=1), chunk(fusor, 5, seed=2, prefix=(2,)), Segment([5])])
 
 
 def test_exact_kv_behind_other_tokens(fusor: Fusor) -> None:
-    """An exact segment whose KV was computed behind other tokens than stand before it is refused."""
+    """An exact segment whose KV was computed after other tokens than stand before it is refused."""
     ids = draw_ids(5, seed=1)
     segments = [Segment(BOS, fusor.precompute(BOS), exact=True), Segment(ids, fusor.precompute(ids), exact=True), Segment([5])]
     with pytest.raises(IncompatibleKVError, match="exact segment at position 1"):

@@ -59,7 +59,7 @@ def test_batch_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_sequences_behind_one_prompt_do_not_share_room(name: str) -> None:
-    """The first grows behind the prompt's own KV, the second in a copy; each gets what it gets alone, and the cache stays."""
+    """The first grows after the prompt's own KV, the second in a copy; each gets what it gets alone, and the cache stays."""
     fusor = Fusor(tiny_model(name))
     fused = prompts(fusor)[0]
     before = [(layer.keys.clone(), layer.values.clone()) for layer in fused.cache.layers]

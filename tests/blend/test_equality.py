@@ -27,7 +27,7 @@ def test_ratio_one_is_full_prefill(fusor: Fusor) -> None:
 
 
 def test_chunk_behind_its_own_prefix_needs_no_repair(fusor: Fusor) -> None:
-    """At ratio 0 a chunk right behind its own prefix has the very bits of a forward of prefix and chunk."""
+    """At ratio 0 a chunk right after its own prefix has the very bits of a forward of prefix and chunk."""
     segment = chunk(fusor, 33, seed=4)
     reference = fusor.prefill([*BOS, *segment.token_ids])
     fused = fusor.fuse([Segment(BOS), segment, Segment(draw_ids(3, seed=9))], FusionConfig(recompute_ratio=0))
@@ -61,7 +61,7 @@ def test_exact_segments_are_full_prefills_own(fusor: Fusor) -> None:
 
 
 def test_generation_continues_as_the_model_does(fusor: Fusor) -> None:
-    """`generate` behind a fused prompt gives the tokens of `model.generate` on the prompt, and leaves the cache as it was."""
+    """`generate` after a fused prompt gives the tokens of `model.generate` on the prompt, and leaves the cache as it was."""
     fused = fusor.fuse(rag_prompt(fusor), FusionConfig(recompute_ratio=1.0))
     prompt = torch.tensor([fused.token_ids])
     plain = fusor.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)

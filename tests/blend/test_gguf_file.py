@@ -111,7 +111,7 @@ def test_a_header_that_promises_more_than_there_is(llama_file: Path, kind: str) 
     raw = bytearray(llama_file.read_bytes())
     if kind == "array":
         name = b"tokenizer.ggml.token_type"
-        at = raw.index(name) + len(name) + 4 + 4  # behind the kinds of the value and of its items
+        at = raw.index(name) + len(name) + 4 + 4  # after the kinds of the value and of its items
     else:
         name = b"general.name"
         at = raw.index(name) + len(name) + 4

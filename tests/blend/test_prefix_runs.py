@@ -78,12 +78,12 @@ def seen_difference(one: DynamicCache, other: DynamicCache) -> float:
     return largest_difference(one, other)
 
 
-@given(kept=st.integers(16, 90), behind=st.integers(1, 40), name=st.sampled_from(["gemma3", "mistral-window"]))
+@given(kept=st.integers(16, 90), after=st.integers(1, 40), name=st.sampled_from(["gemma3", "mistral-window"]))
 @settings(max_examples=25, deadline=None)
-def test_whatever_the_lengths(kept: int, behind: int, name: str) -> None:
+def test_whatever_the_lengths(kept: int, after: int, name: str) -> None:
     """Whatever the lengths of prefix and rest, logits are full prefill's."""
     fusor = Fusor(tiny_model(name), fingerprint=name)
-    ids, rest = draw_ids(kept, seed=1), draw_ids(behind, seed=2)
+    ids, rest = draw_ids(kept, seed=1), draw_ids(after, seed=2)
     blocks = blocks_of(fusor)
     chain = keep(fusor, ids, blocks)
     with blocks.match(ids, [chain]) as run:
@@ -136,7 +136,7 @@ def test_misuse() -> None:
         with pytest.raises(InputError, match="keys are rotated"):
             Segment(ids, run)
         exact = Segment(ids, run, exact=True)
-        with pytest.raises(IncompatibleKVError, match="not computed behind the tokens"):
+        with pytest.raises(IncompatibleKVError, match="not computed after the tokens"):
             fusor.fuse([Segment([5], fusor.precompute([5]), exact=True), exact, Segment([5])])
         with pytest.raises(IncompatibleKVError, match="precompute it with this model"):
             other.fuse([exact, Segment([5])])

@@ -76,11 +76,11 @@ def test_a_miss_is_left_out() -> None:
 def test_a_cached_prefix_changes_no_choice() -> None:
     """With any part of the prompt's start exact the question attends to the same, and nothing of that part runs again."""
     fusor, head = Fusor(tiny_model("llama")), [*BOS, *draw_ids(29, seed=7)]
-    behind = [chunk(fusor, 20, seed=1), chunk(fusor, 9, seed=4), Segment(draw_ids(5, seed=2))]
-    expected = heard(fusor, [Segment(head), *behind])
+    after = [chunk(fusor, 20, seed=1), chunk(fusor, 9, seed=4), Segment(draw_ids(5, seed=2))]
+    expected = heard(fusor, [Segment(head), *after])
     for tokens in (1, 16, 30):
         exact = Segment(head[:tokens], fusor.precompute(head[:tokens]), exact=True)
-        segments = [exact, *([Segment(head[tokens:])] if tokens < 30 else []), *behind]
+        segments = [exact, *([Segment(head[tokens:])] if tokens < 30 else []), *after]
         torch.testing.assert_close(heard(fusor, segments), expected, rtol=1e-3, atol=1e-5)
         assert question_rows(Prompt.of(segments)).tolist() == [*range(tokens, 30), *range(59, 64)]
 

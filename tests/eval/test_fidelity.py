@@ -88,7 +88,7 @@ def test_ratio_1_is_near_and_reuse_is_not(fusor: Fusor) -> None:
 
 
 def test_a_planted_fault_in_the_cache_is_caught(fusor: Fusor) -> None:
-    """One value of one key turned around behind the right first logits shows in the answer's likelihood."""
+    """One value of one key turned around after the right first logits shows in the answer's likelihood."""
     full = fusor.prefill(PROMPT)
     own, layer = answer_nll_nats(fusor, full, ANSWER), fusor.prefill(PROMPT)
     last: Any = layer.cache.layers[-1]

@@ -1,4 +1,4 @@
-"""Figures: each is a PNG with the CSV behind it, and says what it should on cases whose answer is known."""
+"""Figures: each is a PNG with its data as CSV, and says what it should on cases whose answer is known."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_random_weights_have_no_quality_figures(
 
 
 def test_deviations_begin_behind_the_first_chunk(fusor: Fusor) -> None:
-    """Layer 0's stored KV is exact, and every layer's of a first chunk computed behind the head; the others' is not."""
+    """Layer 0's stored KV is exact, and every layer's of a first chunk computed after the head; the others' is not."""
     request = next(WorldSource(cases=1).requests(fusor.tokenizer, None))
     cached = EverythingCached().cached(request.prompt.chunks)
     resident = ResidentRequest(fusor, request, StoredContexts(fusor, request.prompt.prefix), *cached)

@@ -68,7 +68,7 @@ def test_all_read_the_same_prompt(answers: dict[str, MethodAnswer], request_: Re
 
 
 def test_prefix_caching_is_exact(answers: dict[str, MethodAnswer], request_: Request) -> None:
-    """Prefix caching answers as full recompute does, and runs only what stands behind the first chunk."""
+    """Prefix caching answers as full recompute does, and runs only what stands after the first chunk."""
     full, prefix = answers["full_recompute"], answers["prefix_cache"]
     assert prefix.token_ids == full.token_ids
     assert _deviation(prefix, answers) < 1e-9

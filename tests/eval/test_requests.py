@@ -224,7 +224,7 @@ def test_base_models_get_worked_examples() -> None:
 
 
 def test_a_right_answer_follows_the_models_working() -> None:
-    """Where a model wrote a working first, the right answer is marked behind it; elsewhere as it is."""
+    """Where a model wrote a working first, the right answer is marked after it; elsewhere as it is."""
     assert WORLD.as_written("1986", " Elia Harane: 1990\nmore: text") == "Elia Harane: 1986"
     assert WORLD.as_written("1986", "1990") == "1986"
     assert SHORT_ANSWER.as_written("1986", "in: 1990") == "1986"

@@ -237,7 +237,7 @@ def gguf_files() -> Iterator[Check]:
     """A GGUF file's header: read, or refused by an error that names the file."""
     with scratch() as folder:
         whole = write_gguf(folder / "whole.gguf", tiny_checkpoint("llama"), "llama").read_bytes()
-        header = whole.index(b"token_embd.weight")  # the weights behind it are only looked up
+        header = whole.index(b"token_embd.weight")  # the weights after it are only looked up
 
         def check(data: st.DataObject) -> None:
             path = folder / "some.gguf"

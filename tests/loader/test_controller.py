@@ -129,37 +129,37 @@ def plan_once(controller: LoadingController) -> LoadingPlan:
 class TestLearning:
     """Requests that take another time than predicted."""
 
-    def see(self, controller: LoadingController, count: int, *, load: float = 1.0, compute: float = 1.0) -> None:
+    def observe(self, controller: LoadingController, count: int, *, load: float = 1.0, compute: float = 1.0) -> None:
         """So many requests, each off the uncorrected profile by these factors."""
         fresh = plan_once(LoadingController(controller.config, controller.profile, Schedule(0.0), ()))
         for _ in range(count):
             made = plan_once(controller)
             compute_s = fresh.full_s if made.full_recompute else made.recompute_s / controller_factor(controller)
-            controller.see(made, load_s=fresh.load_s * load, compute_s=compute_s * compute)
+            controller.record(made, load_s=fresh.load_s * load, compute_s=compute_s * compute)
 
     def test_a_stable_machine_gives_equal_plans(self) -> None:
         """Requests within a tenth of the prediction leave every later plan as it was."""
         controller = controller_of(5e8)
         before = plan_once(controller)
-        self.see(controller, 5 * WINDOW, load=1.09, compute=0.92)
+        self.observe(controller, 5 * WINDOW, load=1.09, compute=0.92)
         assert plan_once(controller) == before
 
     def test_one_slow_request_moves_nothing(self) -> None:
         """A request that takes twenty times as long does not change the next plan."""
         controller = controller_of(5e8)
         before = plan_once(controller)
-        self.see(controller, 3)
-        self.see(controller, 1, load=20, compute=20)
-        self.see(controller, 3 * WINDOW)
+        self.observe(controller, 3)
+        self.observe(controller, 1, load=20, compute=20)
+        self.observe(controller, 3 * WINDOW)
         assert plan_once(controller) == before
 
     def test_a_slower_tier_is_learnt(self) -> None:
         """After a window of loads that take twice as long, loading is predicted right, and the ratio is the one that hides."""
         controller = controller_of(1e9)
         before = plan_once(controller)
-        self.see(controller, WINDOW - 1, load=2)
+        self.observe(controller, WINDOW - 1, load=2)
         assert plan_once(controller) == before
-        self.see(controller, 1, load=2)
+        self.observe(controller, 1, load=2)
         after, told = plan_once(controller), plan_once(controller_of(0.5e9))
         assert after.load_s == pytest.approx(2 * before.load_s)
         assert after == told
@@ -168,16 +168,16 @@ class TestLearning:
         """After a window of requests that compute three times as long, both ways are predicted three times as long."""
         controller = controller_of(1e10)
         before = plan_once(controller)
-        self.see(controller, WINDOW, compute=3)
+        self.observe(controller, WINDOW, compute=3)
         after = plan_once(controller)
         assert (after.recompute_s, after.full_s) == pytest.approx((3 * before.recompute_s, 3 * before.full_s))
 
     def test_a_tier_given_up_is_tried_again(self) -> None:
         """Where slow loads have led to full recompute, a window of requests later the tier is read again."""
         controller = controller_of(1e9)
-        self.see(controller, WINDOW, load=14)
+        self.observe(controller, WINDOW, load=14)
         assert plan_once(controller).full_recompute
-        self.see(controller, WINDOW)
+        self.observe(controller, WINDOW)
         assert not plan_once(controller).full_recompute
 
     def test_mixed_tiers_correct_neither(self) -> None:
@@ -186,7 +186,7 @@ class TestLearning:
         mixed = [*reads(500, "ram"), *reads(500, "nvme")]
         before = controller.plan(mixed, 1000, 10)
         for _ in range(2 * WINDOW):
-            controller.see(controller.plan(mixed, 1000, 10), load_s=100.0, compute_s=None)
+            controller.record(controller.plan(mixed, 1000, 10), load_s=100.0, compute_s=None)
         assert controller.plan(mixed, 1000, 10) == before
         assert before.load_s_by_tier == pytest.approx({"ram": 0.005, "nvme": 0.005})
 
@@ -225,10 +225,10 @@ def test_bad_settings(field: str, value: float) -> None:
 def test_chunks_computed_first_count() -> None:
     """They take a prefill each beside the blend, and what is copied of them corrects no tier."""
     controller = controller_of(1e9)
-    plain, first = (controller.plan(reads(500), 1000, 10, alone=alone) for alone in ((), (250, 250)))
+    plain, first = (controller.plan(reads(500), 1000, 10, precomputed=tokens) for tokens in ((), (250, 250)))
     assert first.precompute_s == pytest.approx(2 * RecomputeEstimator(controller.profile, Schedule(0.0)).prefill_s(250))
     assert first.prefill_s == pytest.approx(plain.prefill_s + first.precompute_s)
     assert not first.full_recompute
     for _ in range(3 * WINDOW):
-        controller.see(first, load_s=100 * first.load_s, compute_s=None)
+        controller.record(first, load_s=100 * first.load_s, compute_s=None)
     assert controller.plan(reads(500), 1000, 10) == plain

@@ -137,7 +137,7 @@ def through_the_cache(fd: int) -> None:
 def die_in_commit(directory: Path, operation: str) -> None:
     """Change the store, and be killed when the commit is in the write-ahead log whole, and not announced to others yet.
 
-    SQLite announces a commit in the header of the `-shm` file, behind the sync of the log: most kills in a commit fall between.
+    SQLite announces a commit in the header of the `-shm` file, after the sync of the log: most kills in a commit fall between.
     """
     transaction = Database.transaction
 

@@ -14,7 +14,7 @@ from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlock
 
 HEADS, HEAD_DIM = 2, 3
 FULL: tuple[int | None, ...] = (None, None)
-HYBRID: tuple[int | None, ...] = (20, None, 20, None)  # behind a prefix, 19 tokens, and so two blocks, are in the window
+HYBRID: tuple[int | None, ...] = (20, None, 20, None)  # after a prefix, 19 tokens, and so two blocks, are in the window
 SLIDING: tuple[int | None, ...] = (20, 20)
 SHORT: tuple[int | None, ...] = (12, None)  # a window below a block
 MUCH = 2**30

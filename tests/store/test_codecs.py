@@ -98,7 +98,7 @@ def test_raw_is_exact() -> None:
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_decodes_where_the_bytes_are(name: str) -> None:
-    """Bytes that stand behind others in one buffer are decoded there, so that a device needs one copy for all."""
+    """Bytes that stand after others in one buffer are decoded there, so that a device needs one copy for all."""
     codec, pair = CODECS[name], make_pair((3, 33, 7))
     encoded = encode(name, *pair)
     buffer = torch.cat((encoded, encoded))

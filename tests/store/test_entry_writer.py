@@ -53,7 +53,7 @@ def test_every_length(tmp_path: Path, tokens: int) -> None:
 
 
 def test_several(tmp_path: Path) -> None:
-    """Files written together, or behind larger ones, hold nothing of each other."""
+    """Files written together, or after larger ones, hold nothing of each other."""
     for counts in ([150, 3], [40], []):
         files = [new_file(tmp_path, make_entry(tokens)) for tokens in counts]
         write_files(files)
@@ -92,7 +92,7 @@ def test_memory_is_whole_blocks(
 
 
 def test_memory_of_an_entry_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an entry leaves, another of its size takes, with zeros behind its last layer; two at once share nothing."""
+    """What an entry leaves, another of its size takes, with zeros after its last layer; two at once share nothing."""
     pool = BufferPool(2**20, slack=9 / 8)
     monkeypatch.setattr("cacheblend.store.entry.PIECES", pool)
     monkeypatch.setattr("cacheblend.store.entry.HUGE_PAGE_BYTES", 1)

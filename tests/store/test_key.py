@@ -34,7 +34,7 @@ def test_golden() -> None:
 
 
 def test_golden_context() -> None:
-    """A context counts behind the other fields, and no context is none of them, so that older keys stay."""
+    """A context counts after the other fields, and no context is none of them, so that older keys stay."""
     packed = [struct.pack("<q", 2) + struct.pack("<2q", 8, 9), struct.pack("<q", 3) + struct.pack("<3q", 5, 6, 7)]
     context = context_digest([8, 9], [[5, 6], [7]])
     assert context == hashlib.sha256(b"".join(packed)).hexdigest()[:32]

@@ -32,7 +32,7 @@ from cacheblend.store.prefix_blocks import BLOCK_TOKENS, PrefixBlocks
 
 @pytest.mark.parametrize(("windows", "seen"), [(FULL, (None, None)), (HYBRID, (32, None, 32, None)), (SHORT, (11, None))])
 def test_a_run_holds_what_was_inserted(windows: tuple[int | None, ...], seen: tuple[int | None, ...]) -> None:
-    """A run gives each layer's KV, bit for bit where tokens behind it can see it, and zeros before."""
+    """A run gives each layer's KV, bit for bit where tokens after it can see it, and zeros before."""
     blocks = make(windows)
     assert insert(blocks, "abcd") == 4
     with blocks.match(tokens_of("abcx"), [chain("abcx")]) as run:
@@ -72,7 +72,7 @@ def test_a_part_of_a_block_is_not_matched() -> None:
 
 
 def test_a_second_chain_goes_on_where_the_first_ends() -> None:
-    """Asked for two chains a run has the first one's blocks as far as they go, and the second one's behind them."""
+    """Asked for two chains a run has the first one's blocks as far as they go, and the second one's after them."""
     blocks = make()
     exact, blended = chain("abcd"), chain("abcd", "blended")
     insert(blocks, "abcd", digests=[*exact.digests[:2], *blended.digests[2:]])
@@ -132,7 +132,7 @@ def test_a_prompt_longer_than_the_budget() -> None:
 
 
 def test_no_block_without_its_parents() -> None:
-    """Blocks behind ones that were evicted meanwhile are not taken in: nobody would find them."""
+    """Blocks after ones that were evicted meanwhile are not taken in: nobody would find them."""
     blocks = make(budget_bytes=2 * BLOCK_BYTES)
     insert(blocks, "ab")
     insert(blocks, "xy")

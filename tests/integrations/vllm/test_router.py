@@ -113,7 +113,7 @@ def test_bad_documents_are_refused(marker: PromptMarker, documents: Any) -> None
 
 @pytest.fixture
 def client(marker: PromptMarker) -> TestClient:
-    """A server that answers with what it got, behind the middleware."""
+    """A server that answers with what it got, after the middleware."""
 
     async def echo(request: Request) -> JSONResponse:
         body = await request.body()

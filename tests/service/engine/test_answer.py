@@ -110,7 +110,7 @@ def test_full_reuse_recomputes_the_question_alone(open_engine: OpenEngine) -> No
 
 @pytest.mark.parametrize("chunks", [1, 2, None])
 def test_full_reuse_of_a_document_is_exact(engine: Engine, chunks: int | None) -> None:
-    """A document's chunks from its first one on, right behind the prompt's head, lose nothing by full reuse."""
+    """A document's chunks from its first one on, right after the prompt's head, lose nothing by full reuse."""
     documents = engine.retriever.chunks("while")[:chunks]
     reuse, full = ask(engine, "full_reuse", documents=documents), ask(engine, "full_recompute", documents=documents)
     assert kinds(reuse) == ["exact", *["reused"] * len(documents), "fresh"]
@@ -184,9 +184,9 @@ def test_replay(engine: Engine, method: str) -> None:
     for planned in answer.plan.segments:
         kv = None
         if planned.kind != "fresh":
-            behind = head_of(engine) if planned.kind == "reused" else ()
+            after = head_of(engine) if planned.kind == "reused" else ()
             context = context_digest((), planned.earlier)
-            key = ChunkKey.of(planned.token_ids, prefix_ids=behind, context=context, model=fusor.fingerprint)
+            key = ChunkKey.of(planned.token_ids, prefix_ids=after, context=context, model=fusor.fingerprint)
             if planned.tier != "memory":
                 assert planned.key == str(key)
             kv = fusor.precompute(planned.token_ids) if planned.tier == "memory" else store.get(key)
@@ -285,7 +285,7 @@ def test_sampling(engine: Engine) -> None:
 
 
 def test_stops_at_the_end_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generation stops behind the model's end token, which is in the ids and not in the text."""
+    """Generation stops after the model's end token, which is in the ids and not in the text."""
     long = ask(engine, max_tokens=12)
     assert len(long.token_ids) == 12
     assert long.text == engine.fusor.tokenizer.decode(long.token_ids)

@@ -14,7 +14,7 @@ from cacheblend.service import Engine
 
 
 def test_a_miss_is_recomputed_and_stored(engine: Engine) -> None:
-    """A missing chunk is recomputed in context, chunks behind it are still reused, and it is stored for the next request."""
+    """A missing chunk is recomputed in context, chunks after it are still reused, and it is stored for the next request."""
     whole = ask(engine)
     key = key_of(engine, whole.chunks[1].chunk)
     engine.store.delete(key)
@@ -245,7 +245,7 @@ def known_chunks(engine: Engine, document: str) -> list[Chunk]:
 
 
 def test_what_a_changed_instruction_makes_goes_with_its_document(open_ingested: OpenEngine) -> None:
-    """KV that is computed behind requests after the head has changed belongs to its document, as what was ingested does."""
+    """KV that is computed after requests after the head has changed belongs to its document, as what was ingested does."""
     engine = open_ingested(instruction="Quite another instruction.\n\n")
     before = {entry.key for entry in engine.store.ls()}
     document = ask(engine).chunks[0].chunk.document_id
@@ -259,7 +259,7 @@ def test_what_a_changed_instruction_makes_goes_with_its_document(open_ingested: 
 
 
 def test_a_store_that_has_forgotten_its_documents(open_ingested: OpenEngine) -> None:
-    """Where the store's catalog was lost, what is computed behind a request notes its document again, and goes with it."""
+    """Where the store's catalog was lost, what is computed after a request notes its document again, and goes with it."""
     with open_ingested() as engine:
         folder = Path(engine.config.store_dir) / "kv"
     shutil.rmtree(folder)

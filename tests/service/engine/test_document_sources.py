@@ -84,7 +84,7 @@ def test_a_damaged_gzip(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("name", ["some.txt", "some.jsonl", "some.jsonl.gz"])
 def test_a_byte_order_mark_is_taken(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Windows' editors write it; the text begins behind it. Standard input too."""
+    """As Windows' editors write it; the text begins after it. Standard input too."""
     raw = b"\xef\xbb\xbf" + (LINE.encode() if "json" in name else b"some text")
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     (document,) = read_documents(str(tmp_path / name))

@@ -40,7 +40,7 @@ def cached(plan: AnswerPlan) -> int:
 
 
 def after(answer: Answer, turn: tuple[int, ...]) -> PromptLayout:
-    """The next turn behind a prompt and what was answered to it."""
+    """The next turn after a prompt and what was answered to it."""
     return PromptLayout((*prompt_of(answer.plan), *answer.token_ids), turn)
 
 
@@ -217,7 +217,7 @@ class TestBlend:
         assert furthest(answer, ask(engine, after(first, (*OTHER, 5)), "full_recompute")) <= 1e-4
 
     def test_what_follows_blended_kv_is_blended(self, engine: Engine) -> None:
-        """Blocks computed behind blended ones are never found by an exact request."""
+        """Blocks computed after blended ones are never found by an exact request."""
         first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
         second = ask(engine, after(first, OTHER), "blend")
         assert "blended" in kinds(second)

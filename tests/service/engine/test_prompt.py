@@ -215,7 +215,7 @@ def test_turns_that_cannot_be_taken(template: str | None, turns: list[Message], 
 
 
 def test_completion() -> None:
-    """A text to continue stands behind BOS and the chunks, as it is."""
+    """A text to continue stands after BOS and the chunks, as it is."""
     made = chat_tokenizer(CHAT_TEMPLATE)
     prompt = PromptRenderer(made, CHAT_INSTRUCTION).completion("Once </s> upon").tokens(CHUNKS)
     assert prompt.prefix == (made.bos_token_id,)

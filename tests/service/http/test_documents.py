@@ -21,7 +21,7 @@ from cacheblend.store.entry_file import write_files
 
 
 def test_pages(client: httpx.Client) -> None:
-    """A list comes in pages like OpenAI's, each telling whether more follow and behind which id."""
+    """A list comes in pages like OpenAI's, each telling whether more follow and after which id."""
     ids, after = [], {}
     while True:
         page = client.get("/v1/documents", params={"limit": 2, **after}).raise_for_status().json()

@@ -201,7 +201,7 @@ def test_full_queue(engine: Engine) -> None:
 
 
 def test_tenants_take_turns(engine: Engine) -> None:
-    """A tenant that asks once is not behind all the requests of one that asked many times before."""
+    """A tenant that asks once does not wait for all the requests of one that asked many times before."""
     order: list[str] = []
     with Scheduler(engine.fusor, ServingConfig(max_num_seqs=1), lambda request, _: order.append(request.tenant)) as scheduler:
         gate = threading.Event()
