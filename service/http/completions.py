@@ -1,35 +1,29 @@
-"""`/v1/chat/completions` and `/v1/completions`: retrieve, prefill, stream, and tell how it went."""
+"""`/v1/chat/completions` and `/v1/completions`: whole or streamed, and how the answer came about."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse
 
-from cacheblend.base.errors import DeadlineError
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.engine.request import chunk_origin
 
-from ..serving import Check, Done, Event, Failed, Piece, ServedRequest
+from ..serving import Check, Done, Failed, Piece, ServedRequest, TokenLogprob
 from ..serving.request import TextStream
 from .body import JsonRoute
 from .errors import ApiError, error_body
+from .generation import EventStream, Generation, Prepare, prepare_prompt, server_event
 from .schemas import ChatBody, CompletionBody, GenerationBody
-from .server import LOOK_FOR_CLIENT_S, Server, arrived, run_call
+from .server import Server
 
 DEFAULT_NUM_CHUNKS = 6
-LATE_S = 1.0  # so long after its deadline a request that the scheduler has not told of it is answered all the same
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
 }
@@ -46,7 +40,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
         num_chunks = _num_chunks(engine, body, DEFAULT_NUM_CHUNKS)
         layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return _prepare(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
+        return prepare_prompt(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
 
     return await _respond(body, request, ChatShape(), prepare)
 
@@ -58,42 +52,83 @@ async def completion(body: CompletionBody, request: Request) -> Response:
 
     def prepare(check: Check) -> PromptRequest:
         layout = engine.prompts.completion(body.text())
-        return _prepare(engine, body, layout, body.text(), body.num_chunks or 0, body.max_tokens, check)
+        return prepare_prompt(engine, body, layout, body.text(), body.num_chunks or 0, body.max_tokens, check)
 
     return await _respond(body, request, TextShape(), prepare)
 
 
-@dataclass(frozen=True, slots=True)
+class Shape(Protocol):
+    """How a completion looks, whole and in pieces."""
+
+    prefix: str
+    kind: str
+    stream_kind: str
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The choice of a whole answer."""
+
+    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+        """The choice of a piece."""
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
+        """Log-probabilities of tokens that begin `offset` characters behind the answer's start."""
+
+
 class ChatShape:
-    """How a chat completion looks, whole and in pieces."""
+    """A chat completion."""
 
     prefix = "chatcmpl"
     kind = "chat.completion"
     stream_kind = "chat.completion.chunk"
 
     def whole(self, text: str) -> dict[str, Any]:
-        """The choice of a whole answer."""
-        return {"message": {"role": "assistant", "content": text}, "logprobs": None}
+        """See `Shape`."""
+        return {"message": {"role": "assistant", "content": text}}
 
     def piece(self, text: str, *, first: bool) -> dict[str, Any]:
-        """The choice of a piece."""
-        return {"delta": {"role": "assistant", "content": text} if first else {"content": text}, "logprobs": None}
+        """See `Shape`."""
+        return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
+        """See `Shape`."""
+
+        def told(token_id: int, logprob: float) -> dict[str, Any]:
+            text = tokenizer.decode([token_id])
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = [
+            {**told(each.token_id, each.logprob), "top_logprobs": [told(*likely) for likely in each.likeliest]}
+            for each in tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
-@dataclass(frozen=True, slots=True)
 class TextShape:
-    """The same of a text completion."""
+    """A text completion."""
 
     prefix = "cmpl"
     kind = stream_kind = "text_completion"
 
     def whole(self, text: str) -> dict[str, Any]:
-        """The choice of a whole answer."""
-        return {"text": text, "logprobs": None}
+        """See `Shape`."""
+        return {"text": text}
 
     def piece(self, text: str, *, first: bool) -> dict[str, Any]:
-        """The choice of a piece."""
-        return {"text": text, "logprobs": None}
+        """See `Shape`."""
+        return {"text": text}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
+        """See `Shape`."""
+        texts = [tokenizer.decode([each.token_id]) for each in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [
+                {tokenizer.decode([token]): logprob for token, logprob in ((each.token_id, each.logprob), *each.likeliest)}
+                for each in tokens
+            ],
+            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+        }
 
 
 def _num_chunks(engine: Engine, body: GenerationBody, default: int) -> int:
@@ -105,151 +140,60 @@ def _num_chunks(engine: Engine, body: GenerationBody, default: int) -> int:
     return min(default, engine.retriever.chunk_count) if body.num_chunks is None else body.num_chunks
 
 
-def _prepare(
-    engine: Engine,
-    body: GenerationBody,
-    layout: PromptLayout,
-    question: str,
-    num_chunks: int,
-    max_tokens: int | None,
-    check: Check,
-) -> PromptRequest:
-    return engine.prepare(
-        question,
-        layout=layout,
-        top_k=num_chunks,
-        method=body.method,
-        documents=None if body.documents is None else [document.model_dump() for document in body.documents],
-        recompute_ratio=body.recompute_ratio,
-        max_tokens=max_tokens,
-        temperature=body.temperature or 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        sampling_top_k=body.top_k or 0,
-        cache_salt=body.cache_salt,
-        check=check,
-    )
-
-
-async def _respond(
-    body: GenerationBody, request: Request, shape: ChatShape | TextShape, prepare: Callable[[Check], PromptRequest]
-) -> Response:
+async def _respond(body: GenerationBody, request: Request, shape: Shape, prepare: Prepare) -> Response:
     server: Server = request.app.state.server
-    engine: Engine = request.state.engine
-    server.check_model(body.model)
-    tenant = request.state.tenant
-    server.scheduler.check_room(tenant, server.preparing.count(tenant))
-    if body.documents is not None and len(body.documents) > server.http.max_documents:
-        message = f"documents: {len(body.documents)} are more than max_documents={server.http.max_documents}; give fewer"
-        raise ApiError(400, message, param="documents", code="too_many_documents")
-    prepared = await run_call(server.preparing, request, prepare, cache_salt=body.cache_salt)
-    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-    def deliver(event: Event) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, event)
-
-    served = ServedRequest(
-        engine,
-        prepared,
-        deliver,
-        tenant=tenant,
-        cache_salt=body.cache_salt,
-        seed=body.seed,
-        stop=body.stop_strings(),
-        own_ratio=body.recompute_ratio is not None,
-        arrived=arrived(request),
-    )
-    server.scheduler.submit(served)
+    generation = await Generation.begin(body, request, prepare)
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.model_name}
-    if not body.stream:
-        return await _whole(body, request, shape, served, events, head)
-    try:
-        first = await _next(request, served, events)  # an error before the first token is a plain response, not a stream
-    except BaseException:
-        served.cancel()
-        raise
-    if isinstance(first, Failed):
-        raise first.error
-    return EventStream(_stream(body, shape, served, first, events, head), served)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of a request, which is cancelled when the response ends, however early.
-
-    Not in the generator: one that the client's going away ends before its first event runs no `finally`.
-    """
-
-    def __init__(self, events: AsyncIterator[str], served: ServedRequest) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._served = served
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._served.cancel()
-
-
-async def _whole(
-    body: GenerationBody,
-    request: Request,
-    shape: ChatShape | TextShape,
-    served: ServedRequest,
-    events: asyncio.Queue[Event],
-    head: dict[str, Any],
-) -> Response:
-    try:
-        event = await _next(request, served, events)
-        while isinstance(event, Piece):
-            event = await _next(request, served, events)
-        if isinstance(event, Failed):
-            raise event.error
-    finally:
-        served.cancel()  # does nothing to one that has ended
-    choice = {"index": 0, **shape.whole(event.answer.text), "finish_reason": event.finish_reason}
-    return JSONResponse(
-        {**head, "object": shape.kind, "choices": [choice], "usage": usage(event), "cacheblend": _report(body, served, event)}
-    )
-
-
-async def _next(request: Request, served: ServedRequest, events: asyncio.Queue[Event]) -> Event:
-    """The next event of a request whose client is there, and not too late; both are looked for while nothing comes."""
-    deadline_s = request.app.state.server.scheduler.config.deadline_s
-    while True:
-        try:
-            return await asyncio.wait_for(events.get(), LOOK_FOR_CLIENT_S)
-        except TimeoutError:
-            if await request.is_disconnected():
-                raise ApiError(499, "the client went away") from None  # nobody reads it; the log does
-            if time.perf_counter() > served.arrived + deadline_s + LATE_S:  # a step takes longer than that
-                raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later") from None
+    if body.stream:
+        return EventStream(_stream(body, shape, generation, *await generation.first(), head), generation)
+    done = await generation.whole()
+    tokenizer = generation.served[0].engine.fusor.tokenizer
+    choices = [
+        {
+            "index": index,
+            **shape.whole(one.answer.text),
+            "logprobs": None if body.told_logprobs is None else shape.logprobs(one.logprobs, tokenizer, 0),
+            "finish_reason": one.finish_reason,
+        }
+        for index, one in enumerate(done)
+    ]
+    report = _report(body, generation.served[0], done[0])
+    return JSONResponse({**head, "object": shape.kind, "choices": choices, "usage": usage(done), "cacheblend": report})
 
 
 async def _stream(
-    body: GenerationBody,
-    shape: ChatShape | TextShape,
-    served: ServedRequest,
-    event: Event,
-    events: asyncio.Queue[Event],
-    head: dict[str, Any],
+    body: GenerationBody, shape: Shape, generation: Generation, index: int, event: Piece | Done, head: dict[str, Any]
 ) -> AsyncIterator[str]:
     """The events' texts."""
     head = {**head, "object": shape.stream_kind}
-    first = True
-    while isinstance(event, Piece):
-        if event.text or first:
-            choice = {"index": 0, **shape.piece(event.text, first=first), "finish_reason": None}
-            yield _event({**head, "choices": [choice]})
-            first = False
-        event = await events.get()
-    if isinstance(event, Failed):
-        yield _event(error_body(event.error))
-        return
-    choice = {"index": 0, **shape.piece(event.rest, first=False), "finish_reason": event.finish_reason}
-    yield _event({**head, "choices": [choice], "cacheblend": _report(body, served, event)})
+    tokenizer = generation.served[0].engine.fusor.tokenizer
+    told: list[list[TokenLogprob]] = [[] for _ in generation.served]  # of tokens whose text is held back
+    offsets: list[int | None] = [None for _ in generation.served]  # characters so far; None before the first piece
+    done: dict[int, Done] = {}
+    async for place, following in generation.rest(index, event):
+        if isinstance(following, Failed):
+            yield server_event(error_body(following.error))
+            return
+        offset = offsets[place]
+        if isinstance(following, Done):
+            text, reason = following.rest, following.finish_reason
+            done[place] = following
+        else:
+            text, reason = following.text, None
+            told[place] += [following.logprob] if following.logprob is not None else []
+            if not text and offset is not None:
+                continue
+        offsets[place] = (offset or 0) + len(text)
+        choice = {"index": place, **shape.piece(text, first=offset is None), "logprobs": None, "finish_reason": reason}
+        if body.told_logprobs is not None:
+            choice["logprobs"] = shape.logprobs(told[place], tokenizer, offset or 0)
+            told[place] = []
+        piece = {**head, "choices": [choice]}
+        if len(done) == len(generation.served):
+            piece["cacheblend"] = _report(body, generation.served[0], done[0])
+        yield server_event(piece)
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event({**head, "choices": [], "usage": usage(event)})
+        yield server_event({**head, "choices": [], "usage": usage([done[place] for place in sorted(done)])})
     yield "data: [DONE]\n\n"
 
 
@@ -260,16 +204,14 @@ def _report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str
     return report
 
 
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
+def usage(choices: Sequence[Done]) -> dict[str, Any]:
+    """OpenAI's `usage` of all choices.
 
-
-def usage(done: Done) -> dict[str, Any]:
-    """OpenAI's `usage`. `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of the reusable ones
-    were recomputed, in the mean over layers 1 and up.
+    `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of the reusable ones were recomputed, in
+    the mean over layers 1 and up.
     """
-    plan = done.answer.plan
-    completion_tokens = len(done.answer.token_ids)
+    plan = choices[0].answer.plan
+    completion_tokens = sum(len(done.answer.token_ids) for done in choices)
     return {
         "prompt_tokens": plan.prompt_tokens,
         "completion_tokens": completion_tokens,

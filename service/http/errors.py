@@ -32,15 +32,9 @@ MOST_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
 # OpenAI's fields that are taken with their neutral value alone.
 UNSUPPORTED = {
-    "n": "1",
     "best_of": "1",
-    "presence_penalty": "0",
-    "frequency_penalty": "0",
-    "logit_bias": "{}",
-    "logprobs": "false",
     "echo": "false",
     "suffix": "null",
-    "response_format.type": '"text"',
 }
 
 

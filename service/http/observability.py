@@ -85,6 +85,10 @@ class Metrics:
     def observe(self, request: ServedRequest, how: Done | Failed | None) -> None:
         """Count a request that ended; `Scheduler` calls it."""
         method = request.prepared.method
+        if request.is_follower:  # another choice of a request that is counted
+            if isinstance(how, Done):
+                self._tokens.labels("generated").inc(len(how.answer.token_ids))
+            return
         if how is None:
             self._requests.labels(method, "cancelled").inc()
             return

@@ -34,6 +34,7 @@ Salt = Annotated[Text, StringConstraints(max_length=256)]
 StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
 OneText = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
 StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS, fail_fast=True)]
 # Says which of two forms a value has, so that an error speaks of that one.
@@ -101,10 +102,26 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None  # ignored
 
 
-class ResponseFormat(StrictModel):
-    """What the answer looks like; text alone is taken."""
+class JsonSchema(StrictModel):
+    """A schema that the answer has; it is enforced whether `strict` says so or not."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(StrictModel):
+    """What the answer looks like: any text, a JSON object, or JSON that has a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('give json_schema with type "json_schema", and with no other')
+        return self
 
 
 class IgnoredFields(StrictModel):
@@ -141,10 +158,13 @@ class GenerationBody(IgnoredFields):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # of sampling, as in vLLM; 0 and -1 are all tokens
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Annotated[StopString, Tag(TEXT_TAG)] | Annotated[StopList, Tag(LIST_TAG)], TextOrList] | None = None
-    n: Literal[1] | None = 1
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = 0.0
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = 1.0
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None  # by token id
+    response_format: ResponseFormat | None = None
     # RAG
     documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`
     num_chunks: Annotated[int, Field(ge=0, le=MOST_NUM_CHUNKS)] | None = None
@@ -152,6 +172,11 @@ class GenerationBody(IgnoredFields):
     recompute_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     cache_salt: Salt = ""
     return_chunks: bool = False
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None for nothing of it."""
+        return None
 
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
@@ -163,13 +188,24 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Literal[False] | None = False
-    response_format: ResponseFormat | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: list[Literal["text"]] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _tells_what_it_may(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: set logprobs to true with it")
+        return self
 
 
 class CompletionBody(GenerationBody):
@@ -178,8 +214,13 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[OneText, Tag(LIST_TAG)], TextOrList]
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
-    logprobs: None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     suffix: None = None
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        return self.logprobs
 
     def text(self) -> str:
         """The prompt."""

@@ -19,7 +19,7 @@ from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
 
-from ..serving import Call, CallPool, Check, Done, Failed, Observer, Scheduler, ServedRequest, ServingConfig
+from ..serving import Call, CallPool, Check, Done, Failed, GrammarCompiler, Observer, Scheduler, ServedRequest, ServingConfig
 from .auth import ApiKeys, TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError, shortened
@@ -97,6 +97,7 @@ class Server:
             self.scheduler = scheduler = opened.enter_context(
                 Scheduler(any_engine.fusor, serving, ended, self.metrics.guard.observe, several_tenants=several)
             )
+            self.grammars = GrammarCompiler(any_engine.fusor.model, any_engine.fusor.tokenizer)
             limits = scheduler.config
             self.preparing = preparing = CallPool(
                 "preparing requests",

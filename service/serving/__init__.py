@@ -4,6 +4,7 @@ from .calls import Call, CallPool, Check
 from .config import ServingConfig
 from .quality_guard import Comparison, QualityStatus, ShadowReport
 from .request import Done, Event, Failed, Piece, ServedRequest
+from .sampling import GrammarCompiler, Sampling, TokenLogprob
 from .scheduler import Observer, Scheduler, SchedulerState
 
 __all__ = [
@@ -14,12 +15,15 @@ __all__ = [
     "Done",
     "Event",
     "Failed",
+    "GrammarCompiler",
     "Observer",
     "Piece",
     "QualityStatus",
+    "Sampling",
     "Scheduler",
     "SchedulerState",
     "ServedRequest",
     "ServingConfig",
     "ShadowReport",
+    "TokenLogprob",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,17 +14,21 @@ import torch
 
 from cacheblend.blend import NextToken, SequenceKV
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.prefill import PrefillSteps
 from cacheblend.service.engine.request import Answer, Request
+
+from .sampling import Draws, Sampling, TokenLogprob
 
 UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token was drawn; `text` is what became certain with it, perhaps nothing."""
+    """A token was drawn; `text` is what became certain with it, perhaps nothing; `logprob` where that was asked for."""
 
     token_id: int
     text: str
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Done:
         finish_reason: "stop" (end of sequence or a stop string) or "length".
         rest: text that was held back until now.
         queue_s: seconds that the request waited before its prefill began.
+        logprobs: of each token, where they were asked for.
         deviation_N: each prompt token's KV deviation where it was measured (paper §4.1), 0 elsewhere.
     """
 
@@ -42,6 +48,7 @@ class Done:
     finish_reason: str
     rest: str
     queue_s: float
+    logprobs: tuple[TokenLogprob, ...]
     deviation_N: torch.Tensor = field(repr=False)
 
 
@@ -68,10 +75,11 @@ class ServedRequest:
             request was cancelled. Must return at once.
         tenant: who asks; tenants take turns.
         cache_salt: the salt that it was prepared with; salts of a tenant take turns.
-        seed: of the sampling.
+        sampling: how tokens are drawn, beside what `prepared` says; None for no more than that.
         stop: strings that end the answer.
         arrived: seconds of `time.perf_counter`, when it came, which its deadline counts from; None for now.
         own_ratio: the caller chose the recompute ratio, so the quality guard neither raises it nor judges by the answer.
+        leader: a request of the same prompt that was submitted before: while it decodes, its prefill is this one's too.
 
     Attributes:
         as_run: `prepared`, or the same with the ratio that the quality guard has raised.
@@ -88,10 +96,11 @@ class ServedRequest:
         *,
         tenant: str = "",
         cache_salt: str = "",
-        seed: int | None = None,
+        sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         own_ratio: bool = False,
         arrived: float | None = None,
+        leader: ServedRequest | None = None,
     ) -> None:
         self.engine, self.prepared, self.deliver = engine, prepared, deliver
         self.tenant, self.cache_salt, self.own_ratio = tenant, cache_salt, own_ratio
@@ -99,7 +108,13 @@ class ServedRequest:
         self.prefill_s = 0.0
         self.submitted = time.perf_counter()
         self.arrived = self.submitted if arrived is None else arrived
-        self._seed, self._stop = seed, tuple(stop)
+        self._sampling, self._stop = sampling or Sampling(), tuple(stop)
+        self._leader = leader
+        self._owner = self  # of the prompt's KV
+        self._followers = 0  # that wait for this one's prefill
+        if leader is not None:
+            leader._followers += 1
+        self._logprobs: list[TokenLogprob] = []
         self._cancelled = threading.Event()
         self._held = ExitStack()
         self._tokens: NextToken | None = None
@@ -131,11 +146,22 @@ class ServedRequest:
         """The token that the next step of the batch appends."""
         return self.as_run.token_ids[-1]
 
+    @property
+    def is_follower(self) -> bool:
+        """Whether its prompt is another request's too, which comes before it."""
+        return self._leader is not None
+
     def begin(self) -> None:
-        """Waiting becomes prefilling."""
+        """Waiting becomes prefilling; a follower of one that decodes has that behind it."""
         self._began = time.perf_counter()
         self._held.enter_context(self.engine.foreground)
-        self._layers = self.engine.prefill_steps(self.as_run)
+        leader = self._leader
+        if leader is not None and leader._kv is not None:
+            self.as_run, self.sampled = copy.copy(leader.as_run), False
+            self.as_run.prefix, self.as_run.first_token = None, 0.0
+            self._owner, self._layers = leader, _no_layers()
+        else:
+            self._layers = self.engine.prefill_steps(self.as_run)
         self._held.callback(self._layers.close)
         self._text = TextStream(self.engine.fusor.tokenizer, self._stop)
 
@@ -150,13 +176,22 @@ class ServedRequest:
         finally:
             self.prefill_s += time.perf_counter() - began
         self._tokens = NextToken(
-            self.engine.fusor.model, fused.token_ids, self.as_run.max_tokens, self._seed, **self.as_run.sampling
+            self.engine.fusor.model,
+            fused.token_ids,
+            self.as_run.max_tokens,
+            self._sampling.seed,
+            **self._sampling.generation_options(self.as_run.sampling),
         )
+        self._draws = Draws(self._sampling, fused.logits.device)
         self.as_run.token_ids = self._tokens.token_ids
         is_complete = self._draw(fused.logits)
         if not is_complete:
             self._kv = SequenceKV(fused, self.engine.fusor.decoder.windows)
-        if not self.sampled:  # nobody else wants it, so it goes when the sequence ends, or has outgrown its room
+        if self._leader is not None:
+            self._leader._followers -= 1
+        if (
+            not self._owner.sampled and not self._owner._followers
+        ):  # nobody else wants it: it ends with the sequences that have it
             fused.take_memory()
             fused.cache.layers.clear()
         return is_complete
@@ -178,7 +213,8 @@ class ServedRequest:
         self._answered = True
         reason = "stop" if self._text.stopped else self._tokens.finish_reason
         assert reason is not None
-        return Done(run.answer(), reason, held_back, self._began - self.submitted, run.fused.deviation)
+        queue_s = self._began - self.submitted
+        return Done(run.answer(), reason, held_back, queue_s, tuple(self._logprobs), run.fused.deviation)
 
     def end(self) -> None:
         """Stop loading, release pins, drop the KV; one that is sampled and answered keeps its prompt's."""
@@ -190,11 +226,19 @@ class ServedRequest:
     def _draw(self, logits_V: torch.Tensor) -> bool:
         assert self._tokens is not None
         first = not self.as_run.token_ids
-        token_id = self._tokens.draw(logits_V)
+        token_id = self._tokens.draw(self._draws.adjust(logits_V))
+        logprob = self._draws.accept(token_id, logits_V)
         if first:
             self.as_run.first_token = time.perf_counter()
-        self.deliver(Piece(token_id, self._text.add(token_id)))
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        self.deliver(Piece(token_id, self._text.add(token_id), logprob))
         return self._text.stopped or self._tokens.finish_reason is not None
+
+
+def _no_layers() -> PrefillSteps:
+    """The steps of a prompt that is prefilled."""
+    yield from ()
 
 
 class TextStream:

@@ -1,0 +1,263 @@
+"""Several choices, log-probabilities, penalties, biases and JSON: each request by its own, through OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from api import MODEL
+from engines import QUESTION
+
+from cacheblend.base.errors import InputError
+from cacheblend.blend import Fusor, NextToken, SequenceKV
+from cacheblend.service import Engine
+from cacheblend.service.http import Server
+
+HAS_GRAMMARS = find_spec("llguidance") is not None
+needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance (pip install cacheblend[structured])")
+PROMPT = "The for statement is used to"
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"enum": ["for", "while"]}, "lines": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["word", "lines"],
+    "additionalProperties": False,
+}
+
+
+def complete(client: openai.OpenAI, **options: Any) -> Any:
+    return client.completions.create(model=MODEL, prompt=PROMPT, **{"max_tokens": 12, **options})
+
+
+def prompt_ids(fusor: Fusor) -> list[int]:
+    return [fusor.tokenizer.bos_token_id, *fusor.tokenizer(PROMPT, add_special_tokens=False)["input_ids"]]
+
+
+def test_choices(engine: Engine, openai_client: openai.OpenAI, server: Server) -> None:
+    """`n` choices go on from one prefill, each by a seed of its own: the first is what `n` of 1 gives with the seed."""
+    prefills = 0
+    steps = engine.prefill_steps
+
+    def count(request: Any) -> Any:
+        nonlocal prefills
+        prefills += 1
+        return steps(request)
+
+    engine.prefill_steps = count  # type: ignore[method-assign]
+    drawn = complete(openai_client, n=3, temperature=1.0, seed=5)
+    assert prefills == 1
+    assert [choice.index for choice in drawn.choices] == [0, 1, 2]
+    alone = [complete(openai_client, temperature=1.0, seed=5 + number).choices[0].text for number in range(3)]
+    assert [choice.text for choice in drawn.choices] == alone
+    assert len(set(alone)) == 3
+    assert drawn.usage.completion_tokens == sum(
+        complete(openai_client, temperature=1.0, seed=5 + number).usage.completion_tokens for number in range(3)
+    )
+    pieces = complete(openai_client, n=3, temperature=1.0, seed=5, stream=True, stream_options={"include_usage": True})
+    texts, usage = ["", "", ""], None
+    for piece in pieces:
+        usage = piece.usage
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert texts == alone
+    assert usage.completion_tokens == drawn.usage.completion_tokens
+    state = server.scheduler.state
+    assert (state.waiting, state.prefilling, state.decoding) == (0, 0, 0)
+    counted = server.metrics.text().decode()
+    assert 'cacheblend_requests_total{method="blend",outcome="length"} 8.0' in counted  # choices are no requests of their own
+
+
+def test_more_choices_than_places(openai_client: openai.OpenAI) -> None:
+    """More choices than there are places (4) come all the same, and chats over chunks blend once."""
+    chat = openai_client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], n=9, max_tokens=3, temperature=2.0, seed=1
+    )
+    assert len(chat.choices) == 9
+    assert len({choice.message.content for choice in chat.choices}) > 3
+
+
+def test_logprobs(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """Log-probabilities are the model's own, of every token, whole and in pieces, in a text's shape and in a chat's."""
+    fusor = engine.fusor
+    logits_V = fusor.prefill(prompt_ids(fusor)).logits
+    expected = torch.log_softmax(logits_V, -1)
+    whole = complete(openai_client, logprobs=3, temperature=0.7, seed=1).choices[0]
+    told = whole.logprobs
+    assert "".join(told.tokens) == whole.text
+    assert len(told.token_logprobs) == len(told.tokens) == len(told.top_logprobs) == 12
+    likeliest = [fusor.tokenizer.decode([int(token)]) for token in expected.topk(3).indices]
+    assert set(likeliest) <= set(told.top_logprobs[0])
+    assert max(told.top_logprobs[0].values()) == pytest.approx(float(expected.max()), abs=1e-4)
+    assert told.text_offset == [len("".join(told.tokens[:place])) for place in range(12)]
+    streamed = [
+        piece.choices[0].logprobs for piece in complete(openai_client, logprobs=3, temperature=0.7, seed=1, stream=True)
+    ]
+    assert [token for one in streamed for token in one.tokens] == told.tokens
+    assert [value for one in streamed for value in one.token_logprobs] == pytest.approx(told.token_logprobs, abs=1e-4)
+    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 5}
+    plain = openai_client.chat.completions.create(**ask)
+    chat = openai_client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
+    assert chat.message.content == plain.choices[0].message.content
+    assert plain.choices[0].logprobs is None
+    assert "".join(one.token for one in chat.logprobs.content) == chat.message.content
+    for one in chat.logprobs.content:
+        assert one.logprob == max(likely.logprob for likely in one.top_logprobs) <= 0  # greedy
+        assert bytes(one.bytes).decode() == one.token
+        assert sum(math.exp(likely.logprob) for likely in one.top_logprobs) <= 1.0001
+
+
+def test_penalties_and_biases(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """Each changes what its definition says, held against logits that are adjusted by hand."""
+    fusor = engine.fusor
+    ids = prompt_ids(fusor)
+
+    def by_hand(presence: float = 0.0, frequency: float = 0.0, bias: dict[int, float] | None = None, **options: Any) -> str:
+        fused = fusor.prefill(ids)
+        drawer, kv, logits_V = (
+            NextToken(fusor.model, ids, 12, **options),
+            SequenceKV(fused, fusor.decoder.windows),
+            fused.logits,
+        )
+        while drawer.finish_reason is None:
+            scores_V = logits_V.clone()
+            for token in set(drawer.token_ids):
+                scores_V[token] -= presence + frequency * drawer.token_ids.count(token)
+            for token, value in (bias or {}).items():
+                scores_V[token] += value
+            drawer.draw(scores_V)
+            logits_V = fusor.decoder.decode([drawer.token_ids[-1]], [kv])[0]
+        return fusor.tokenizer.decode(drawer.token_ids, skip_special_tokens=True)
+
+    plain = complete(openai_client)
+    assert by_hand() == plain.choices[0].text
+    first = int(fusor.prefill(ids).logits.argmax())
+    for options, expected in (
+        ({"presence_penalty": 2.0}, by_hand(presence=2.0)),
+        ({"frequency_penalty": -2.0}, by_hand(frequency=-2.0)),
+        ({"logit_bias": {str(first): -100}}, by_hand(bias={first: -100.0})),
+        ({"extra_body": {"repetition_penalty": 3.0}}, by_hand(repetition_penalty=3.0)),
+    ):
+        assert complete(openai_client, **options).choices[0].text == expected, options
+    assert complete(openai_client, logit_bias={str(first): -100}).choices[0].text != plain.choices[0].text
+    sampled = {"temperature": 2.0, "seed": 3}
+    assert complete(openai_client, **sampled, extra_body={"min_p": 1.0}).choices[0].text == plain.choices[0].text
+    assert complete(openai_client, **sampled).choices[0].text != plain.choices[0].text
+
+
+def test_others_are_not_changed(openai_client: openai.OpenAI) -> None:
+    """A greedy answer is the same beside requests with penalties, a grammar and log-probabilities in its batch."""
+    alone = complete(openai_client, max_tokens=60).choices[0].text
+    others: list[dict[str, Any]] = [
+        {"presence_penalty": 2.0, "n": 2},
+        {"logprobs": 5, "temperature": 1.5},
+    ]
+    if HAS_GRAMMARS:
+        others.append({"extra_body": {"response_format": {"type": "json_object"}}})
+    threads = [threading.Thread(target=complete, args=(openai_client,), kwargs={"max_tokens": 60, **one}) for one in others]
+    for thread in threads:
+        thread.start()
+    beside = [complete(openai_client, max_tokens=60).choices[0].text for _ in range(2)]
+    for thread in threads:
+        thread.join()
+    assert beside == [alone, alone]
+
+
+@needs_grammars
+def test_json(openai_client: openai.OpenAI) -> None:
+    """JSON is what the schema says, greedy and sampled, streamed, in several choices, and behind chunks; then it ends."""
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+    for options in ({}, {"temperature": 2.0, "seed": 2, "n": 3}):
+        chat = openai_client.chat.completions.create(
+            model=MODEL, messages=messages, response_format=form, max_tokens=100, **options
+        )
+        for choice in chat.choices:
+            value = json.loads(choice.message.content)
+            assert choice.finish_reason == "stop"
+            assert (set(value), value["word"] in ("for", "while"), 0 <= value["lines"] <= 99) == ({"word", "lines"}, True, True)
+    stream = openai_client.chat.completions.create(
+        model=MODEL, messages=messages, response_format=form, max_tokens=100, stream=True
+    )
+    assert set(json.loads("".join(piece.choices[0].delta.content or "" for piece in stream))) == {"word", "lines"}
+    chat = openai_client.chat.completions.create(
+        model=MODEL, messages=messages, response_format={"type": "json_object"}, max_tokens=300, temperature=1.0, seed=4
+    )
+    assert chat.choices[0].message.content.startswith("{")
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"n": 17}, "n: must be at most 16"),
+        ({"n": 0}, "n: must be at least 1"),
+        ({"presence_penalty": 2.1}, "presence_penalty: must be at most 2"),
+        ({"frequency_penalty": "1"}, "frequency_penalty: must be a number"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be above 0"),
+        ({"min_p": 2}, "min_p: must be at most 1"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias: '999999' is no token id"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1: must be at most 100"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias: is too long"),
+        ({"top_logprobs": 3}, "set logprobs to true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be at most 20"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "give json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "cannot be enforced"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": nested(40)}}}, "levels deep"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1:1/x.json"}}}},
+            "cannot be enforced",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be(client: httpx.Client, change: dict[str, Any], named: str) -> None:
+    """A value out of its range, and a schema that is too much or cannot be enforced, is refused by the field's name."""
+    if named in ("levels deep", "cannot be enforced") and not HAS_GRAMMARS:
+        named = "needs the extra `structured`"
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1, **change}
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400, response.text
+    assert named in response.json()["error"]["message"]
+
+
+@needs_grammars
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(a|aa){1,5000}(b|c){1,5000}$"},
+        {"type": "string", "pattern": "^(.*a.{300}){3}$"},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"anyOf": [{"type": "object", "properties": {f"a{i}": {"enum": list(range(40))}}} for i in range(60)]},
+        {"type": "string", "minLength": 10**6, "maxLength": 10**7},
+    ],
+    ids=["repetitions", "states", "endless", "branches", "long"],
+)
+def test_schemas_that_mean_harm(client: httpx.Client, schema: dict[str, Any]) -> None:
+    """A schema that is made to be hard is refused or followed, and never longer than its own request takes."""
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    body = {"prompt": PROMPT, "max_tokens": 20, "response_format": form, "temperature": 1.0, "seed": 1}
+    response = client.post("/v1/completions", json=body, timeout=20)
+    assert response.status_code in (200, 400), response.text
+    assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+
+
+@needs_grammars
+def test_a_schema_too_long(server: Server) -> None:
+    """A schema has a most of characters, whatever a body may have."""
+    with pytest.raises(InputError, match="65536 characters"):
+        server.grammars.json({"enum": ["x" * 70_000]})
