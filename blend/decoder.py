@@ -137,6 +137,8 @@ class Decoder:
         self.kv_heads = int(self.config.num_key_value_heads)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        # About the multiply-adds of a row through a layer, but for attention scores and experts that a row does not visit.
+        self.layer_parameters = sum(parameter.numel() for parameter in self._layers[-1].parameters())
 
     def empty_cache(self) -> DynamicCache:
         """A cache with the model's layer kinds and nothing in it."""

@@ -278,7 +278,7 @@ def _reader_demo(settings: options.Settings, top_k: int, as_json: bool) -> None:
     from cacheblend.service import Engine
     from cacheblend.service.cli.model import CHUNK_TOKENS, bundled_corpus, default_model
 
-    from .demo import CLASSES, ask_all, bundled_questions, marked_tokens
+    from .demo import CLASSES, ask_all, blended_ratio, bundled_questions, marked_tokens
 
     corpus, questions = bundled_corpus(), bundled_questions()
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder, terminal.progress_bars() as progress:
@@ -290,7 +290,7 @@ def _reader_demo(settings: options.Settings, top_k: int, as_json: bool) -> None:
             report = engine.ingest(corpus, progress)
             result = ask_all(engine, questions, top_k=top_k, on_progress=progress)
             shown = next(item for item in questions if item.question_class == "across")
-            answer = engine.answer(shown.question, top_k=top_k, method="blend")
+            answer = engine.answer(shown.question, top_k=top_k, recompute_ratio=blended_ratio(engine))
             marks = marked_tokens(engine, answer)
     if as_json:
         terminal.print_json({"ingest": report.as_dict(), **result.as_dict(), "question": shown.question, "answer": answer.text})

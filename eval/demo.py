@@ -71,20 +71,19 @@ def ask_all(
     questions: Sequence[DemoQuestion],
     *,
     top_k: int,
-    recompute_ratio: float | None = None,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> DemoResult:
     """Every question by every method, the methods taking turns at going first, after one unmeasured question."""
-    methods = engine.methods
+    methods, ratio = engine.methods, blended_ratio(engine)
     for method in methods:
-        engine.answer(questions[0].question, top_k=top_k, method=method, recompute_ratio=recompute_ratio)
+        engine.answer(questions[0].question, top_k=top_k, method=method, recompute_ratio=ratio)
     engine.drain()
     rows: dict[str, list[tuple[str, float, float]]] = {method: [] for method in methods}
     found: list[tuple[str, float]] = []
     for index, item in enumerate(questions):
         start = index % len(methods)
         for method in methods[start:] + methods[:start]:
-            answer = engine.answer(item.question, top_k=top_k, method=method, recompute_ratio=recompute_ratio)
+            answer = engine.answer(item.question, top_k=top_k, method=method, recompute_ratio=ratio)
             rows[method].append((item.question_class, f1(WORLD.answer_in(answer.text), item.answers), answer.timings.ttft_s))
         retrieved = {scored.chunk.document_id for scored in answer.chunks}
         found.append((item.question_class, len(retrieved & set(item.gold)) / len(set(item.gold))))
@@ -94,6 +93,13 @@ def ask_all(
         cases={each: sum(item.question_class == each for item in questions) for each in CLASSES},
         recall={each: statistics.fmean(share for kind, share in found if each in (kind, "all")) for each in (*CLASSES, "all")},
     )
+
+
+def blended_ratio(engine: Engine) -> float | None:
+    """The ratio that `blend` is compared at: without a profile it is named, so that short prompts are blended as well."""
+    if engine.controller is not None or engine.config.recompute_ratio is not None:
+        return engine.config.recompute_ratio
+    return engine.config.loader.quality_ratio
 
 
 def marked_tokens(engine: Engine, answer: Answer) -> list[tuple[str, list[tuple[str, bool]]]]:
@@ -167,14 +173,14 @@ def compare_methods(
 
     The unmeasured round warms every method, so that prefix caching finds the prefix that an earlier request left.
     """
-    methods = engine.methods
+    methods, ratio = engine.methods, blended_ratio(engine)
     answers: dict[str, list[Answer]] = {method: [] for method in methods}
     total = (repeats + 1) * len(questions) * len(methods)
     done = 0
     for repeat in range(repeats + 1):
         for question in questions:
             for method in methods:
-                answer = engine.answer(question, top_k=top_k, method=method)
+                answer = engine.answer(question, top_k=top_k, method=method, recompute_ratio=ratio)
                 if repeat == 0:
                     engine.drain()
                 else:

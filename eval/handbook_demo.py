@@ -12,6 +12,7 @@ from cacheblend.eval.data.source import OWN_QUESTION
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
 
+from .demo import blended_ratio
 from .handbook import HandbookQuestion, QuestionClass
 from .methods.method import rows_run
 from .metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, first_token_kl_nats, normalize
@@ -105,15 +106,16 @@ def ask_handbook(
         top_k: chunks to retrieve for each.
         on_progress: called with the stage, the questions done, and how many in all.
     """
+    ratio = blended_ratio(engine)
     for method in METHODS:
-        engine.answer(questions[0].question, top_k=top_k, method=method)
+        engine.answer(questions[0].question, top_k=top_k, method=method, recompute_ratio=ratio)
     engine.drain()
     asked = []
     for index, item in enumerate(questions):
         start = index % len(METHODS)
         answers: dict[str, tuple[Answer, FusionResult]] = {}
         for method in METHODS[start:] + METHODS[:start]:
-            request = engine.prepare(item.question, top_k=top_k, method=method)
+            request = engine.prepare(item.question, top_k=top_k, method=method, recompute_ratio=ratio)
             answers[method] = engine.complete(request), request.fused
         asked.append(_compare(engine, item, answers))
         on_progress("ask", index + 1, len(questions))

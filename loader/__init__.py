@@ -2,6 +2,7 @@
 
 from .calibration import Calibration, Measures, Thresholds, read_calibration, write_calibration
 from .controller import LoadingController, LoadingPlan
+from .estimators import WorkEstimator
 from .layer_loader import LayerLoader, LoaderConfig, copied_tiers
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device, load_profile, read_profile, write_profile
 from .profiler import measure_profile
@@ -21,6 +22,7 @@ __all__ = [
     "StorageDevice",
     "Thresholds",
     "TierSpeed",
+    "WorkEstimator",
     "compare_devices",
     "copied_tiers",
     "describe_device",

@@ -17,6 +17,12 @@ from .profile import LayerSample, Profile, TierSpeed
 
 Read = tuple[str, int]
 FITS = 8
+# Without a profile, a pass through a layer is taken to cost so many rows more than it runs: its weights are read, and its
+# operations begun, whatever the rows. Measured on a CPU with models of 0.4 and 3.5 M multiply-adds a row (docs/loader.md); on
+# CUDA an estimate that is always above the most.
+FIXED_ROWS, MOST_FIXED_ROWS = 64, 256
+FIXED_MULTIPLY_ADDS = {"cpu": 66_000_000, "cuda": 60_000_000_000}
+WORTH_BLENDING = 0.75  # of a full prefill's work at most: an estimate is no measurement, and full recompute is exact
 NOISE = 0.02  # relative; smaller errors all count the same
 
 
@@ -109,6 +115,43 @@ class RecomputeEstimator:
             seconds.append(float(self._later @ _of_rows(tokens, rows, projected)))
         seconds[-1] += self._logits_s
         return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkEstimator:
+    """Tells prompts too short to gain from blending, where no profile has measured seconds: it counts rows through layers.
+
+    Args:
+        schedule: that the selector follows; see `FusionConfig.schedule`.
+        layers: of the model.
+        row_multiply_adds: of one row through one layer.
+        device_type: "cpu" or "cuda".
+    """
+
+    schedule: Schedule
+    layers: int
+    row_multiply_adds: int
+    device_type: str
+
+    def is_short(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> bool:
+        """Whether a full prefill is worth its work, next to a blend.
+
+        Args:
+            ratio: recompute ratio.
+            reusable: tokens with stored KV that the ratio counts; none is not short, for there is nothing to choose.
+            fresh: tokens without.
+            exact: tokens of exact segments, which a full prefill computes as well.
+            precomputed: those of `reusable` whose KV is computed first.
+        """
+        if not reusable:
+            return False
+        operations = FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds
+        fixed = min(FIXED_ROWS + operations, MOST_FIXED_ROWS)
+        passes = [count + fresh for count in self.schedule.counts(reusable, self.layers, ratio)]
+        if self.schedule.asks and 0 < ratio < 1:
+            passes += [min(fresh, MAX_QUESTION_TOKENS)] * (self.layers - 1)
+        blend = sum(passes) + fixed * len(passes) + precomputed * self.layers
+        return blend > WORTH_BLENDING * self.layers * (reusable + fresh + exact + fixed)
 
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> NDArray[np.float64]:

@@ -66,12 +66,14 @@ def ask(
         terminal.print_json(answer.as_dict())
         return
     out, plan, timings = terminal.stdout, answer.plan, answer.timings
+    is_full = plan.method == "blend" and plan.recompute_ratio is None and bool(answer.chunks)
+    how = " (computed in full, the prompt is short)" if is_full else ""
     out.print(answer.text, markup=False, highlight=False)
     for scored in answer.chunks:
         title = scored.chunk.title or scored.chunk.document_id
         out.print(f"  - {title}, chunk {scored.chunk.position} (distance {scored.distance:.3f})", markup=False, highlight=False)
     out.print(
-        f"{plan.method}: first token after {timings.ttft_s:.3f} s; {plan.prompt_tokens} prompt tokens, "
+        f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; {plan.prompt_tokens} prompt tokens, "
         f"{plan.hits} chunks from the store, {plan.misses} not there, {plan.recomputed_tokens:.0f} of {plan.reusable_tokens} "
         f"reusable tokens recomputed; retrieval {timings.retrieve_s:.3f} s",
         markup=False,

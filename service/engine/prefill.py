@@ -12,7 +12,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError
 from cacheblend.blend import FusionResult, Fusor, LayerReport, ResidentLayers, Segment
-from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
+from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
 from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
 
 from .background_precompute import BackgroundPrecompute
@@ -36,7 +36,8 @@ class Prefiller:
         encoder: names chunks' KV, and computes it. The KV of its prefix is computed once and held.
         background: computes missing chunks' KV after the requests.
         config: selector and loader settings.
-        controller: picks the ratio where the request does not; may be replaced. Without one, for want of a profile, it is r*.
+        controller: picks the ratio where the request does not; may be replaced. Without one, for want of a profile, it is r*,
+            and full recompute for prompts that are too short to gain by blending.
     """
 
     def __init__(
@@ -52,6 +53,12 @@ class Prefiller:
         self._fusor, self._store, self._prefixes, self._encoder = fusor, store, prefixes, encoder
         self._background, self._config, self.controller = background, config, controller
         self._prefix_kv: ChunkKV | None = fusor.precompute(encoder.prefix_ids) if encoder.prefix_ids else None
+        self._work = WorkEstimator(
+            schedule=config.fusion_config(None).schedule,
+            layers=fusor.decoder.geometry.layers,
+            row_multiply_adds=fusor.decoder.layer_parameters,
+            device_type=fusor.decoder.device.type,
+        )
         self._methods: dict[str, Callable[[Request], PrefillSteps]] = {
             "full_recompute": self._full_recompute,
             "prefix_cache": self._prefix_cache,
@@ -121,10 +128,17 @@ class Prefiller:
                     exact_tokens = sum(len(segment.token_ids) for segment in exact)
                     early = self._early_misses(prompt, placements)
                     controller = self.controller if ratio is None else None
-                    loading = (
-                        None if controller is None else self._plan_loading(controller, prompt, placements, early, exact_tokens)
-                    )
-                    full = loading is not None and loading.full_recompute
+                    reusable, fresh, precomputed = self._count_tokens(prompt, placements, early, exact_tokens)
+                    if controller is None:
+                        loading, r_star = None, self._config.loader.quality_ratio
+                        full = ratio is None and self._work.is_short(r_star, reusable, fresh, exact_tokens, sum(precomputed))
+                    else:
+                        layer = self._fusor.decoder.geometry.layers - 1
+                        reads = [(stored.tier, stored.layer_bytes(layer)) for stored in placements if stored is not None]
+                        loading = controller.plan(
+                            reads=reads, reusable=reusable, fresh=fresh, exact=exact_tokens, precomputed=precomputed
+                        )
+                        full = loading.full_recompute
                     if full:
                         exact, planned, exact_tokens, early = [], [], 0, []
                     fusion = self._config.fusion_config(ratio if loading is None else loading.ratio)
@@ -211,28 +225,17 @@ class Prefiller:
     def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
         return self._prefix_kv is not None and prompt.prefix == self._encoder.prefix_ids
 
-    def _plan_loading(
-        self,
-        controller: LoadingController,
-        prompt: PromptTokens,
-        placements: Sequence[Placement | None],
-        early: Sequence[int],
-        exact_tokens: int,
-    ) -> LoadingPlan:
-        layer = self._fusor.decoder.geometry.layers - 1
+    def _count_tokens(
+        self, prompt: PromptTokens, placements: Sequence[Placement | None], early: Sequence[int], exact_tokens: int
+    ) -> tuple[int, int, list[int]]:
+        """Reusable and fresh tokens of a prompt, and those of each reusable chunk that is computed first."""
         computed = {prompt.chunks[at] for at in early}
         reusable = sum(
             len(chunk)
             for at, (chunk, placement) in enumerate(zip(prompt.chunks, placements, strict=True))
             if placement is not None or (chunk in computed and not prompt.earlier_of(at))
         )
-        return controller.plan(
-            reads=[(stored.tier, stored.layer_bytes(layer)) for stored in placements if stored is not None],
-            reusable=reusable,
-            fresh=len(prompt.token_ids) - reusable - exact_tokens,
-            exact=exact_tokens,
-            precomputed=[len(chunk) for chunk in computed],
-        )
+        return reusable, len(prompt.token_ids) - reusable - exact_tokens, [len(chunk) for chunk in computed]
 
     def _synchronized(self) -> float:
         """Seconds of `time.perf_counter` when a GPU has done all it was asked for; the first token waits for that anyway."""

@@ -10,7 +10,7 @@ from profiles import linear_profile
 from cacheblend.blend import Schedule
 from cacheblend.blend.selection import QuestionAttention
 from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
-from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, fit
+from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, WorkEstimator, fit
 
 coefficient = st.floats(0, 1e-3)
 
@@ -159,3 +159,20 @@ def test_a_check_costs_what_it_projects() -> None:
 
 def sample_dict(sample: LayerSample) -> dict[str, float]:
     return {name: getattr(sample, name) for name in ("layer", "tokens", "rows", "projected", "seconds")}
+
+
+@pytest.mark.parametrize(
+    ("layers", "row_multiply_adds", "gains_nothing", "gains"),
+    [(30, 3_540_000, 130, 240), (8, 442_000, 280, 576), (4, 30_000, 280, 800)],
+    ids=["SmolLM2-135M", "reader", "tiny"],
+)
+def test_short_prompts(layers: int, row_multiply_adds: int, gains_nothing: int, gains: int) -> None:
+    """Without a profile blending is for the lengths at which it was measured to gain, by the model's size."""
+    work = WorkEstimator(
+        schedule=QuestionAttention.schedule, layers=layers, row_multiply_adds=row_multiply_adds, device_type="cpu"
+    )
+    assert work.is_short(0.14, gains_nothing, 22, 25)
+    assert not work.is_short(0.14, gains, 22, 25)
+    assert not work.is_short(0.14, 0, 22, 25), "nothing is stored, so there is nothing to choose"
+    assert not work.is_short(0.14, gains_nothing, 22, exact=2000), "a full prefill would compute what stands before, too"
+    assert work.is_short(0.14, gains, 22, 25, precomputed=gains), "computing chunks first is no gain"

@@ -71,10 +71,11 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert (first.code, first.json["documents"]) == (0, 3)
     assert first.json["computed"] == first.json["chunks"]
     assert run.on_store("ingest", str(passages), "--json").json["computed"] == 0
-    answer = run.on_store("ask", QUESTION, "--top-k", "3", "--max-tokens", "4", "--json").json
+    answer = run.on_store("ask", QUESTION, "--top-k", "3", "--max-tokens", "4", "--recompute-ratio", "0.15", "--json").json
     assert answer["plan"]["hits"] == 3
     assert len(answer["token_ids"]) == 4
     assert "distance" in run.on_store("ask", QUESTION, "--top-k", "2", "--method", "full_recompute").out
+    assert "the prompt is short" in run.on_store("ask", QUESTION).out
     store = ("--store-dir", str(run.store))
     entries = run("store", "ls", *store, "--json").json["entries"]
     assert len(entries) == first.json["chunks"]

@@ -218,6 +218,24 @@ def blended(engine: Engine, **options: object) -> float | None:
     return plan.recompute_ratio
 
 
+@pytest.fixture
+def always_worth_blending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompt is too short."""
+    monkeypatch.setattr("cacheblend.loader.estimators.WORTH_BLENDING", float("inf"))
+
+
+def test_short_prompts_are_computed_in_full(open_ingested: OpenEngine) -> None:
+    """Without a profile a prompt too short to gain is full recompute, KV stored or not; a ratio that is asked for holds."""
+    engine = open_ingested(recompute_ratio=None)
+    full, short, asked = ask(engine, "full_recompute"), ask(engine), ask(engine, recompute_ratio=0.15)
+    assert short.token_ids == full.token_ids
+    assert (short.first_logits - full.first_logits).abs().max() < 1e-4
+    assert all(len(positions) == short.plan.prompt_tokens for positions in short.plan.recomputed[:-1])
+    assert (short.plan.hits, short.plan.misses, short.plan.recompute_ratio) == (0, 0, None)
+    assert (asked.plan.hits, asked.plan.recompute_ratio) == (len(asked.chunks), 0.15)
+
+
+@pytest.mark.usefixtures("always_worth_blending")
 def test_r_star_and_selector(calibrated_engine: OpenEngine) -> None:
     """Without a profile, ratio and selector of the calibration are served."""
     engine = calibrated_engine()
@@ -258,6 +276,7 @@ def test_explicit_settings_win(
     assert blended(engine, recompute_ratio=0.6) == 0.6
 
 
+@pytest.mark.usefixtures("always_worth_blending")
 def test_ratio_0(calibrated_engine: OpenEngine, calibration: Calibration) -> None:
     """A calibrated ratio of 0 is full reuse."""
     assert blended(calibrated_engine(replace(calibration, ratio=0.0))) == 0.0
