@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.engine.request import chunk_origin
 
@@ -33,16 +34,9 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
-    engine: Engine = request.state.engine
-
-    def prepare(check: Check) -> PromptRequest:
-        messages = [message.message() for message in body.messages]
-        num_chunks = _num_chunks(engine, body, DEFAULT_NUM_CHUNKS)
-        layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return prepare_prompt(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
-
-    return await _respond(body, request, ChatShape(), prepare)
+    messages = [message.message() for message in body.messages]
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return await _respond(body, request, ChatShape(), prepare_chat(request.state.engine, body, messages, max_tokens))
 
 
 @router.post("/v1/completions", responses=ANSWERS)
@@ -131,6 +125,17 @@ class TextShape:
         }
 
 
+def prepare_chat(engine: Engine, body: GenerationBody, messages: Sequence[Message], max_tokens: int | None) -> Prepare:
+    """How a chat is laid out, over the chunks or documents that its body asks for."""
+
+    def prepare(check: Check) -> PromptRequest:
+        num_chunks = _num_chunks(engine, body, DEFAULT_NUM_CHUNKS)
+        layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
+        return prepare_prompt(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
+
+    return prepare
+
+
 def _num_chunks(engine: Engine, body: GenerationBody, default: int) -> int:
     """What was asked for, or as much of the default as there is."""
     if body.documents is not None:
@@ -157,7 +162,7 @@ async def _respond(body: GenerationBody, request: Request, shape: Shape, prepare
         }
         for index, one in enumerate(done)
     ]
-    report = _report(body, generation.served[0], done[0])
+    report = answer_report(body, generation.served[0], done[0])
     return JSONResponse({**head, "object": shape.kind, "choices": choices, "usage": usage(done), "cacheblend": report})
 
 
@@ -190,14 +195,15 @@ async def _stream(
             told[place] = []
         piece = {**head, "choices": [choice]}
         if len(done) == len(generation.served):
-            piece["cacheblend"] = _report(body, generation.served[0], done[0])
+            piece["cacheblend"] = answer_report(body, generation.served[0], done[0])
         yield server_event(piece)
     if body.stream_options is not None and body.stream_options.include_usage:
         yield server_event({**head, "choices": [], "usage": usage([done[place] for place in sorted(done)])})
     yield "data: [DONE]\n\n"
 
 
-def _report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str, Any]:
+def answer_report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str, Any]:
+    """What `cacheblend` in a response has."""
     report = {**plan_report(done), "prepare_s": served.prepared.retrieved - served.arrived}
     if body.return_chunks:
         report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)

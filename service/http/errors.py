@@ -139,12 +139,16 @@ REMEDIES = {
 # What `REMEDIES` would say of these fields helps nobody.
 FIELD_REMEDIES = {
     "prompt": "is one text, or a list of one; ask for several in several requests",
-    "input": "is a text or a list of texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)",
+    "input": "must be a text or a list; token ids are other models' (in LangChain: check_embedding_ctx_length=False)",
     "modalities": 'only ["text"] is supported; leave it out',
     "tools": "the model cannot call tools here; leave them out, or ask for JSON with response_format",
     "tool_choice": 'only "none" and "auto" are supported; leave it out',
     "functions": "the model cannot call functions here; leave them out, or ask for JSON with response_format",
     "function_call": 'only "none" and "auto" are supported; leave it out',
+    "previous_response_id": "no response is kept here; send the earlier turns as input",
+    "conversation": "no conversation is kept here; send the earlier turns as input",
+    "background": "an answer comes with its response alone; leave it out",
+    "include": "there is nothing to include; leave it out",
     "audio": "this service answers in text alone; leave it out",
     "web_search_options": "this service searches its own documents alone; leave it out",
 }
@@ -158,7 +162,11 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
     given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"
     if param in UNSUPPORTED:
         what = f"only {UNSUPPORTED[param]} is supported; leave it out"
-    elif names and names[0] in FIELD_REMEDIES and first["type"] not in ("missing", "value_error"):
+    elif (
+        names
+        and names[0] in FIELD_REMEDIES
+        and (first["type"] == "string_type" if names[0] == "input" else first["type"] not in ("missing", "value_error"))
+    ):
         what = FIELD_REMEDIES[names[0]]
     else:
         remedy = REMEDIES.get(first["type"])

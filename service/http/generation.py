@@ -222,8 +222,8 @@ def sampling_of(body: GenerationBody, server: Server) -> Sampling:
         message = f"logit_bias: {wrong[0][:40]!a} is no token id of this model, which has {words}; `/tokenize` tells them"
         raise ApiError(400, message, param="logit_bias", code="invalid_value")
     grammar = None
-    if body.response_format is not None and body.response_format.type != "text":
-        schema = body.response_format.json_schema
+    if body.answer_format is not None and body.answer_format.type != "text":
+        schema = body.answer_format.json_schema
         try:
             grammar = server.grammars.json() if schema is None else server.grammars.json(schema.schema_)
         except MissingExtraError as error:

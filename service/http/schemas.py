@@ -66,14 +66,16 @@ class DocumentBody(BaseModel):
 class TextPart(StrictModel):
     """A part of a message; text alone is taken."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+    annotations: Any = None  # of an earlier answer that comes back; ignored
+    logprobs: Any = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
             media = next((word for word in ("image", "audio", "video", "file") if word in kind), "parts of this type")
             raise ValueError(f"{media}: this service reads text alone; leave the part out, or send its text")
         return given
@@ -174,6 +176,11 @@ class GenerationBody(IgnoredFields):
     return_chunks: bool = False
 
     @property
+    def answer_format(self) -> ResponseFormat | None:
+        """What the answer must look like."""
+        return self.response_format
+
+    @property
     def told_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told with each; None for nothing of it."""
         return None
@@ -225,6 +232,79 @@ class CompletionBody(GenerationBody):
     def text(self) -> str:
         """The prompt."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+class InputItem(MessageBody):
+    """One turn of `POST /v1/responses`; an earlier answer may come back as it was given."""
+
+    type: Literal["message"] | None = None
+    id: Any = None
+    status: Any = None
+
+
+class TextFormat(StrictModel):
+    """`ResponseFormat` as `POST /v1/responses` has it."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError('give schema with type "json_schema", and with no other')
+        return self
+
+
+class TextOptions(StrictModel):
+    """`text` of `POST /v1/responses`."""
+
+    format: TextFormat | None = None
+    verbosity: Any = None  # ignored
+
+
+Items = Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+class ResponsesBody(GenerationBody):
+    """`POST /v1/responses`: an answer of one text; nothing is kept of it, and no tools are called."""
+
+    input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Items, Tag(LIST_TAG)], TextOrList]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: TextOptions | None = None
+    reasoning: Any = None  # ignored, as are the next ones
+    truncation: Any = None
+    max_tool_calls: Any = None
+    max_tokens: None = None
+    response_format: None = None
+    n: Literal[1] | None = 1
+    background: Literal[False] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    top_logprobs: Literal[0] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+
+    @property
+    def answer_format(self) -> ResponseFormat | None:
+        """See `GenerationBody`."""
+        if self.text is None or self.text.format is None:
+            return None
+        own = self.text.format
+        return ResponseFormat(
+            type=own.type, json_schema=None if own.schema_ is None else JsonSchema.model_validate({"schema": own.schema_})
+        )
+
+    def messages(self) -> list[Message]:
+        """Instructions and input as turns."""
+        system = [Message("system", self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*system, Message("user", self.input)]
+        return [*system, *(item.message() for item in self.input)]
 
 
 class EmbeddingsBody(IgnoredFields):
