@@ -1,6 +1,7 @@
-"""What every test needs: no network, and no trace in the user's cache folder."""
+"""What every test needs: no network, and no trace in the user's folders."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from cacheblend.base.files import user_cache_folder
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 USERS_CACHE = user_cache_folder()
+_DATA = tempfile.TemporaryDirectory(prefix="cacheblend-tests-")
+os.environ["XDG_DATA_HOME"] = _DATA.name  # where a store is that nobody names
 
 
 @pytest.fixture(autouse=True, scope="session")

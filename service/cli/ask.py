@@ -37,14 +37,15 @@ def ask(
     terminal.hush_libraries()
     from cacheblend.service.engine.engine import Engine
 
-    from .model import bundled_corpus, choose_model
+    from .model import bundled_corpus, choose_model, tell_corpus
 
     if model is not None and not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
-    config = settings.make(EngineConfig, model=chosen.model, store_dir=store_dir, chunk_tokens=chosen.chunk_tokens)
+    config = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
     try:
-        opened = Engine(config)
+        with terminal.shown_stages():
+            opened = Engine(config)
     except RetrieverError as error:
         if model is not None:
             raise
@@ -52,6 +53,7 @@ def ask(
         raise InputError(f"{error}. {hint}") from error
     with opened as engine:
         if chosen.wants_corpus:
+            tell_corpus(chosen.store_dir)
             with terminal.progress_bars() as progress:
                 engine.ingest(bundled_corpus(), progress)
         answer = engine.answer(

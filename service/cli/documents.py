@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
+from cacheblend.base.checks import GIB
 from cacheblend.retriever.index_folder import IndexedDocuments
-from cacheblend.service.engine.config import EngineConfig
-from cacheblend.service.engine.document_sources import DocumentStream, Shard
+from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus
-from cacheblend.service.engine.ingest import IngestProgress
+from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress
+from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
+from .profile import load_fusor
 from .store import UNBOUNDED, open_store
+
+if TYPE_CHECKING:
+    from cacheblend.blend import KVGeometry
 
 app = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
 Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `documents ls` prints it.")]
@@ -145,6 +153,7 @@ NOT_OF_INGEST = (
 
 @options.engine_options(without=NOT_OF_INGEST)
 def ingest(
+    context: typer.Context,
     sources: Annotated[
         list[str],
         typer.Argument(metavar="FILE|DIR|-...", help="JSON lines (.jsonl, .jsonl.gz), .txt, .md, .rst, folders, or -."),
@@ -153,6 +162,7 @@ def ingest(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     *,
     settings: options.Settings,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, however much disk the KV takes.")] = False,
     shard: Annotated[
         str,
         typer.Option(metavar="I/N", help="Ingest the I-th of N shares; give each its own --store-dir, then `store merge`."),
@@ -173,12 +183,19 @@ def ingest(
     stream = DocumentStream(sources, Shard.parse(shard))
     size = stream.measure()
     terminal.hush_libraries()
+    from cacheblend.service.engine.config import remember_settings
     from cacheblend.service.engine.engine import Engine
 
     # Nobody reads here, and memory that is used again costs less than new.
     config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
+    codec_source = context.get_parameter_source("kv_cache_dtype")
+    with terminal.shown_stages():
+        fusor = load_fusor(config)
+    codec_is_free = codec_source is not None and codec_source.name == "DEFAULT"
+    config = _agreed(config, fusor.decoder.geometry, size, codec_is_free=codec_is_free, yes=yes)
     try:
-        with Engine(config) as engine, IngestProgress(terminal.stderr, stream, size) as progress:
+        with Engine(config, fusor=fusor) as engine, IngestProgress(terminal.stderr, stream, size) as progress:
+            remember_settings(config)
             report = engine.ingest_stream(stream, progress.update)
     except KeyboardInterrupt:
         terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
@@ -193,3 +210,47 @@ def ingest(
         f"({report.seconds:.1f} s{speed})",
         highlight=False,
     )
+
+
+ASK_FROM_BYTES = 2 * GIB
+LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
+
+
+def _agreed(
+    config: EngineConfig, geometry: KVGeometry, size: StreamSize | None, *, codec_is_free: bool, yes: bool
+) -> EngineConfig:
+    """Say what an ingest takes, ask where that is much, and give the configuration with a codec that fits.
+
+    Args:
+        config: as it was asked for.
+        geometry: of the model's KV.
+        size: of the documents; None where that is not known.
+        codec_is_free: nobody named the codec.
+        yes: do not ask.
+
+    Raises:
+        InputError: it is much, and nobody can be asked.
+    """
+    folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
+    shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
+    token_bytes = {name: geometry.layers * codec.encoded_shape(shape).nbytes / chunk_tokens for name, codec in CODECS.items()}
+    tokens = size.characters / CHARACTERS_PER_TOKEN if size else 0
+    stored = sum(file.stat().st_size for file in (folder / KV_FOLDER).rglob("*") if file.is_file())
+    above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    room = min(config.store.nvme_budget_bytes, shutil.disk_usage(above).free + stored)
+    codec = config.kv_cache_dtype
+    if codec_is_free and tokens * token_bytes[codec] > room:
+        codec = next((name for name in LOSSY if tokens * token_bytes[name] <= room), LOSSY[-1])
+    need = max(0.0, tokens * token_bytes[codec] - stored)
+    told = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
+    if size:
+        told += f": about {tokens:,.0f} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
+    if codec != config.kv_cache_dtype:
+        told += f"; raw KV, which is exact, would take {tokens * token_bytes['raw'] / 1e9:.1f} GB"
+    if need + stored > room:
+        told += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
+    if need > ASK_FROM_BYTES and not yes:
+        terminal.confirm(f"{told}. Go on?")
+    else:
+        terminal.stderr.print(told, highlight=False, soft_wrap=True)
+    return replace(config, kv_cache_dtype=codec)

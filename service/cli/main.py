@@ -126,7 +126,9 @@ def _options(
     terminal.stderr.quiet = quiet
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(terminal.VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING, handlers=[handler])
+    level = logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING
+    handler.setLevel(level)  # `shown_stages` lowers the level of our own loggers alone
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def main(arguments: list[str] | None = None) -> None:

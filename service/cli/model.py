@@ -134,11 +134,13 @@ class ModelChoice:
         model: a directory, GGUF file, hub id or known name.
         chunk_tokens: chunk size of its store.
         wants_corpus: the store is yet to be made, of the bundled corpus.
+        store_dir: the store's folder; the reader has its own, unless one is named.
     """
 
     model: str
     chunk_tokens: int
     wants_corpus: bool
+    store_dir: Path
 
 
 def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> ModelChoice:
@@ -148,8 +150,21 @@ def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> Model
         InputError: no reader in this installation.
     """
     if model is not None:
-        return ModelChoice(model, chunk_tokens, wants_corpus=False)
-    return ModelChoice(default_model(), CHUNK_TOKENS, wants_corpus=not store_dir.is_dir())
+        return ModelChoice(model, chunk_tokens, False, store_dir)
+    if store_dir == options.DEFAULT_STORE_DIR and not store_dir.is_dir():
+        store_dir = store_dir.with_name("reader")  # or its corpus would stand between the documents of the user's first ingest
+    return ModelChoice(default_model(), CHUNK_TOKENS, not store_dir.is_dir(), store_dir)
+
+
+def tell_corpus(store_dir: Path) -> None:
+    """Say what comes before the first answer of the packaged reader."""
+    terminal.stderr.print(
+        f"No model was given and there is no store yet: the packaged reader first computes the KV of its own "
+        f"articles, some minutes and 0.5 GB in {store_dir}. "
+        "`cacheblend ingest` makes a store of your documents.",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def bundled_corpus() -> list[dict[str, str]]:

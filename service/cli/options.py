@@ -12,8 +12,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.files import user_data_folder
 from cacheblend.base.options import from_options, options_of
-from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.config import EngineConfig, remembered_settings
 
 T = TypeVar("T")
 MODEL_HELP = "Model directory, GGUF file, hub id, or known name (cacheblend model ls)."
@@ -27,13 +28,29 @@ OptionalModel = Annotated[
         "--model",
         "-m",
         envvar="CACHEBLEND_MODEL",
-        help=f"{MODEL_HELP[:-1]}; left out, the packaged reader, and its corpus where there is no store yet.",
+        help=f"{MODEL_HELP[:-1]}; left out, the store's, or the packaged reader and its corpus where there is no store yet.",
     ),
 ]
+DEFAULT_STORE_DIR = user_data_folder() / "store"
+
+
+def _apply_settings(context: typer.Context, store_dir: Path) -> Path:
+    """What the store was made with becomes the defaults, so flags, variables and a config file win over it."""
+    context.default_map = {**remembered_settings(store_dir), **(context.default_map or {})}
+    return store_dir
+
+
 StoreDir = Annotated[
-    Path, typer.Option("--store-dir", "-s", envvar="CACHEBLEND_STORE_DIR", help="Folder of the chunk KV and the index.")
+    Path,
+    typer.Option(
+        "--store-dir",
+        "-s",
+        envvar="CACHEBLEND_STORE_DIR",
+        help="Folder of the chunk KV and the index.",
+        callback=_apply_settings,
+        is_eager=True,
+    ),
 ]
-DEFAULT_STORE_DIR = Path("cacheblend-store")
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress and logs on stderr.")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,8 @@ from . import options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.blend import Fusor
+
+logger = logging.getLogger(__name__)
 
 
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
@@ -50,7 +53,7 @@ def profile(
     from cacheblend.loader import measure_profile, write_profile
 
     config = settings.make(EngineConfig, model=model, store_dir=store_dir)
-    fusor = _load(config)
+    fusor = load_fusor(config)
     with terminal.progress_bars() as progress:
         measured = measure_profile(
             fusor,
@@ -154,7 +157,7 @@ def plan(
 def _profile_of(config: EngineConfig) -> Profile:
     from cacheblend.service.engine.profiles import find_profile
 
-    found = find_profile(config, _load(config))
+    found = find_profile(config, load_fusor(config))
     if found is None:
         raise ProfileError(
             f"there is no profile of {config.model} on this device in {config.profile_dir}; "
@@ -163,7 +166,9 @@ def _profile_of(config: EngineConfig) -> Profile:
     return found
 
 
-def _load(config: EngineConfig) -> Fusor:
+def load_fusor(config: EngineConfig) -> Fusor:
+    """Load the model of a configuration, without a store."""
+    logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
     from cacheblend.blend import Fusor
     from cacheblend.service.engine.config import DTYPES
 

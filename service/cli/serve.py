@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import socket
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
@@ -114,34 +111,24 @@ def serve(
     from cacheblend.service.http import HttpConfig, Server
     from cacheblend.service.http.observability import log_json
     from cacheblend.service.http.run import run
+    from cacheblend.service.http.starting import Starting
 
     from .model import bundled_corpus, choose_model
 
     http = settings.make(HttpConfig)
-    _check_address(http.host, http.port)
     hold_freed_memory()
     chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
-    engine = settings.make(EngineConfig, model=chosen.model, store_dir=store_dir, chunk_tokens=chosen.chunk_tokens)
+    engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
     serving = settings.make(ServingConfig)
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
-    log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
-    with in_own_thread(Server, engine, serving, http, tenants_of(tables)) as server:
-        if chosen.wants_corpus and not tables:
-            in_own_thread(server.engines[""].ingest, bundled_corpus())
-        run(server)
-
-
-def _check_address(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on before a model is loaded."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
-            return  # a name that the server itself resolves in another way
-        allowed = f"{host}:{port} cannot be listened on ({os.strerror(error.errno)}); give another --port or --host"
-        raise ConfigError("port", port, allowed) from None
+    tenants = tenants_of(tables)
+    with Starting(http.host, http.port) as starting:
+        log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
+        starting.announce()
+        with in_own_thread(Server, engine, serving, http, tenants) as server:
+            if chosen.wants_corpus and not tables:
+                in_own_thread(server.engines[""].ingest, bundled_corpus(), starting.note_progress)
+            run(server, starting)
 
 
 def api_key(as_json: options.Json = False) -> None:

@@ -12,13 +12,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.status import Status
 from rich.text import Text
 
 from cacheblend.base.errors import InputError
@@ -92,6 +93,36 @@ def hush_libraries() -> None:
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+
+
+class _Stages(logging.Handler):
+    """Shows records that have a stage, as `Engine` logs them: in a line that changes on a terminal, else a line each."""
+
+    def __init__(self, status: Status | None) -> None:
+        super().__init__(logging.INFO)
+        self._status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a stage."""
+        if hasattr(record, "stage") and self._status is not None:
+            self._status.update(visible(record.getMessage()))
+        elif hasattr(record, "stage"):
+            stderr.print(record.getMessage(), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def shown_stages() -> Iterator[None]:
+    """Show on stderr what is being opened, as long as that takes."""
+    log = logging.getLogger("cacheblend")
+    level = log.level
+    with ExitStack() as opened:
+        stages = _Stages(opened.enter_context(stderr.status("starting")) if stderr.is_terminal else None)
+        log.addHandler(stages)
+        opened.callback(log.removeHandler, stages)
+        if log.getEffectiveLevel() > logging.INFO:
+            log.setLevel(logging.INFO)
+            opened.callback(log.setLevel, level)
+        yield
 
 
 @contextmanager

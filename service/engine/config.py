@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cacheblend.base.checks import MIB, check_bytes, check_whole
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.files import replacing
 from cacheblend.base.options import option
 from cacheblend.blend import DEFAULT_SELECTOR, ChunkContext, FusionConfig
 from cacheblend.blend.models import DTypeOption
@@ -36,6 +40,8 @@ PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": FAST
 # Parts of each byte budget that are reserved: for KV without a cache salt, ingested documents above all, and for each of the
 # salts used last, as many as fit beside that. What is not used of a reserve is lent to others.
 UNSALTED_SHARE, SALT_SHARE = 0.5, 0.05
+SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
+SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
 
@@ -177,6 +183,29 @@ class EngineConfig:
 
 def _shares(budget_bytes: int) -> dict[str, NamespaceShare]:
     return {UNSALTED: NamespaceShare(reserved_bytes=int(budget_bytes * UNSALTED_SHARE))}
+
+
+def remember_settings(config: EngineConfig) -> None:
+    """Note beside a store what its KV is computed with, for commands that are not told.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    model = Path(config.model).expanduser()
+    values = {name: getattr(config, name, None) or getattr(config.retriever, name, None) for name in SETTINGS}
+    values |= {"model": str(model.resolve()) if model.exists() else config.model}
+    values |= {"context_document_tokens": config.context_document_tokens}  # 0 is a value
+    with replacing(Path(config.store_dir) / SETTINGS_FILE) as file:
+        file.write(json.dumps(values).encode())
+
+
+def remembered_settings(store_dir: Path) -> dict[str, Any]:
+    """What `remember_settings` noted, by the options' names; empty where there is nothing that can be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads((store_dir / SETTINGS_FILE).read_bytes())
+        if isinstance(found, dict):
+            return {name: found[name] for name in SETTINGS if isinstance(found.get(name), str | int)}
+    return {}
 
 
 def check_max_tokens(value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +22,7 @@ from cacheblend.store import DocumentVersion, KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_contexts import ChunkContexts, ChunkEncoder, chunk_context
-from .config import DTYPES, EngineConfig, check_max_tokens
+from .config import DTYPES, SETTINGS_FILE, EngineConfig, check_max_tokens, remember_settings
 from .documents import Documents
 from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
 from .prefill import Prefiller, PrefillSteps
@@ -28,6 +30,8 @@ from .prefix_cache import PrefixCache
 from .profiles import calibrated, find_controller
 from .prompt import PromptLayout, PromptRenderer, check_characters
 from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -54,6 +58,8 @@ class Engine:
         foreground: Foreground | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
+        if fusor is None:
+            logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
         self.fusor = fusor or Fusor.from_pretrained(
             config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
         )
@@ -68,6 +74,7 @@ class Engine:
         prefix_ids = self.prompts.prefix
         context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
         self._encoder = encoder = ChunkEncoder(self.fusor, prefix_ids, context, config.kv_cache_dtype)
+        logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
@@ -80,6 +87,8 @@ class Engine:
                 self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
             )
             self._ingester = Ingester(encoder, self.retriever, self.store, changing=self._changing)
+            if not (Path(config.store_dir) / SETTINGS_FILE).exists():
+                remember_settings(config)
             self._opened = opened.pop_all()
         self._closed = False
 

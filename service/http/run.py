@@ -19,9 +19,12 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from cacheblend.base.process import in_own_thread
+
 from .app import create_app
 from .errors import ApiError, error_body
 from .server import Server
+from .starting import Starting
 
 logger = logging.getLogger(__name__)
 HEAD_S = 10.0  # from the connection, or its next request's first byte, to the end of the headers
@@ -175,8 +178,13 @@ def leave_at_once(number: int, _: object = None) -> None:
     os._exit(128 + number)
 
 
-def run(server: Server) -> None:
-    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end; see `stop_in_grace`."""
+def run(server: Server, starting: Starting | None = None) -> None:
+    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end; see `stop_in_grace`.
+
+    Args:
+        server: what is served.
+        starting: whose sockets are taken over; None listens anew.
+    """
     if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
         logger.warning(
             "the API is open to everybody who reaches %s; give it an --api-key, or [tenants.NAME] tables", server.http.host
@@ -186,7 +194,15 @@ def run(server: Server) -> None:
     # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
-    StoppableServer(uvicorn_config(server, min(MOST_CONNECTIONS, raise_file_limit() // 2)), server).run()
+    service = StoppableServer(uvicorn_config(server, min(MOST_CONNECTIONS, raise_file_limit() // 2)), server)
+    if starting is None:
+        service.run()
+        return
+    logger.info("warming up", extra={"stage": "warming up"})
+    in_own_thread(server.warm_up)
+    starting.stop()
+    logger.info("ready: %s", starting.url)
+    service.run(sockets=starting.sockets)
 
 
 def uvicorn_config(server: Server, most_connections: int = MOST_CONNECTIONS) -> uvicorn.Config:

@@ -27,6 +27,7 @@ from .observability import Metrics
 
 logger = logging.getLogger(__name__)
 MAX_SCRAPES = 8
+WARM_UP_TOKENS = 32
 PREPARED_AHEAD = 2  # of a tenant's requests that wait for the model; the next one is prepared when one of them has begun
 LOOK_FOR_CLIENT_S = 0.5  # how often a request that waits is checked for its client
 _Result = TypeVar("_Result")
@@ -149,6 +150,12 @@ class Server:
         if not all(Path(config.store_dir, KV_FOLDER).is_dir() for config in folders):
             return "the folder of a store is gone; bring it back, or start the service anew"
         return ""
+
+    def warm_up(self) -> None:
+        """Run embedder and model once, so that the first request does not wait for what is made at the first use."""
+        engine = next(iter(self.engines.values()))
+        engine.retriever.embedder.encode(["warm up"])
+        engine.fusor.prefill([0] * WARM_UP_TOKENS)
 
     def stop(self) -> None:
         """Take nothing new, and refuse uploads and calls that have not begun; what runs goes on. Returns at once."""

@@ -14,7 +14,8 @@ from engines import DOCUMENTS, POSITIONS, QUESTION
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.retriever import DEFAULT_EMBEDDER
 from cacheblend.service.cli import main as cli
-from cacheblend.service.cli.model import bundled_corpus
+from cacheblend.service.cli import options
+from cacheblend.service.cli.model import bundled_corpus, choose_model
 
 EOS = 1  # of the tiny model
 
@@ -83,6 +84,54 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert run("store", "verify", *store, "--json").json["ok"] is True
     assert run("store", "clear", *store, "--yes", "--json").json == {"removed": len(entries)}
     assert run("store", "ls", *store, "--json").json == {"entries": []}
+
+
+def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -> None:
+    """Model, chunk size and codec that are left out are the store's; a flag wins over them."""
+    store = ("--store-dir", str(run.store))
+    assert run.on_store("ingest", str(passages), "--kv-cache-dtype", "int8").code == 0
+    answer = run("ask", QUESTION, *store, "--max-tokens", "1", "--recompute-ratio", "0.15", "--json")
+    assert answer.json["plan"]["hits"] > 0
+    assert "loading the model" in answer.err
+    again = run("ingest", str(passages), *store, "--json").json
+    assert (again["unchanged"], again["computed"]) == (3, 0)
+    raw = run("ask", QUESTION, *store, "--kv-cache-dtype", "raw", "--recompute-ratio", "0.15", "--max-tokens", "1", "--json")
+    assert raw.json["plan"]["hits"] == 0
+    (run.store / "settings.json").write_text("[")
+    assert run("ingest", str(passages), *store).code == 2, "a file that cannot be read says nothing"
+
+
+def test_the_reader_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a model and a store, the reader's corpus goes beside the user's store and not into it, nor into this folder."""
+    monkeypatch.setattr(options, "DEFAULT_STORE_DIR", tmp_path / "data" / "store")
+    chosen = choose_model(None, 512, options.DEFAULT_STORE_DIR)
+    assert (chosen.store_dir, chosen.wants_corpus) == (tmp_path / "data" / "reader", True)
+    chosen.store_dir.mkdir(parents=True)
+    assert not choose_model(None, 512, options.DEFAULT_STORE_DIR).wants_corpus
+    assert choose_model(None, 512, tmp_path / "named").store_dir == tmp_path / "named"
+
+
+def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV a token and disk are told first; much is asked about, refused where nobody can be asked, and done with --yes."""
+    told = run.on_store("ingest", str(passages)).err
+    assert "kB a token (raw): about" in told
+    assert str(run.store) in told
+    monkeypatch.setattr("cacheblend.service.cli.documents.ASK_FROM_BYTES", 0)
+    run.store = run.store.with_name("other")
+    refused = run.on_store("ingest", str(passages))
+    assert (refused.code, "give --yes" in refused.err) == (2, True)
+    assert not (run.store / "kv").exists(), "nothing was begun"
+    assert run.on_store("ingest", str(passages), "--yes").code == 0
+    assert run.on_store("ingest", str(passages)).code == 0, "what is stored already is not asked about"
+
+
+def test_a_codec_that_fits(run: CommandLine, passages: Path) -> None:
+    """Where raw KV does not fit the budget, and nobody named a codec, one that fits is taken, said, and kept for later."""
+    budget = ("--nvme-budget-bytes", "120000")
+    assert "(int8)" in run.on_store("ingest", str(passages), *budget).err
+    assert json.loads((run.store / "settings.json").read_text())["kv_cache_dtype"] == "int8"
+    run.store = run.store.with_name("other")
+    assert "(raw)" in run.on_store("ingest", str(passages), *budget, "--kv-cache-dtype", "raw").err
 
 
 def test_shards_are_merged(run: CommandLine, passages: Path, tmp_path: Path) -> None:
@@ -265,6 +314,7 @@ def test_a_question_about_too_few_chunks(run: CommandLine, passages: Path) -> No
 def test_the_model_of_a_store_is_asked_for(run: CommandLine, passages: Path) -> None:
     """Without --model, over a store of another model, the error says that the packaged reader was meant, and what to give."""
     run.on_store("ingest", str(passages))
+    (run.store / "settings.json").unlink()  # as of a store that was made before there were any
     outcome = run("ask", QUESTION, "--store-dir", str(run.store))
     assert outcome.code == 2
     assert "No --model was given" in outcome.err
@@ -289,7 +339,7 @@ def test_what_the_command_line_says(run: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
         outcome = run("serve", "--model", str(run.model / "nowhere"), "--store-dir", str(run.store), "--port", port)
-    assert outcome.code == 2
+    assert outcome.code == 1
     assert f"127.0.0.1:{port} cannot be listened on (Address already in use" in outcome.err
     assert len(outcome.err.splitlines()) == 1
 

@@ -33,7 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr("cacheblend.service.http.Server", Recorder)
-    monkeypatch.setattr("cacheblend.service.http.run.run", lambda _: None)
+    monkeypatch.setattr("cacheblend.service.http.run.run", lambda *_: None)
     monkeypatch.setattr("cacheblend.service.http.observability.log_json", lambda _: None)
     return seen
 

@@ -154,7 +154,13 @@ class TestController:
         layer_bytes = engine.fusor.decoder.geometry.layer_bytes
         (head, first, second, missed, fourth, tail) = tokens
         reads = [("ram", layer_bytes(first)), ("nvme", layer_bytes(second)), ("nvme", layer_bytes(fourth))]
-        expected = {"reads": reads, "reusable": first + second + fourth, "fresh": missed + tail, "exact": head, "alone": []}
+        expected = {
+            "reads": reads,
+            "reusable": first + second + fourth,
+            "fresh": missed + tail,
+            "exact": head,
+            "precomputed": [],
+        }
         assert told == [expected]
 
     def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:
