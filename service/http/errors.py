@@ -145,6 +145,7 @@ FIELD_REMEDIES = {
     "tool_choice": 'only "none" and "auto" are supported; leave it out',
     "functions": "the model cannot call functions here; leave them out, or ask for JSON with response_format",
     "function_call": 'only "none" and "auto" are supported; leave it out',
+    "tool_calls": "the model cannot call tools here; leave them out of the conversation",
     "previous_response_id": "no response is kept here; send the earlier turns as input",
     "conversation": "no conversation is kept here; send the earlier turns as input",
     "background": "an answer comes with its response alone; leave it out",
@@ -160,14 +161,12 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
     place = [str(name)[:MOST_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
     param = ".".join(place) or None
     given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"
+    field = next((name for name in (*names[:1], *names[-1:]) if name in FIELD_REMEDIES), None)
+    helps = first["type"] == "string_type" if field == "input" else first["type"] not in ("missing", "value_error")
     if param in UNSUPPORTED:
         what = f"only {UNSUPPORTED[param]} is supported; leave it out"
-    elif (
-        names
-        and names[0] in FIELD_REMEDIES
-        and (first["type"] == "string_type" if names[0] == "input" else first["type"] not in ("missing", "value_error"))
-    ):
-        what = FIELD_REMEDIES[names[0]]
+    elif field is not None and helps:
+        what = FIELD_REMEDIES[field]
     else:
         remedy = REMEDIES.get(first["type"])
         what = remedy.format_map(first.get("ctx", {})) if remedy else first["msg"]

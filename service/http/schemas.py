@@ -90,6 +90,13 @@ class MessageBody(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Parts, Tag(LIST_TAG)], TextOrList]
     name: str | None = None
+    # Of an answer of OpenAI's or another service's that comes back in a conversation: what says nothing is ignored.
+    refusal: None = None
+    audio: None = None
+    annotations: Any = None
+    reasoning_content: Any = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def message(self) -> Message:
         """The turn in the service's words."""

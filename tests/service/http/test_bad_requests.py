@@ -86,7 +86,7 @@ def test_wrong_values(client: httpx.Client) -> None:
         ([USER, {"role": "system", "content": "x"}], "user's question"),
         ([USER, {"role": "assistant", "content": "x"}], "user's question"),
         ([{"role": "assistant", "content": ""}, USER], "messages[0].content is empty"),
-        ([{**USER, "tool_calls": []}], "messages.0.tool_calls"),
+        ([{**USER, "tool_calls": [{}]}], "messages.0.tool_calls: the model cannot call tools"),
     ],
 )
 def test_wrong_messages(client: httpx.Client, messages: list[object], named: str) -> None:

@@ -187,6 +187,9 @@ def test_fields_that_change_nothing(client: httpx.Client, openai_client: openai.
         for given in (value, None):
             response = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, field: given})
             assert response.status_code == 200, (field, given, response.text)
+    back = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    turns = [*MESSAGES, {"role": "assistant", "content": "Nothing.", **back}, *MESSAGES]
+    assert client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 1, "num_chunks": 1}).status_code == 200
     assert set(IgnoredFields.model_fields) == set(IGNORED)
     page = (Path(__file__).parents[3] / "docs" / "service.md").read_text(encoding="utf-8")
     assert all(f"`{field}`" in page for field in IGNORED)

@@ -12,13 +12,14 @@ import httpx
 import openai
 import pytest
 import torch
-from api import MODEL
-from engines import QUESTION
+from api import MODEL, listening
+from engines import QUESTION, wait_until
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor, NextToken, SequenceKV
 from cacheblend.service import Engine
-from cacheblend.service.http import Server
+from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.serving import ServingConfig
 
 HAS_GRAMMARS = find_spec("llguidance") is not None
 needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance (pip install cacheblend[structured])")
@@ -80,6 +81,17 @@ def test_more_choices_than_places(openai_client: openai.OpenAI) -> None:
     )
     assert len(chat.choices) == 9
     assert len({choice.message.content for choice in chat.choices}) > 3
+
+
+def test_choices_are_checked_once(engine: Engine) -> None:
+    """The quality guard holds a request of several choices against full prefill once, by its prompt's KV as it was."""
+    http = HttpConfig(served_model_name=MODEL)
+    with Server(engine.config, ServingConfig(guard_share=1.0), http, engine=engine) as server, listening(server) as address:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "num_chunks": 2, "n": 3, "max_tokens": 3}
+        answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+        assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1  # greedy
+        wait_until(lambda: server.scheduler.quality("").evaluated > 0)
+        assert server.scheduler.quality("").evaluated == 1
 
 
 def test_logprobs(engine: Engine, openai_client: openai.OpenAI) -> None:
