@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.base.errors import InputError, ModelFetchError
+from cacheblend.base.files import user_data_folder
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service.cli import options, terminal
 from cacheblend.service.cli.model import fetch
@@ -30,16 +32,19 @@ CHUNK_TOKENS = 256
 MAX_TOKENS = 24
 
 PASSAGES_MAX_TOKENS = 8
+BAR_WIDTH = 24
 
 NOTE = (
-    "prefix_cache has seen each of these very prompts, chunks in the same order, just before; over the same chunks in another "
-    "order it finds nothing. The logits are compared with full recompute's, not with a right answer."
+    "prefix_cache is asked each prompt for the first time in a round: it finds what the questions before it left, as a service "
+    "with changing questions does. prefix_cache has seen no prompt twice. The logits are compared with full recompute's, not "
+    "with a right answer."
 )
 
 READER_NOTE = (
     "The reader is small and its prompts are short, so there is little to save: `scripts/bench_fusor.py` shows times at 3,105 "
     "tokens, and docs/benchmarks.md how it answers by class of question."
 )
+_STYLES = {"blend": "green", "full_recompute": "red", "full_reuse": "yellow"}
 _OF_PASSAGES = ("question", "documents", "repeats")
 _OF_MODELS = ("model", "passages", "store_dir", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")
 
@@ -62,7 +67,8 @@ def demo(
         list[str] | None, typer.Option("--question", help="A question about the passages; may be given several times.")
     ] = None,
     store_dir: Annotated[
-        Path | None, typer.Option("--store-dir", "-s", help="Keep the store here; left out, a folder that is removed.")
+        Path | None,
+        typer.Option("--store-dir", "-s", help="Keep the store here; left out, a folder that is removed, or the demo's own."),
     ] = None,
     documents: Annotated[int, typer.Option(help="Most passages to ingest.")] = 60,
     top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
@@ -94,6 +100,7 @@ def demo(
     elif model is None:
         raise InputError("--passages goes with a model; give one, or use `cacheblend ingest` and `ask`")
     started = time.perf_counter()
+    own = model is None and settings.values["chunk_tokens"] is None
     if model is None:
         model = _fetched_model()
     if model is None:
@@ -101,7 +108,8 @@ def demo(
         _reader_demo(settings, top_k, as_json)
         return
     if passages is None:
-        _handbook_demo(_chosen(settings, model, CHUNK_TOKENS, MAX_TOKENS), store_dir, top_k, as_json, started)
+        folder = store_dir or (user_data_folder() / "demo" if own else None)
+        _handbook_demo(_chosen(settings, model, CHUNK_TOKENS, MAX_TOKENS), folder, top_k, as_json, started)
         return
     chosen = _chosen(settings, model, RetrieverConfig().chunk_tokens, PASSAGES_MAX_TOKENS)
     _passages_demo(chosen, store_dir, list(read_documents(passages))[:documents], question or [], top_k, repeats, as_json)
@@ -191,19 +199,40 @@ def _handbook_demo(config: EngineConfig, store_dir: Path | None, top_k: int, as_
     )
     for each in shown_questions(asked):
         _print_question(each)
+    out.print("\nTime to first token, the median of all questions:", highlight=False)
+    slowest_s = max(row.ttft_s_median for row in methods.values())
+    for method, row in methods.items():
+        out.print(
+            f"  {method:<15}",
+            Text(_bar(row.ttft_s_median / slowest_s), style=_STYLES.get(method, "")),
+            f"{row.ttft_s_median * 1000:>6,.0f} ms  {row.speedup:.1f} x",
+            highlight=False,
+        )
+    out.print()
     out.print(_handbook_table(methods))
     out.print(note, highlight=False)
+    if store_dir is not None:
+        command = f"cacheblend serve --store-dir {shlex.quote(str(store_dir))}"
+        told = f"Open the page over the same handbook: {command}, then http://127.0.0.1:8000/ in a browser"
+        out.print(told, style="bold", highlight=False, soft_wrap=True)
     out.print(f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s", highlight=False)
+
+
+def _bar(share: float) -> str:
+    return ("█" * max(1, round(share * BAR_WIDTH))).ljust(BAR_WIDTH)
 
 
 def _print_question(asked: AskedQuestion) -> None:
     item, out = asked.question, terminal.stdout
+    slowest_s = max(reply.ttft_s for reply in asked.replies.values())
     asks = f"\n[{item.question_class}] {item.question}   (right: {item.answers[0]})"
     out.print(asks, highlight=False, markup=False, soft_wrap=True)
     for method, reply in asked.replies.items():
         mark = "+" if reply.has_answer else "-"
-        line = f"  {mark} {method:<15}{reply.ttft_s * 1000:>6,.0f} ms   {reply.text}"
-        out.print(line, highlight=False, markup=False, no_wrap=True, overflow="ellipsis")
+        line = Text(f"  {mark} {method:<15}")
+        line.append(_bar(reply.ttft_s / slowest_s), style=_STYLES.get(method, ""))
+        line.append(f"{reply.ttft_s * 1000:>6,.0f} ms   {reply.text}")
+        out.print(line, no_wrap=True, overflow="ellipsis")
 
 
 def _handbook_table(methods: Mapping[str, MethodSummary]) -> Table:

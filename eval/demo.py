@@ -171,15 +171,18 @@ def compare_methods(
 ) -> list[MethodRow]:
     """Ask every question by every method, interleaved; medians over questions and repeats, after one unmeasured round.
 
-    The unmeasured round warms every method, so that prefix caching finds the prefix that an earlier request left.
+    The methods take turns at going first. A round begins without prefix blocks, or prefix caching would find the very prompts
+    of the round before; it finds what the other questions of its round left.
     """
     methods, ratio = engine.methods, blended_ratio(engine)
     answers: dict[str, list[Answer]] = {method: [] for method in methods}
     total = (repeats + 1) * len(questions) * len(methods)
     done = 0
     for repeat in range(repeats + 1):
-        for question in questions:
-            for method in methods:
+        engine.prefixes.clear()
+        for index, question in enumerate(questions):
+            first = (repeat + index) % len(methods)
+            for method in methods[first:] + methods[:first]:
                 answer = engine.answer(question, top_k=top_k, method=method, recompute_ratio=ratio)
                 if repeat == 0:
                     engine.drain()

@@ -130,7 +130,7 @@ def measure_profile(
     config: LoaderConfig,
     *,
     chunk_tokens: int = 512,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     ratios: Sequence[float] = RATIOS,
     repeats: int = 3,
     on_progress: Progress | None = None,
@@ -139,14 +139,14 @@ def measure_profile(
 
     Medians of `repeats` turns after one warm-up, the device synchronised; a turn measures every length and ratio once, so that
     what slows the machine for seconds does not slow all measurements of one length. Lengths beyond the model's positions are
-    cut, and none is measured that is longer than one whose full prefill took more than `PATIENCE_S`.
+    cut. Of the default lengths none is measured that is longer than one whose full prefill took more than `PATIENCE_S`.
 
     Args:
         fusor: the model.
         directory: a folder on the disk of the store; what is written there is removed.
         config: reads in flight and look-ahead of the loader.
         chunk_tokens: size of the reads.
-        lengths: prompt lengths in tokens.
+        lengths: prompt lengths in tokens; None for `LENGTHS`, as far as the patience goes.
         ratios: recompute ratios.
         repeats: how often each is measured.
         on_progress: called with "profile", measurements done, and in all.
@@ -154,6 +154,8 @@ def measure_profile(
     Raises:
         ConfigError: no length or ratio, or one outside its range.
     """
+    patience_s = PATIENCE_S if lengths is None else float("inf")
+    lengths = LENGTHS if lengths is None else lengths
     if not lengths or min(lengths) < 1:
         raise ConfigError("lengths", tuple(lengths), "at least one, each of 1 token or more")
     if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
@@ -175,7 +177,7 @@ def measure_profile(
                 blend[turn] += _blend_layers(fusor, tokens, ratio)
             done += 1
             report("profile", done, (repeats + 1) * len(lengths) + 1)
-            if turn == 0 and prefill[turn][-1].seconds > PATIENCE_S:
+            if turn == 0 and prefill[turn][-1].seconds > patience_s:
                 break
         if left_out := lengths[len(prefill[0]) :]:
             named = ", ".join(map(str, left_out))

@@ -60,7 +60,7 @@ def profile(
             config.profile_dir,
             config.loader,
             chunk_tokens=config.retriever.chunk_tokens,
-            lengths=lengths or LENGTHS,
+            lengths=lengths or None,
             ratios=ratios or RATIOS,
             repeats=repeats,
             on_progress=progress,
@@ -150,6 +150,11 @@ def plan(
         )
     out.print(rows)
     out.print(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}", highlight=False)
+    if tokens > 2 * (longest := max(sample.tokens for sample in measured.prefill)):
+        told = (
+            f"no prefill of more than {longest:,} tokens was measured, so these seconds are carried on far: `cacheblend profile"
+        )
+        out.print(f"{told} --length {tokens}` measures them", style="yellow", highlight=False)
     if cheapest is None:
         out.print("no device of the table is fast enough to add no delay at this ratio", highlight=False)
 

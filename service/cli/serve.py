@@ -19,6 +19,7 @@ from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
 
 
@@ -122,6 +123,9 @@ def serve(
     serving = settings.make(ServingConfig)
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     tenants = tenants_of(tables)
+    if http.require_key and not tenants and http.api_key is None and http.host not in LOOPBACK:
+        allowed = "needed to listen on other addresses than this machine's: set CACHEBLEND_API_KEY, or name tenants in --config"
+        raise ConfigError("api_key", None, allowed)
     with Starting(http.host, http.port) as starting:
         log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
         starting.announce()

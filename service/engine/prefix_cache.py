@@ -32,7 +32,12 @@ class PrefixCache:
 
     def __init__(self, fusor: Fusor, budget: TierBudget) -> None:
         self._model = fusor.fingerprint
-        self._blocks = PrefixBlocks(budget, fusor.decoder.windows, self._model)
+        self._budget, self._windows = budget, fusor.decoder.windows
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every block, and what was counted; requests that are under way keep theirs."""
+        self._blocks = PrefixBlocks(self._budget, self._windows, self._model)
 
     @contextmanager
     def find(self, token_ids: Sequence[int], limit: int, namespace: str, asked_ratio: str | None) -> Iterator[CachedPrefix]:

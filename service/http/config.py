@@ -30,6 +30,9 @@ class HttpConfig:
         "no variable.",
         secret=True,
     )
+    require_key: bool = option(
+        False, "Refuse to start without a key or tenants where others than this machine are listened to."
+    )
     cors_origins: tuple[str, ...] = option((), "A web origin whose pages may call the API; repeat for more.")
     allowed_hosts: tuple[str, ...] = option(
         (),

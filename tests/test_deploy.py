@@ -1,0 +1,76 @@
+"""What is shipped to deploy with: its files are well-formed, closed by default, and name what there is."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cacheblend.base.errors import ConfigError
+from cacheblend.service.cli import main as cli
+from cacheblend.service.http import observability
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def test_compose_is_closed() -> None:
+    """Every service has a read-only root and no capabilities, and is reached from this machine alone."""
+    assert set(COMPOSE["services"]) == {"cacheblend", "prometheus", "grafana"}
+    for service in COMPOSE["services"].values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    assert ":?" in COMPOSE["services"]["cacheblend"]["environment"]["CACHEBLEND_API_KEY"], "no key, no start"
+
+
+def test_compose_mounts_what_there_is() -> None:
+    """Files that are mounted and volumes that are named are there."""
+    for service in COMPOSE["services"].values():
+        for mount in service["volumes"]:
+            source = mount.partition(":")[0]
+            assert (DEPLOY / source).is_file() if source.startswith(".") else source in COMPOSE["volumes"]
+    targets = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert targets == ["cacheblend:8000"]
+
+
+def test_container() -> None:
+    """The image's user is no root and has a number, the health check is in exec form, and no key is baked in."""
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    last = lines[max(index for index, line in enumerate(lines) if line.startswith("FROM ")) :]
+    assert next(line for line in last if line.startswith("USER ")) == "USER 10001"
+    check = next(line for line in last if line.startswith("HEALTHCHECK "))
+    assert json.loads(check.partition("CMD ")[2])[0] == "python"
+    variables = dict(pair.split("=", 1) for pair in shlex.split(next(line for line in last if line.startswith("ENV "))[4:]))
+    assert (variables["CACHEBLEND_HOST"], variables["CACHEBLEND_REQUIRE_KEY"]) == ("0.0.0.0", "1")
+    assert "API_KEY" not in " ".join(variables.values())
+    ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+    assert ignored[0] == "*"
+    assert all((DEPLOY.parent / line[1:]).exists() for line in ignored if line.startswith("!"))
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    """Every metric in a panel is one that the service exports, and the panels use the data source that is provisioned."""
+    dashboard = json.loads((DEPLOY / "grafana" / "cacheblend.json").read_text())
+    source = Path(observability.__file__).read_text()
+    names = set(re.findall(r'"(cacheblend_[a-z_]+)"', source)) | {
+        f"cacheblend_store_{name}" for name in ("bytes", "evictions", "misses", "damaged", "failed_writes")
+    }
+    names.add("cacheblend_guard_agreement")
+    uid = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"][0]["uid"]
+    for panel in dashboard["panels"]:
+        assert panel["datasource"]["uid"] == uid
+        for target in panel["targets"]:
+            for name in re.findall(r"cacheblend_[a-z_]+", target["expr"]):
+                assert name in names or re.sub(r"_(total|bucket|sum|count)$", "", name) in names
+
+
+def test_a_key_is_required() -> None:
+    """As in the container: beyond this machine there is no start without a key."""
+    arguments = ["serve", "-m", "m", "--host", "0.0.0.0", "--require-key"]
+    with pytest.raises(ConfigError, match="CACHEBLEND_API_KEY"):
+        CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
