@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small-disk", type=Path, help="An empty folder on a small file system, which is filled now and then.")
     options = parser.parse_args()
+    if options.small_disk and any(options.small_disk.iterdir()):
+        parser.error(f"{options.small_disk} is not empty: what an earlier run left would count as this one's")
     folder = Path(tempfile.mkdtemp())
     make_model(folder / "model")
     known = Acknowledged()
