@@ -328,6 +328,11 @@ class Catalog:
         rows = self._rows(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
         return chunk_of(rows[0]) if rows else None
 
+    def texts(self) -> Iterator[tuple[int, str, int, str]]:
+        """Index id, document's title, position and text of every chunk; what is damaged is found out with its chunk."""
+        rows = self._rows("SELECT c.id, d.title, c.position, c.text FROM chunks c JOIN documents d ON d.id = c.document_id")
+        return ((id_, str(title), position, str(text)) for id_, title, position, text in rows)
+
     def vectors(self, document_id: str | None = None) -> tuple[list[int], NDArray[np.float32]]:
         """Index ids of a document's chunks, or of all, ascending, and their vectors, float32 (N, D).
 

@@ -11,6 +11,7 @@ from cacheblend.base.options import option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"
+RETRIEVALS = ("hybrid", "dense")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,14 @@ class RetrieverConfig:
     chunk_overlap_tokens: int = option(0, "Tokens that a chunk repeats from the end of the one before.")
     separator: str = SEPARATOR
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
+    retrieval: str = option(
+        "hybrid",
+        "How chunks are found: by meaning (dense), by words (bm25), or by both, their ranks fused.",
+        choices=RETRIEVALS,
+    )
+    search_rounds: int = option(
+        2, "1, or 2: a third of the chunks are then found by the names in the best chunk, for questions over two documents."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):  # what command lines and notebooks pass
@@ -44,5 +53,9 @@ class RetrieverConfig:
             raise ConfigError("chunk_overlap_tokens", self.chunk_overlap_tokens, allowed)
         if not isinstance(self.separator, str):
             raise ConfigError("separator", self.separator, "text")
+        if self.retrieval not in RETRIEVALS:
+            raise ConfigError("retrieval", self.retrieval, f"one of {', '.join(RETRIEVALS)}")
+        if self.search_rounds not in (1, 2):
+            raise ConfigError("search_rounds", self.search_rounds, "1 or 2")
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")

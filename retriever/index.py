@@ -6,6 +6,7 @@ Shapes: N vectors, D dimensions, K results.
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,13 @@ class VectorIndex:
         distances_1K, ids_1K = self._index.search(np.ascontiguousarray(vector_D, dtype=np.float32)[None], top_k)
         found = sorted(zip(distances_1K[0].tolist(), ids_1K[0].tolist(), strict=True))
         return [id_ for _, id_ in found], [distance for distance, _ in found]
+
+    def distance(self, id_: int, vector_D: NDArray[np.float32]) -> float:
+        """Squared L2 distance of one of its vectors; NaN where it has none of that id."""
+        try:
+            return float(np.square(self._index.reconstruct(id_) - vector_D).sum())
+        except RuntimeError:
+            return math.nan
 
     def save(self, path: Path, generation: int) -> None:
         """Write the index and the generation of the catalog that it shows; a crash leaves the old file or the new one.

@@ -1,4 +1,4 @@
-"""The retriever: documents in, the chunks nearest a question out."""
+"""The retriever: documents in, the best chunks for a question out."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import SyncedIndex, VectorIndex
 from .splitter import Splitter
+from .words import KEPT, WordIndex, fuse_rankings, names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
+CANDIDATES = 50  # of each ranking that is fused
 TITLE_TOKENS = (8, 64)  # of a title in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most
 
 
@@ -55,7 +57,7 @@ class EmbeddedDocument:
 
 
 class Retriever:
-    """Splits, embeds and stores documents, and finds the chunks nearest a question. Thread-safe; a context manager.
+    """Splits, embeds and stores documents, and finds the best chunks for a question. Thread-safe; a context manager.
 
     In its directory, `catalogue.sqlite` is the truth and `index.faiss` a copy of its vectors, written on `close`. The index is
     built anew from the catalog where the copy is missing, damaged or older, or when another process has added documents.
@@ -96,6 +98,7 @@ class Retriever:
                 "embedder": self.embedder.name,
             },
         )
+        self._words = None if config.retrieval == "dense" else WordIndex(self._catalog)
         self._index = SyncedIndex(self._catalog, config.directory / "index.faiss" if config.directory is not None else None)
         self._closed = False
 
@@ -173,6 +176,8 @@ class Retriever:
         with self._lock:
             change = self._catalog.put(embedded.document, embedded.chunks, embedded.vectors_ND)
             self._index.apply(change, embedded.vectors_ND)
+            if self._words is not None:
+                self._words.apply(change, embedded.chunks)
         return bool(change.removed_ids)
 
     def delete(self, document_id: str) -> int:
@@ -187,6 +192,8 @@ class Retriever:
         with self._lock:
             change = self._catalog.remove(document_id)
             self._index.apply(change, np.empty((0, 0), dtype=np.float32))
+            if self._words is not None:
+                self._words.apply(change, ())
         return len(change.removed_ids)
 
     @property
@@ -233,7 +240,7 @@ class Retriever:
             return self._catalog.chunks(document_id)
 
     def search(self, question: str, top_k: int) -> list[ScoredChunk]:
-        """The `top_k` chunks nearest a question, or all where there are fewer, nearest first; among equals the one added first.
+        """The `top_k` best chunks for a question, or all where there are fewer, best first; see `RetrieverConfig.retrieval`.
 
         Raises:
             InputError: the question is empty, top_k below 1, or there are no chunks at all.
@@ -255,10 +262,10 @@ class Retriever:
                     f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
-            found = self._find(index, vector_D, top_k)
+            found = self._find(index, question, vector_D, top_k)
             if found is None:  # the index has ids that the catalog lacks: it is of another one, or a row's id is damaged
                 self._index.rebuild()
-                found = self._find(self._searchable(), vector_D, top_k)
+                found = self._find(self._searchable(), question, vector_D, top_k)
             if found is None:
                 raise RetrieverError(
                     f"the index does not fit its catalog in {self.config.directory}; ingest the documents anew"
@@ -275,6 +282,8 @@ class Retriever:
                 self._index.save()
             finally:
                 self._catalog.close()
+                if self._words is not None:
+                    self._words.close()
 
     def __enter__(self) -> Self:
         return self
@@ -324,13 +333,29 @@ class Retriever:
             )
         return vectors_ND
 
-    def _find(self, index: VectorIndex, vector_D: NDArray[np.float32], top_k: int) -> list[ScoredChunk] | None:
-        """The nearest chunks; None where the catalog does not have one of them."""
+    def _find(self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], top_k: int) -> list[ScoredChunk] | None:
+        """The best chunks; None where the catalog does not have one of them."""
+        count = min(top_k, len(index))
+        # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
+        candidates = min(max(CANDIDATES, top_k), len(index))
+        rankings = [index.search(vector_D, candidates)[0]]
+        if self._words is not None:
+            rankings.append(self._words.search(question, candidates))
+        best = fuse_rankings(rankings)
+        # 2. The names in the best chunk lead to those that a question over two documents does not name.
+        if self._words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
+            if (first := self._catalog.chunk(best[0])) is None:
+                return None
+            kept = best[: max(1, round(KEPT * count))]
+            if found_names := " ".join(names(f"{first.title} {first.text}")):
+                second = self._words.search(f"{question} {found_names}", count + len(kept))
+                best = [*kept, *[id_ for id_ in second if id_ not in kept][: count - len(kept)], *best[len(kept) :]]
+        # 3. The chunks themselves, and how near they are.
         found = []
-        for id_, distance in zip(*index.search(vector_D, min(top_k, len(index))), strict=True):
+        for id_ in list(dict.fromkeys(best))[:count]:
             if (chunk := self._catalog.chunk(id_)) is None:
                 return None
-            found.append(ScoredChunk(chunk, distance))
+            found.append(ScoredChunk(chunk, index.distance(id_, vector_D)))
         return found
 
     def _searchable(self) -> VectorIndex:

@@ -9,7 +9,7 @@ random moment. Started again on the same folder, it must know every document who
 from the store (`usage.prompt_tokens_details.cached_tokens` above 0, no chunk computed). What was deleted is gone. Of a change
 that was under way at the kill the text is the one before or the one after, and nothing between; KV that was not yet stored is
 computed when it is asked for. After the last round KV and index are verified, and no entry may hold a text that was replaced
-or deleted since. A fault ends the run with an error and keeps the folder.
+or deleted since. The oldest documents are deleted before each round. A fault ends the run with an error and keeps the folder.
 
 With `--small-disk`, a folder on a file system of its own such as a small tmpfs, every second round is under way on a disk
 that is filled to the last byte half of the time, and half of those rounds start on one. An upload may then be refused with
@@ -38,7 +38,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "service"))
 
-from acknowledged import Acknowledged, Writer, ask_until_gone, check_documents
+from acknowledged import Acknowledged, Writer, ask_until_gone, check_documents, retire
 from engines import CHUNK_TOKENS, make_model
 from server_process import ServedConfig, ServerProcess, free_port
 from transformers import PreTrainedTokenizerFast
@@ -47,6 +47,7 @@ from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.store import KVStore, StoreConfig
 
 WRITERS, ASKERS = 3, 3
+DOCUMENTS = 60  # that a round begins with at most: the others are deleted before it
 FULL_S = 0.4  # how long a disk stays full, and then has room again
 MARK = re.compile(r"This is ([\w-]+), (0\.\d+)")  # what a writer's text begins with, and no other text
 
@@ -76,6 +77,7 @@ def kill_round(config: ServedConfig, folder: Path, known: Acknowledged, seed: in
     server = ServerProcess(config, folder / "server.log")
     with server:
         check_documents(server.address, known)
+        retire(server.address, known, DOCUMENTS)
         writers = [Writer(server.address, known, f"{seed}-{number}") for number in range(WRITERS)]
         threads = [threading.Thread(target=writer.run) for writer in writers]
         threads += [threading.Thread(target=ask_until_gone, args=(server.address, seed + at)) for at in range(ASKERS)]

@@ -31,11 +31,12 @@ def found(retriever: Retriever, question: str, top_k: int = 3) -> list[tuple[str
     return [(hit.chunk.document_id, hit.chunk.position) for hit in retriever.search(question, top_k)]
 
 
-def test_nearest_chunk_comes_first(retriever: Retriever) -> None:
-    """Search gives the chunks nearest the question, by squared L2 distance, as brute force does."""
-    retriever.add([CATS, DOGS, BIRDS])
-    hits = retriever.search("the dog runs through the river", 3)
-    chunks = retriever.chunks()
+def test_nearest_chunk_comes_first() -> None:
+    """Dense search gives the chunks nearest the question, by squared L2 distance, as brute force does."""
+    with open_retriever(retrieval="dense") as retriever:
+        retriever.add([CATS, DOGS, BIRDS])
+        hits = retriever.search("the dog runs through the river", 3)
+        chunks = retriever.chunks()
     # Every chunk is found by its document's title as well; in the first one's text it stands already.
     texts = [chunk.text if chunk.position == 0 else f"{chunk.title}\n{chunk.text}" for chunk in chunks]
     vectors_ND = FakeEmbedder().encode(texts)

@@ -142,12 +142,39 @@ def check_documents(address: str, known: Acknowledged) -> None:
             (known.changed.add if kept else known.changed.discard)(id_)  # else KV may be missing: a deletion drops it first
         known.doubtful.clear()
         for id_, text in known.texts.items():
-            assert _text_of(client, id_) == text, f"{id_}: not what was acknowledged"
+            if text is not None:
+                assert _text_of(client, id_) == text, f"{id_}: not what was acknowledged"
+        here = {id_ for id_, text in known.texts.items() if text is not None}
+        assert _listed(client) == here, f"listed and acknowledged differ in {_listed(client) ^ here}"
         for id_ in sorted(known.changed):
             if known.texts[id_] is not None:
                 _check_served(client, id_)
                 known.asked += 1
         known.changed.clear()
+
+
+def retire(address: str, known: Acknowledged, keep: int) -> None:
+    """Delete all but the last `keep` documents, so that a small disk has room for new ones; their ids must stay gone."""
+    here = [id_ for id_, text in known.texts.items() if text is not None]
+    with httpx.Client(base_url=address, timeout=60) as client:
+        for id_ in here[: max(0, len(here) - keep)]:
+            client.delete(f"/v1/documents/{id_}").raise_for_status()
+            known.texts[id_] = None
+            known.changed.discard(id_)
+            known.unsettled.discard(id_)
+            known.answered += 1
+
+
+def _listed(client: httpx.Client) -> set[str]:
+    """The ids of all documents that the server lists."""
+    ids: list[str] = []
+    while True:
+        page = (
+            client.get("/v1/documents", params={"limit": 1000, **({"after": ids[-1]} if ids else {})}).raise_for_status().json()
+        )
+        ids += [document["id"] for document in page["data"]]
+        if not page["has_more"]:
+            return set(ids)
 
 
 def _text_of(client: httpx.Client, id_: str) -> str | None:

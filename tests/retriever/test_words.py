@@ -1,0 +1,132 @@
+"""Search by words beside search by meaning, and its second round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import FakeEmbedder, tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cacheblend.base.errors import ConfigError
+from cacheblend.retriever import Retriever, RetrieverConfig
+from cacheblend.retriever.words import MAX_WORDS, fuse_rankings
+
+
+class BlindEmbedder(FakeEmbedder):
+    """Finds every text equally near, so that words alone decide."""
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        return np.full((len(texts), self.dimensions), self.dimensions**-0.5, dtype=np.float32)
+
+
+FILLER = [
+    {"id": f"filler-{n}", "text": f"Page {n} has some remarks about the weather of this and that year."} for n in range(30)
+]
+VALVE = {"id": "valve", "text": "The valve XR-7719 must be opened before the pump starts."}
+
+
+def open_retriever(directory: Path | None = None, **config: object) -> Retriever:
+    settings = RetrieverConfig(directory=directory, **{"chunk_tokens": 60, **config})  # type: ignore[arg-type]
+    return Retriever(settings, tiny_tokenizer(), BlindEmbedder("blind"))
+
+
+@pytest.fixture
+def retriever() -> Iterator[Retriever]:
+    with open_retriever() as opened:
+        opened.add([*FILLER, VALVE])
+        yield opened
+
+
+def best(retriever: Retriever, question: str, top_k: int = 1) -> list[str]:
+    return [hit.chunk.document_id for hit in retriever.search(question, top_k)]
+
+
+def test_a_word_finds_what_meaning_does_not(retriever: Retriever) -> None:
+    """A part's number leads to its page; search by meaning alone misses it."""
+    assert best(retriever, "What about XR-7719?") == ["valve"]
+    with open_retriever(retrieval="dense") as dense:
+        dense.add([*FILLER, VALVE])
+        assert best(dense, "What about XR-7719?") == ["filler-0"]
+
+
+def test_every_chunk_is_found_by_its_title() -> None:
+    """The words of a document's title find its later chunks as well, where the title does not stand."""
+    text = "Nothing here says what it is about, page after page. " * 12
+    with open_retriever() as retriever:
+        retriever.add([*FILLER, {"id": "long", "title": "Zephyr manual", "text": text}])
+        found = retriever.search("zephyr", 3)
+        assert [hit.chunk.document_id for hit in found] == ["long"] * 3
+        assert any(hit.chunk.position > 0 for hit in found)
+
+
+def test_names_lead_to_the_second_document() -> None:
+    """The question names the film alone; its page names the director, and the director's page is found by that."""
+    film = {"id": "film", "text": "The film Nightbridge was made in 1961. Its director was Ilse Tannhof."}
+    person = {"id": "person", "text": "Ilse Tannhof was born in a small town near Graz, and died in Bern."}
+    question = "Where was the one who made the film Nightbridge born?"
+    with open_retriever() as two, open_retriever(search_rounds=1) as one:
+        for each in (one, two):
+            each.add([*FILLER, *({"id": f"born-{n}", "text": f"Number {n} was born where one was made."} for n in range(8))])
+            each.add([film, person])
+        assert "person" not in best(one, question, 3)
+        assert best(two, question, 3)[0] == "film"
+        assert "person" in best(two, question, 3)
+
+
+def test_changes_are_followed(tmp_path: Path) -> None:
+    """What was deleted or replaced is found no more, what came is, also where another process changed it."""
+    with open_retriever(tmp_path) as retriever, open_retriever(tmp_path) as other:
+        retriever.add([*FILLER, VALVE])
+        assert best(retriever, "XR-7719") == best(other, "XR-7719") == ["valve"]
+        retriever.add(
+            [{"id": "valve", "text": "The valve QZ-88 replaces the older one."}, {"id": "new", "text": "A KB-90 gauge."}]
+        )
+        for each in (retriever, other):
+            assert best(each, "QZ-88") == ["valve"]
+            assert best(each, "KB-90") == ["new"]
+            assert best(each, "XR-7719") == ["filler-0"]
+        other.delete("new")
+        for each in (retriever, other):
+            assert best(each, "KB-90") == ["filler-0"]
+
+
+def test_an_emptied_index_goes_on(retriever: Retriever) -> None:
+    """All documents deleted, and others added."""
+    for document in [*FILLER, VALVE]:
+        retriever.delete(str(document["id"]))
+    retriever.add([{"id": "only", "text": "One page with a WQ-3."}])
+    assert best(retriever, "WQ-3", 5) == ["only"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(question=st.text(min_size=1, max_size=200).filter(lambda text: bool(text.strip())))
+def test_a_question_is_no_query_language(question: str) -> None:
+    """Whatever a question holds, quotes and operators included, is looked up as words."""
+    with open_retriever() as retriever:
+        retriever.add(FILLER[:3])
+        assert len(best(retriever, f'{question} AND NEAR("x" *) -text: ^weather', 2)) == 2
+
+
+def test_a_long_question_is_bounded(retriever: Retriever) -> None:
+    """Of many words the rarest are looked up: the one that matters is among them."""
+    assert best(retriever, " ".join([*("weather page remarks some year".split() * 400), "XR-7719"])) == ["valve"]
+    assert best(retriever, " ".join(f"word{n}" for n in range(50 * MAX_WORDS))) == ["filler-0"]
+
+
+def test_rankings_are_fused() -> None:
+    """What both lists have high comes before what only one has; equals keep the order of adding."""
+    assert fuse_rankings([[1, 2, 3], [2, 4]]) == [2, 1, 4, 3]
+    assert fuse_rankings([[7], [5]]) == [5, 7]
+    assert fuse_rankings([]) == []
+
+
+@pytest.mark.parametrize("wrong", [{"retrieval": "bm26"}, {"search_rounds": 3}])
+def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
+    """Each names what is allowed."""
+    with pytest.raises(ConfigError, match="one of|1 or 2"):
+        RetrieverConfig(**wrong)  # type: ignore[arg-type]
