@@ -7,6 +7,7 @@ Shapes: N chunks, D dimensions.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sqlite3
@@ -327,6 +328,11 @@ class Catalog:
         """
         rows = self._rows(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
         return chunk_of(rows[0]) if rows else None
+
+    def has_chunks(self, ids: Sequence[int]) -> bool:
+        """Whether there is a chunk of each of these index ids; not so of an index that does not fit this catalog."""
+        [[found]] = self._rows("SELECT count(*) FROM chunks WHERE id IN (SELECT value FROM json_each(?))", (json.dumps(ids),))
+        return bool(found == len(ids))
 
     def texts(self) -> Iterator[tuple[int, str, int, str]]:
         """Index id, document's title, position and text of every chunk; what is damaged is found out with its chunk."""

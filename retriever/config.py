@@ -11,6 +11,7 @@ from cacheblend.base.options import option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"
+SPLITS = ("sentences", "tokens")
 RETRIEVALS = ("hybrid", "dense")
 
 
@@ -30,6 +31,11 @@ class RetrieverConfig:
     directory: Path | None = None
     chunk_tokens: int = option(512, "Tokens of the model in a chunk, before its separator; fixed once documents are ingested.")
     chunk_overlap_tokens: int = option(0, "Tokens that a chunk repeats from the end of the one before.")
+    split_at: str = option(
+        "sentences",
+        "Where chunks end: at a heading, paragraph or sentence in the last half of chunk_tokens, or at just so many tokens.",
+        choices=SPLITS,
+    )
     separator: str = SEPARATOR
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
     retrieval: str = option(
@@ -53,6 +59,8 @@ class RetrieverConfig:
             raise ConfigError("chunk_overlap_tokens", self.chunk_overlap_tokens, allowed)
         if not isinstance(self.separator, str):
             raise ConfigError("separator", self.separator, "text")
+        if self.split_at not in SPLITS:
+            raise ConfigError("split_at", self.split_at, f"one of {', '.join(SPLITS)}")
         if self.retrieval not in RETRIEVALS:
             raise ConfigError("retrieval", self.retrieval, f"one of {', '.join(RETRIEVALS)}")
         if self.search_rounds not in (1, 2):

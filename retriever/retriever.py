@@ -339,6 +339,8 @@ class Retriever:
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
         candidates = min(max(CANDIDATES, top_k), len(index))
         rankings = [index.search(vector_D, candidates)[0]]
+        if not self._catalog.has_chunks(rankings[0]):
+            return None
         if self._words is not None:
             rankings.append(self._words.search(question, candidates))
         best = fuse_rankings(rankings)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 _WHITE_SPACE = " \t\n\r\u2581"  # the last stands for a space in SentencePiece vocabularies
 CUT_CHARACTERS = 2**17
+# Where a text may be cut, the best first: before a Markdown heading, after empty lines, a sentence, a line; else between words.
+_SENTENCE_END = r"[.!?\u2026]+[\"'\u2019\u201d)\]]*(?=\s)|[\u3002\uff01\uff1f]"
+BREAKS = [re.compile(each) for each in (r"\n(?=#{1,6} )", r"\n\s*\n", _SENTENCE_END, r"\n", r"\w(?=\s)")]
 
 
 class PlainTokenizer:
@@ -71,8 +77,11 @@ class PlainTokenizer:
         ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids if self._controls.isdisjoint(ids) else [token for token, _ in self._encode(text)]
 
-    def cut(self, text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
+    def cut(self, text: str, max_tokens: int, overlap_tokens: int = 0, *, at_sentences: bool = False) -> list[str]:
         """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
+
+        With `at_sentences` a piece ends where `BREAKS` says within the last half of so many tokens, the best such place, the
+        last one of its kind; and the last piece is no shorter than a quarter, unless it is the only one.
 
         Pieces are slices of `text`, not decoded tokens: decoding would turn a character whose bytes lie on both sides of a
         border into U+FFFD, and drop leading spaces with some tokenizers. Such a character goes whole to the later piece.
@@ -82,7 +91,7 @@ class PlainTokenizer:
         spans: list[tuple[int, int]] = []
         start, size = 0, CUT_CHARACTERS
         while True:
-            found = self._spans(text[start : start + size], max_tokens, overlap_tokens)
+            found = self._spans(text[start : start + size], max_tokens, overlap_tokens, at_sentences)
             if start + size >= len(text):
                 spans.extend((start + first, start + end) for first, end in found)
                 return [text[first:end] for first, end in spans]
@@ -92,7 +101,7 @@ class PlainTokenizer:
             spans.extend((start + first, start + end) for first, end in found[:-1])
             start, size = start + found[-1][0], CUT_CHARACTERS
 
-    def _spans(self, text: str, max_tokens: int, overlap_tokens: int) -> list[tuple[int, int]]:
+    def _spans(self, text: str, max_tokens: int, overlap_tokens: int, at_sentences: bool) -> list[tuple[int, int]]:
         """Where each piece begins and ends."""
         starts = [start for _, start in self._encode(text)]
         if not starts:
@@ -100,6 +109,8 @@ class PlainTokenizer:
         # LangChain counts and slices tokens; each token is its number here, and "decoding" looks up where it starts.
         # Borders never run backwards, whatever a normaliser does to offsets, so that no text is lost or doubled.
         borders = list(accumulate([0, *starts[1:], len(text)], max))
+        if at_sentences:
+            return [span for span in _sentence_spans(text, borders, max_tokens, overlap_tokens) if span[0] < span[1]]
         spans: list[tuple[int, int]] = []
 
         def decode(numbers: list[int]) -> str:
@@ -137,12 +148,28 @@ class PlainTokenizer:
         return [*tokens, *self._encode(text[done:], start + done)]
 
 
+def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
+    """Where each piece begins and ends, cut where `BREAKS` says; token t stands from `borders[t]` to `borders[t + 1]`."""
+    tokens = len(borders) - 1
+    breaks = [sorted({bisect_left(borders, match.end()) for match in each.finditer(text)}) for each in BREAKS]
+    first = last = 0
+    while last < tokens:
+        last = tokens
+        if last - first > max_tokens:
+            latest = max(min(first + max_tokens, tokens - max_tokens // 4), first + 1)
+            earliest = first + max(max_tokens // 2, overlap_tokens + 1)
+            before = (places[bisect_left(places, latest + 1) - 1] for places in breaks if places and places[0] <= latest)
+            last = next((place for place in before if place >= earliest), latest)
+        yield borders[first], borders[last]
+        first = max(last - overlap_tokens, first + 1)
+
+
 class Splitter:
-    """Cuts documents into chunks of the model's own tokens, as the paper does with LangChain.
+    """Cuts documents into chunks of the model's own tokens, at sentences, or as the paper does at just so many tokens.
 
     Args:
         tokenizer: the model's fast tokenizer; it is copied.
-        config: `chunk_tokens`, `chunk_overlap_tokens` and `separator` are used.
+        config: `chunk_tokens`, `chunk_overlap_tokens`, `split_at` and `separator` are used.
 
     Raises:
         RetrieverError: the tokenizer is not a fast one.
@@ -173,7 +200,10 @@ class Splitter:
             InputError: the tokenizer makes no tokens of the document.
 
         """
-        texts = self._tokenizer.cut(document.content, self.config.chunk_tokens, self.config.chunk_overlap_tokens)
+        at_sentences = self.config.split_at == "sentences"
+        texts = self._tokenizer.cut(
+            document.content, self.config.chunk_tokens, self.config.chunk_overlap_tokens, at_sentences=at_sentences
+        )
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
         return [

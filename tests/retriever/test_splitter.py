@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.retriever import Chunk, Document, PlainTokenizer, RetrieverConfig, Splitter, splitter
+from cacheblend.retriever.config import SPLITS
 
 # What a chunk may have above chunk_tokens and the separator's tokens: up to three bytes of a character that the border would
 # have torn, and the re-tokenisation of its first and last word.
@@ -26,11 +27,13 @@ def split(text: str, title: str = "", **config: object) -> list[Chunk]:
     return Splitter(tiny_tokenizer(), RetrieverConfig(**config)).split(Document("d", title, text))  # type: ignore[arg-type]
 
 
-@given(text=_texts, title=st.sampled_from(["", "A title", "題"]), chunk_tokens=st.integers(1, 40))
+@given(
+    text=_texts, title=st.sampled_from(["", "A title", "題"]), chunk_tokens=st.integers(1, 40), split_at=st.sampled_from(SPLITS)
+)
 @settings(max_examples=150, deadline=None)
-def test_chunks_joined_are_the_content(text: str, title: str, chunk_tokens: int) -> None:
+def test_chunks_joined_are_the_content(text: str, title: str, chunk_tokens: int, split_at: str) -> None:
     """Without overlap the chunks' texts are the title's line and the text, cut; sizes and positions are as promised."""
-    chunks = split(text, title, chunk_tokens=chunk_tokens)
+    chunks = split(text, title, chunk_tokens=chunk_tokens, split_at=split_at)
     assert "".join(chunk.text for chunk in chunks) == (f"{title}\n{text}" if title else text)
     assert [chunk.position for chunk in chunks] == list(range(len(chunks)))
     separator_tokens = len(tiny_tokenizer()("\n\n", add_special_tokens=False)["input_ids"])
@@ -54,8 +57,35 @@ def test_overlap_repeats_the_end_of_the_chunk_before() -> None:
     """With an overlap of two, a chunk begins with the last two tokens of the one before."""
     text = "for while class for while class"
     tokens = [tiny_tokenizer().decode([id_]) for id_ in tiny_tokenizer()(text)["input_ids"]]
-    chunks = split(text, chunk_tokens=4, chunk_overlap_tokens=2)
+    chunks = split(text, chunk_tokens=4, chunk_overlap_tokens=2, split_at="tokens")
     assert [chunk.text for chunk in chunks[:2]] == ["".join(tokens[:4]), "".join(tokens[2:6])]
+
+
+def test_chunks_end_where_the_text_does() -> None:
+    """A chunk ends before a heading, after a paragraph or a sentence, in its last half; words are torn nowhere."""
+    sentence = "The value of the item is the name of the class. "
+    text = f"# First\n\n{sentence * 3}\n\n{sentence * 4}\n## Second\n\n{sentence * 9}"
+    size = len(split(sentence, chunk_tokens=500)[0].token_ids)
+    chunks = [chunk.text for chunk in split(text, chunk_tokens=4 * size)]
+    assert "".join(chunks) == text
+    assert len(chunks) > 3
+    assert any(chunk.startswith("## Second") for chunk in chunks)
+    assert all(chunk.rstrip().endswith("class.") for chunk in chunks)
+
+
+def test_no_tail_is_left() -> None:
+    """The last chunk has a quarter of the tokens at least: a few words with nothing beside them would win many searches."""
+    for words in range(60, 130):
+        chunks = split("word " * words, chunk_tokens=40)
+        assert min(len(chunk.token_ids) for chunk in chunks) >= 10, words
+
+
+def test_a_text_without_breaks_is_cut_all_the_same() -> None:
+    """Where no break is near, chunks have just so many tokens."""
+    for text in ("漢字" * 300, "x" * 2000, "\n" * 500 + "end"):
+        assert "".join(chunk.text for chunk in split(text, chunk_tokens=16)) == text
+        whole = split(text, chunk_tokens=16, chunk_overlap_tokens=9)
+        assert whole[-1].text == text[-len(whole[-1].text) :]
 
 
 def test_token_ids_are_those_of_the_chunk_alone_with_its_separator() -> None:
