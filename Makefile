@@ -11,7 +11,7 @@ MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
 
-.PHONY: demo check check-lowest check-vllm lint types imports test docs format bench figures clean
+.PHONY: demo check check-lowest check-vllm lint types imports test docs wheel format bench figures clean
 
 demo: $(BIN)/.linked
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
@@ -42,6 +42,9 @@ check-vllm:
 docs: $(BIN)/.linked
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]" --config-settings editable_mode=strict
 	$(BIN)/python -m mkdocs build --quiet --site-dir site
+
+wheel: $(BIN)/.linked
+	scripts/build_wheel.sh
 
 format: $(BIN)/.linked
 	$(BIN)/ruff check --fix .
