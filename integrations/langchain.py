@@ -1,12 +1,14 @@
-"""LangChain's interfaces: a chat model that blends the stored KV of the documents it is given, and the engine's retriever.
+"""LangChain's interfaces: a chat model that blends the stored KV of the chunks in its messages, and the engine's retriever.
 
-A chain blends where the retriever's documents reach the chat model as documents, `model.invoke(question, documents=found)`, as
-in `examples/langchain_chain.py`. What a prompt template has put into a message's text is text: it is answered, and not blended.
+An ordinary chain, retriever to prompt template to model, blends: the chunks that the retriever found are looked for in the
+messages, word for word. The prompt's text stays as the template made it. `model.invoke(question, documents=found)` puts the
+documents in as the engine does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from cacheblend.base.extras import needs_extra
@@ -14,28 +16,33 @@ from cacheblend.base.extras import needs_extra
 with needs_extra("langchain"):
     from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
-    from langchain_core.language_models import BaseChatModel
-    from langchain_core.messages import AIMessage, BaseMessage
+    from langchain_core.language_models import BaseChatModel, LanguageModelInput
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
     from langchain_core.messages.ai import UsageMetadata
-    from langchain_core.outputs import ChatGeneration, ChatResult
+    from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from langchain_core.retrievers import BaseRetriever
-    from pydantic import ConfigDict, SkipValidation
+    from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+    from langchain_core.utils.function_calling import convert_to_json_schema
+    from pydantic import BaseModel, ConfigDict, PrivateAttr, SkipValidation
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message
+from cacheblend.service.serving import Done
+
+from .chat import OPTIONS, EngineChat, report, with_end
 
 __all__ = ["CacheBlendRetriever", "ChatCacheBlend"]
 
-CALL_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
-ROLES = {"system": "system", "human": "user", "ai": "assistant"}
+ROLES = {"system": "system", "human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
 
 
 class CacheBlendRetriever(BaseRetriever):
     """Finds the engine's chunks nearest a question, as LangChain documents.
 
-    `ChatCacheBlend` answers over them from their stored KV, which it finds by the document's id and the chunk's position.
+    `ChatCacheBlend` over the same engine answers over them from their stored KV: it finds `page_content` in its messages.
 
     Args:
         engine: open; its documents are ingested.
@@ -57,17 +64,20 @@ class CacheBlendRetriever(BaseRetriever):
                     "distance": scored.distance,
                 },
             )
-            for scored in self.engine.retriever.search(query, self.top_k)
+            for scored in self.engine.search(query, self.top_k)
         ]
 
 
 class ChatCacheBlend(BaseChatModel):
-    """Answers over documents from their stored KV.
+    """Answers chats over the stored KV of the chunks that their messages hold.
 
-    Documents come as an option of the call: `model.invoke(messages, documents=docs)`, or `model.bind(documents=docs)` in a
-    chain. They are LangChain documents, which `CacheBlendRetriever` or any other retriever finds, or mappings with `title` and
-    `text`. Without documents it is a plain chat model: nothing of a message's text is blended, whatever a template put there.
-    The fields but for `engine` are options of a call too: `model.bind(max_tokens=5)`.
+    Chunks are what `CacheBlendRetriever` found lately over the same engine. Joined by two line breaks, and with two after the
+    last, their stored KV is used; otherwise they are chunks of their own, computed the first time, and a warning says so once.
+    Documents may also come as an option of the call, `model.invoke(messages, documents=docs)`: LangChain documents of any
+    retriever, or mappings with `title` and `text`. They stand before the last message.
+
+    The fields but for `engine` are options of a call too, `model.bind(max_tokens=5)`; so are `stop`, `top_k`, `min_p`, `seed`,
+    `presence_penalty`, `frequency_penalty`, `repetition_penalty` and `response_format`.
 
     Args:
         engine: open.
@@ -85,6 +95,12 @@ class ChatCacheBlend(BaseChatModel):
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
+    _chat: EngineChat = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Called by pydantic."""
+        super().model_post_init(context)
+        self._chat = EngineChat(self.engine)
 
     @property
     def _llm_type(self) -> str:
@@ -93,6 +109,34 @@ class ChatCacheBlend(BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         return {"model": self.engine.config.model, "method": self.method, "recompute_ratio": self.recompute_ratio}
+
+    def with_structured_output(
+        self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """The model whose answers are held to a schema and parsed.
+
+        Args:
+            schema: a pydantic class, a TypedDict or a JSON schema.
+            include_raw: give `{"raw": message, "parsed": value or None, "parsing_error": error or None}`.
+            kwargs: `method="json_schema"`, the only way there is, and `strict`, which it always is.
+
+        Raises:
+            InputError: another method.
+            MissingExtraError: when asked, where `llguidance` is not installed.
+        """
+        if kwargs.pop("method", "json_schema") != "json_schema" or kwargs.keys() - {"strict"}:
+            raise InputError('with_structured_output: the only method is "json_schema", and strict the only option beside it')
+        json_schema = convert_to_json_schema(schema)
+        parser: BaseOutputParser[Any] = JsonOutputParser()
+        if isinstance(schema, type) and issubclass(schema, BaseModel):
+            parser = PydanticOutputParser(pydantic_object=schema)
+        format_ = {"type": "json_schema", "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema}}
+        model = self.bind(response_format=format_)
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def _generate(
         self,
@@ -103,51 +147,67 @@ class ChatCacheBlend(BaseChatModel):
         documents: Sequence[Document | Mapping[str, object]] | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        if unknown := ", ".join(sorted(kwargs.keys() - set(CALL_OPTIONS))):
-            raise InputError(f"{unknown}: not an option of ChatCacheBlend; give documents, stop, {', '.join(CALL_OPTIONS)}")
-        turns = [_turn(message) for message in messages]
-        answer = self.engine.answer(
-            turns[-1].content if turns else "",
-            layout=self.engine.prompts.chat(turns, with_chunks=documents is not None),
-            top_k=0,
-            documents=None if documents is None else [self._chunk_or_text(document) for document in documents],
-            **{name: kwargs.get(name, getattr(self, name)) for name in CALL_OPTIONS},
-        )
-        text = answer.text
-        for end in stop or ():
-            text = text.partition(end)[0]
-        plan = answer.plan
-        message = AIMessage(
-            content=text,
-            usage_metadata=UsageMetadata(
-                input_tokens=plan.prompt_tokens,
-                output_tokens=len(answer.token_ids),
-                total_tokens=plan.prompt_tokens + len(answer.token_ids),
-                input_token_details={"cache_read": plan.cached_tokens},
-            ),
-            response_metadata={"plan": answer.as_dict()["plan"], "timings": answer.as_dict()["timings"]},
-        )
+        given = self._given(messages, kwargs)
+        done = self._chat.answer(*given, stop=stop, documents=self._documents(documents))
+        usage, metadata = _report(done)
+        message = AIMessage(content=done.answer.text, usage_metadata=usage, response_metadata=metadata)
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _chunk_or_text(self, document: Document | Mapping[str, object]) -> Mapping[str, object] | Chunk:
-        """The engine's own chunk where the document is one, else its text, to be split."""
-        if not isinstance(document, Document):
-            return document
-        id_, position = document.metadata.get("document_id"), document.metadata.get("position")
-        if isinstance(id_, str) and isinstance(position, int):
-            try:
-                chunks = self.engine.retriever.chunks(id_)
-            except InputError:  # another retriever's document, or one that was deleted since
-                chunks = []
-            for chunk in chunks:
-                if chunk.position == position and chunk.text == document.page_content:
-                    return chunk
-        return {"text": document.page_content}
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        *,
+        documents: Sequence[Document | Mapping[str, object]] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        given = self._given(messages, kwargs)
+        for text, done in with_end(self._chat.stream(*given, stop=stop, documents=self._documents(documents))):
+            message = AIMessageChunk(content=text)
+            if done is not None:
+                usage, metadata = _report(done)
+                message = AIMessageChunk(content=text, usage_metadata=usage, response_metadata=metadata, chunk_position="last")
+            chunk = ChatGenerationChunk(message=message)
+            if run_manager is not None:
+                run_manager.on_llm_new_token(text, chunk=chunk)
+            yield chunk
+
+    def _given(self, messages: Sequence[BaseMessage], options: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+        # What LangChain itself puts beside the options of `with_structured_output` is for tracers.
+        own = {name: value for name, value in options.items() if name != "ls_structured_output_format"}
+        fields = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
+        return [_turn(message) for message in messages], {**fields, **own}
+
+    def _documents(
+        self, documents: Sequence[Document | Mapping[str, object]] | None
+    ) -> list[Mapping[str, object] | Chunk] | None:
+        """The engine's own chunks where the documents are such, else texts, to be split."""
+        if documents is None:
+            return None
+        return [
+            (self._chat.known_chunk(given.page_content, given.metadata) or {"text": given.page_content})
+            if isinstance(given, Document)
+            else given
+            for given in documents
+        ]
+
+
+def _report(done: Done) -> tuple[UsageMetadata, dict[str, Any]]:
+    told = report(done)
+    usage = UsageMetadata(
+        input_tokens=told.pop("prompt_tokens"),
+        output_tokens=told.pop("completion_tokens"),
+        total_tokens=told.pop("total_tokens"),
+        input_token_details={"cache_read": told.pop("cached_tokens")},
+    )
+    return usage, told
 
 
 def _turn(message: BaseMessage) -> Message:
     if message.type not in ROLES:
-        raise InputError(f"a {message.type} message cannot be answered; give {', '.join(ROLES)} messages")
-    if not isinstance(message.content, str):
-        raise InputError("a message's content must be text")
-    return Message(ROLES[message.type], message.content)
+        raise InputError(f"a {message.type} message cannot be answered; give system, human and ai messages")
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    if not all(isinstance(part, str) or part.get("type") == "text" for part in parts):
+        raise InputError("a message's content must be text; leave images and files out")
+    return Message(ROLES[message.type], "".join(part if isinstance(part, str) else part["text"] for part in parts))

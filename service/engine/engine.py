@@ -22,6 +22,7 @@ from cacheblend.store import DocumentVersion, KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_contexts import ChunkContexts, ChunkEncoder, chunk_context
+from .chunk_texts import ChunkTexts
 from .config import DTYPES, SETTINGS_FILE, EngineConfig, check_max_tokens, remember_settings
 from .documents import Documents
 from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
@@ -79,6 +80,7 @@ class Engine:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
             self._contexts = ChunkContexts(context, self.retriever)
+            self.chunk_texts = ChunkTexts(tokenizer, self.retriever.config.separator)
             self.foreground = foreground or Foreground()
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
             opened.callback(self.background.close)
@@ -148,6 +150,18 @@ class Engine:
         """
         self._check_open()
         return self._ingester.ingest_stream(documents, on_progress)
+
+    def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
+        """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.
+
+        Raises:
+            InputError: an empty question, num_chunks below 1, or no documents to search.
+            RetrieverError: the embedder or the directory cannot be used.
+        """
+        self._check_open()
+        found = self.retriever.search(question, num_chunks)
+        self.chunk_texts.remember(scored.chunk for scored in found)
+        return found
 
     def answer(
         self,

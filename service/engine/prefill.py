@@ -192,7 +192,7 @@ class Prefiller:
                 continue
             # 6. Have the other misses computed after the running requests.
             for at, (key, chunk) in enumerate(zip(keys, prompt.chunks, strict=True)):
-                if kvs[at] is None and placements[at] is None:
+                if kvs[at] is None and placements[at] is None and not prompt.is_between(at):
                     self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
             return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
@@ -205,7 +205,7 @@ class Prefiller:
             return []
         first: dict[tuple[int, ...], int] = {}
         for at, (chunk, stored) in enumerate(zip(prompt.chunks, placements, strict=True)):
-            if stored is None and not prompt.earlier_of(at):
+            if stored is None and not prompt.earlier_of(at) and not prompt.is_between(at):
                 first.setdefault(chunk, at)
         return list(first.values())
 
@@ -306,7 +306,7 @@ def _planned_chunks(
         yield PlannedSegment(
             kind="fresh" if kv is None else "reused",
             token_ids=chunk,
-            key=None if kv is None and placement is not None else str(keys[at]),
+            key=None if kv is None and (placement is not None or prompt.is_between(at)) else str(keys[at]),
             tier=placement.tier if kv is not None and placement is not None else None,
             earlier=prompt.earlier_of(at),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -18,7 +19,11 @@ BEFORE_QUESTION = "Question: "
 AFTER_QUESTION = "\nAnswer:"
 MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
 FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
+BETWEEN = ""  # in place of a document's id: text between two chunks, whose KV is of no use in another prompt
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
+
+
+_Piece = tuple[str, tuple[int, ...]] | Chunk  # of a prompt: text and its token ids, or a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class PromptTokens:
         prefix: before the chunks.
         chunks: of each.
         suffix: after them; it holds the question.
-        document_ids: which document each chunk is of; empty where nobody knows.
+        document_ids: which document each chunk is of; empty where nobody knows. `BETWEEN` for text between two chunks.
         cache_suffix: whether a later prompt may begin with all of this one, chunks and answer included: then its blended KV is
             kept for that.
         earlier: for each chunk the chunks of its document which its KV is computed after; empty where nobody knows.
@@ -60,6 +65,10 @@ class PromptTokens:
     def document_of(self, index: int) -> DocumentVersion | None:
         """The ingested document that a chunk is of; None for a text that the request brought."""
         return self.documents[index] if self.documents else None
+
+    def is_between(self, index: int) -> bool:
+        """Whether what stands in a chunk's place is text between two of them."""
+        return bool(self.document_ids) and self.document_ids[index] == BETWEEN
 
     def check_length(self, max_tokens: int | None, max_positions: int | None) -> int:
         """The most tokens of the answer; refuses a prompt that leaves no room for one.
@@ -180,17 +189,54 @@ class PromptRenderer:
             InputError: the last message is not the user's, one is empty, or the model's template refuses the turns.
             PromptTooLongError: they cannot be within the model's positions.
         """
-        check_characters(sum(len(message.content) for message in messages), self._max_positions)
-        if not messages or messages[-1].role != "user":
-            raise InputError("messages: the last one must be the user's question")
-        for place, message in enumerate(messages):
-            if not message.content.strip():
-                raise InputError(f"messages[{place}].content is empty; leave the message out")
+        self._check_chat(messages)
         if with_chunks and len(messages) == 1:
             return self.question(messages[0].content)
         has_system = any(message.role == "system" for message in messages)
         frame = self._frame(messages, self._instruction if with_chunks and not has_system else "")
         return self._layout(frame, self._before_question if with_chunks else "", messages[-1].content)
+
+    def chat_around(
+        self, messages: Sequence[Message], parts: Sequence[Sequence[str | Chunk]]
+    ) -> tuple[PromptLayout, list[Chunk]]:
+        """The prompt of a chat whose messages hold chunks within their texts, nothing added and nothing moved.
+
+        Args:
+            messages: see `chat`.
+            parts: of each message's text, in order: text, and at least one chunk in all.
+
+        Returns:
+            What stands around the chunks, and the chunks; text between two of them is one too, of the document `BETWEEN`.
+
+        Raises:
+            InputError, PromptTooLongError: see `chat`.
+        """
+        self._check_chat(messages)
+        # 1. What the template puts around the texts.
+        if self._has_template:
+            marks = [secrets.token_hex(16) for _ in messages]
+            around = self._around([message.role for message in messages], marks, marks)
+        else:
+            around = ["", *("\n" for _ in messages[1:]), self._after_question]
+        # 2. Each text and each chunk by itself, so that chunks begin and end where tokens do.
+        pieces: list[_Piece] = [("", () if self._has_template else self._bos)]
+        template_ids = self._template_ids if self._has_template else self._ids
+        for text, own in zip(around, [*parts, ()], strict=True):
+            pieces.append((text, template_ids(text)))
+            pieces += [part if isinstance(part, Chunk) else (part, self._ids(part)) for part in own]
+        # 3. What is before the first chunk and after the last, and between.
+        places = [place for place, piece in enumerate(pieces) if isinstance(piece, Chunk)]
+        chunks: list[Chunk] = []
+        texts = [[piece for piece in run if not isinstance(piece, Chunk)] for run in _runs(pieces, places)]
+        for place, between in zip(places, texts[1:], strict=True):
+            piece = pieces[place]
+            assert isinstance(piece, Chunk)
+            chunks.append(piece)
+            ids = tuple(token for _, part in between for token in part)
+            if ids and place != places[-1]:
+                chunks.append(Chunk(BETWEEN, "", 0, "", "".join(text for text, _ in between), ids))
+        prefix, suffix = (tuple(token for _, part in run for token in part) for run in (texts[0], texts[-1]))
+        return PromptLayout(prefix, suffix, cache_suffix=False), chunks
 
     def completion(self, text: str) -> PromptLayout:
         """The prompt of a text to continue: BOS, chunks, text.
@@ -217,6 +263,14 @@ class PromptRenderer:
         before_ids, whole = self._ids(before), self._ids(f"{before} {answer}")
         return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else self._ids(f" {answer}")
 
+    def _check_chat(self, messages: Sequence[Message]) -> None:
+        check_characters(sum(len(message.content) for message in messages), self._max_positions)
+        if not messages or messages[-1].role != "user":
+            raise InputError("messages: the last one must be the user's question")
+        for place, message in enumerate(messages):
+            if not message.content.strip():
+                raise InputError(f"messages[{place}].content is empty; leave the message out")
+
     def _layout(self, frame: _Frame, before_question: str, question: str) -> PromptLayout:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
         asked = self._ids(f"{frame.before_question}{before_question}{question.strip()}{self._after_question}")
@@ -229,7 +283,15 @@ class PromptRenderer:
             return _Frame((*self._bos, *self._ids(instruction), *self._ids(earlier)), "", ())
         marks = [secrets.token_hex(16) for _ in range(len(messages) + 1)]  # of the earlier turns, the chunks, the question
         contents = [*marks[:-2], marks[-2] + marks[-1]]
-        turns = [{"role": message.role, "content": mark} for message, mark in zip(messages, contents, strict=True)]
+        between = self._around([message.role for message in messages], contents, marks)
+        prefix: tuple[int, ...] = ()
+        for opening, text in zip(between[:-2], [*(message.content for message in messages[:-1]), instruction], strict=True):
+            prefix = (*prefix, *self._template_ids(opening), *self._ids(text))
+        return _Frame(prefix, between[-2], self._template_ids(between[-1]))
+
+    def _around(self, roles: Sequence[str], contents: Sequence[str], marks: Sequence[str]) -> list[str]:
+        """What the template puts before each mark of the turns' contents, and after the last."""
+        turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
             rendered: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as error:
@@ -240,10 +302,7 @@ class PromptRenderer:
                 raise InputError("messages: the model's chat template does not take these turns; it drops or repeats one")
             part, _, rendered = rendered.partition(mark)
             between.append(part)
-        prefix: tuple[int, ...] = ()
-        for opening, text in zip(between[:-1], [*(message.content for message in messages[:-1]), instruction], strict=True):
-            prefix = (*prefix, *self._template_ids(opening), *self._ids(text))
-        return _Frame(prefix, between[-1], self._template_ids(rendered))
+        return [*between, rendered]
 
     def _ids(self, text: str) -> tuple[int, ...]:
         most = self._max_positions
@@ -253,6 +312,12 @@ class PromptRenderer:
 
     def _template_ids(self, text: str) -> tuple[int, ...]:
         return tuple(int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _runs(pieces: Sequence[_Piece], places: Sequence[int]) -> list[Sequence[_Piece]]:
+    """What stands before the first of the places, between every two, and after the last."""
+    borders = [-1, *places, len(pieces)]
+    return [pieces[first + 1 : last] for first, last in pairwise(borders)]
 
 
 def check_characters(characters: int, max_positions: int | None) -> None:

@@ -1,0 +1,222 @@
+"""A chat over an engine, as frameworks' models have it: options of a call, chunks in messages, answers piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from cacheblend.base.errors import InputError
+from cacheblend.retriever import Chunk
+from cacheblend.service import Engine
+from cacheblend.service.engine.prompt import Message
+from cacheblend.service.engine.request import Request
+from cacheblend.service.serving import Done, Failed, Piece, ServedRequest
+from cacheblend.service.serving.request import Event
+from cacheblend.service.serving.sampling import ANY_OBJECT, GrammarCompiler, Sampling
+
+PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
+SAMPLING_OPTIONS = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
+OPTIONS = (*PROMPT_OPTIONS, "top_k", *SAMPLING_OPTIONS, "response_format")  # of a call, beside documents and stop
+LONG_CHARACTERS = 2000  # of messages that most likely hold a retriever's texts
+Pieces = Generator[str, None, Done]
+
+
+class EngineChat:
+    """Answers chats over an engine's stored KV. Thread-safe; it holds no thread and nothing to close.
+
+    Args:
+        engine: open.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._grammars = GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer)
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+
+    def stream(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        stop: Sequence[str] | str | None = None,
+        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
+    ) -> Pieces:
+        """The answer's text as its tokens come, and at the end what it came of.
+
+        The caller's thread runs the model, a token a step; one that leaves before the end frees all.
+
+        Args:
+            messages: the chat.
+            options: of `OPTIONS`; those that are None or missing are the engine's.
+            stop: strings that end the answer.
+            documents: to answer over, put before the last message. None: chunks are looked for in the messages.
+
+        Raises:
+            InputError: an option that is not known, or see `Engine.prepare`.
+        """
+        engine = self.engine
+        # 1. Lay out the prompt, and say how tokens are drawn.
+        if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
+            raise InputError(f"{unknown}: not an option of this model; give documents, stop, {', '.join(OPTIONS)}")
+        chosen = {name: value for name, value in options.items() if value is not None}
+        request = self._prepare(messages, documents, chosen)
+        own = {name: chosen[name] for name in SAMPLING_OPTIONS if name in chosen}
+        sampling = Sampling(**own, grammar=self._grammar(chosen.get("response_format")))
+        # 2. Prefill, layer by layer.
+        events: deque[Event] = deque()
+        ends = [stop] if isinstance(stop, str) else [*(stop or ())]
+        served = ServedRequest(engine, request, events.append, sampling=sampling, stop=ends)
+        try:
+            served.begin()
+            complete = False
+            while not served.is_prefilled:
+                complete = served.prefill_layer()
+            yield from _texts(events)
+            # 3. Decode, a token a step.
+            while not complete:
+                logits_RV = engine.fusor.decoder.decode([served.last_token], [served.kv])
+                complete = served.decode(logits_RV[0])
+                yield from _texts(events)
+            # 4. What was held back, and the whole answer.
+            done = served.finish()
+            if done.rest:
+                yield done.rest
+            return done
+        finally:
+            served.end()
+
+    def answer(self, *args: Any, **options: Any) -> Done:
+        """See `stream`; the whole answer at once."""
+        *_, (_, done) = with_end(self.stream(*args, **options))
+        assert done is not None
+        return done
+
+    def known_chunk(self, text: str, metadata: Mapping[str, Any]) -> Chunk | None:
+        """The engine's own chunk that a framework's document is; None where it is another retriever's, or was deleted."""
+        id_, position = metadata.get("document_id"), metadata.get("position")
+        if isinstance(id_, str) and isinstance(position, int):
+            try:
+                chunks = self.engine.retriever.chunks(id_)
+            except InputError:
+                return None
+            return next((chunk for chunk in chunks if chunk.position == position and chunk.text == text), None)
+        return None
+
+    def _prepare(
+        self, messages: Sequence[Message], documents: Sequence[Mapping[str, object] | Chunk] | None, chosen: Mapping[str, Any]
+    ) -> Request:
+        engine = self.engine
+        layout = None
+        if documents is None:
+            located = [engine.chunk_texts.locate(message.content) for message in messages]
+            if stored := sum(one.stored for one in located) + sum(one.other for one in located):
+                layout, documents = engine.prompts.chat_around(messages, [one.parts for one in located])
+            self._warn(stored, sum(one.other for one in located), sum(len(message.content) for message in messages))
+        if layout is None:
+            layout = engine.prompts.chat(messages, with_chunks=documents is not None)
+        return engine.prepare(
+            messages[-1].content,
+            layout=layout,
+            top_k=0,
+            documents=documents,
+            sampling_top_k=chosen.get("top_k", 0),
+            **{name: chosen[name] for name in PROMPT_OPTIONS if name in chosen},
+        )
+
+    def _warn(self, found: int, other: int, characters: int) -> None:
+        """Warn once of what keeps stored KV from being used, with what to change."""
+        searched = self.engine.chunk_texts.take_unused()
+        separator = self.engine.retriever.config.separator
+        if other:
+            self._warn_once(
+                f"{other} of {found} chunks in the messages stand between other characters than at ingest: their KV is "
+                "computed now, and kept. To use the stored KV, put their texts in as they are, and "
+                f"{separator!r} after each, the last too",
+                "other",
+            )
+        elif searched and not found:
+            self._warn_once(
+                "the messages hold no chunk that the retriever found, so nothing is blended; put the documents' texts in "
+                f"word for word, with {separator!r} after each, or give them as documents= of the call",
+                "none",
+            )
+        elif not found and characters >= LONG_CHARACTERS:
+            self._warn_once(
+                "the messages are long and hold no chunk of this store, so nothing is blended; retrieve with the "
+                "CacheBlendRetriever of the same engine, or give the texts as documents= of the call",
+                "long",
+            )
+
+    def _warn_once(self, text: str, kind: str) -> None:
+        with self._lock:
+            known = kind in self._warned
+            self._warned.add(kind)
+        if not known:
+            warnings.warn(text, UserWarning, stacklevel=2)
+
+    def _grammar(self, response_format: Any) -> Any:
+        """The grammar of OpenAI's `response_format`, a dict."""
+        if response_format is None:
+            return None
+        kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return self._grammars.json(ANY_OBJECT)
+        schema = response_format.get("json_schema") if kind == "json_schema" else None
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
+            raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
+        return self._grammars.json(schema["schema"])
+
+
+def _texts(events: deque[Event]) -> Generator[str, None, None]:
+    """The texts of the events so far."""
+    while events:
+        event = events.popleft()
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Piece) and event.text:
+            yield event.text
+
+
+def with_end(pieces: Pieces) -> Iterator[tuple[str, Done | None]]:
+    """The pieces of `EngineChat.stream` with None each, and at last no text with what it came of."""
+    try:
+        while True:
+            try:
+                text = next(pieces)
+            except StopIteration as end:
+                yield "", end.value
+                return
+            yield text, None
+    finally:
+        pieces.close()
+
+
+_Item = TypeVar("_Item")
+
+
+async def in_threads(items: Iterator[_Item]) -> AsyncGenerator[_Item, None]:
+    """Items of an iterator each step of which is taken in a thread, so that the event loop goes on."""
+    end: Any = object()
+    while (item := await asyncio.to_thread(next, items, end)) is not end:
+        yield item
+
+
+def report(done: Done) -> dict[str, Any]:
+    """What a framework's answer tells beside its text: why it ended, tokens, plan and timings."""
+    plan, answer = done.answer.plan, done.answer.as_dict()
+    return {
+        "finish_reason": done.finish_reason,
+        "prompt_tokens": plan.prompt_tokens,
+        "completion_tokens": len(answer["token_ids"]),
+        "total_tokens": plan.prompt_tokens + len(answer["token_ids"]),
+        "cached_tokens": plan.cached_tokens,
+        "plan": answer["plan"],
+        "timings": answer["timings"],
+    }

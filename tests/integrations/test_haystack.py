@@ -1,0 +1,59 @@
+"""Haystack's own pipelines over the retriever and the generators."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HAYSTACK_TELEMETRY_ENABLED", "False")
+pytest.importorskip("haystack", reason="haystack-ai is not installed: pip install 'cacheblend[haystack]'")
+
+from haystack import Pipeline
+from haystack.components.builders import ChatPromptBuilder, PromptBuilder
+from haystack.dataclasses import ChatMessage, StreamingChunk
+
+from cacheblend.integrations.haystack import CacheBlendChatGenerator, CacheBlendGenerator, CacheBlendRetriever
+from cacheblend.service import Engine
+
+QUESTION = "What does the else clause of a while loop do?"
+TEMPLATE = "Use this:\n{% for document in documents %}{{ document.content }}\n\n{% endfor %}Question: {{ question }}"
+
+
+def pipeline(engine: Engine, builder: Any, generator: Any) -> Pipeline:
+    made = Pipeline()
+    made.add_component("retriever", CacheBlendRetriever(engine, top_k=4))
+    made.add_component("builder", builder)
+    made.add_component("generator", generator)
+    made.connect("retriever.documents", "builder.documents")
+    made.connect("builder.prompt", "generator")
+    return made
+
+
+def test_pipeline_with_a_generator(engine: Engine) -> None:
+    """A pipeline with `PromptBuilder` blends the stored KV; a callback has each piece."""
+    pieces: list[StreamingChunk] = []
+    generator = CacheBlendGenerator(engine, {"max_tokens": 9}, pieces.append)
+    asked = pipeline(engine, PromptBuilder(TEMPLATE, required_variables="*"), generator)
+    found = asked.run({"retriever": {"query": QUESTION}, "builder": {"question": QUESTION}})["generator"]
+    plan = found["meta"][0]["plan"]
+    assert (plan["hits"], plan["misses"]) == (4, 0)
+    assert found["meta"][0]["usage"]["cached_tokens"] > 0
+    assert "".join(piece.content for piece in pieces) == found["replies"][0]
+    assert len(pieces) > 3
+
+
+def test_pipeline_with_a_chat_generator(engine: Engine) -> None:
+    """A pipeline with `ChatPromptBuilder` blends the stored KV; `run_async` gives the same reply."""
+    builder = ChatPromptBuilder([ChatMessage.from_user(TEMPLATE)], required_variables="*")
+    asked = pipeline(engine, builder, CacheBlendChatGenerator(engine))
+    (reply,) = asked.run({"retriever": {"query": QUESTION}, "builder": {"question": QUESTION}})["generator"]["replies"]
+    assert reply.meta["plan"]["hits"] == 4
+    generator = CacheBlendChatGenerator(engine)
+    messages = [ChatMessage.from_system("Be short."), ChatMessage.from_user("When?")]
+    whole = generator.run(messages)["replies"][0].text
+    assert asyncio.run(generator.run_async(messages))["replies"][0].text == whole
+    stop = whole[3:6]
+    assert generator.run(messages, {"stop": [stop]})["replies"][0].text == whole.partition(stop)[0]

@@ -1,0 +1,198 @@
+"""LangChain's own chains over the retriever and the chat model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnablePassthrough
+from pydantic import BaseModel
+
+from cacheblend.base.errors import InputError
+from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
+from cacheblend.service import Engine
+
+QUESTION = "What does the else clause of a while loop do?"
+TEMPLATE = "Use this context:\n{context}\n\nQuestion: {question}"
+
+
+def joined(documents: list[Document]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def chain(model: Any, retriever: Any, template: Any = TEMPLATE, join: Any = joined) -> Any:
+    prompt = ChatPromptTemplate.from_template(template) if isinstance(template, str) else template
+    return {"context": retriever | join, "question": RunnablePassthrough()} | prompt | model
+
+
+def entries(engine: Engine) -> int:
+    return sum(1 for file in (engine.store.config.directory / "entries").rglob("*") if file.is_file())
+
+
+@pytest.fixture
+def retriever(engine: Engine) -> CacheBlendRetriever:
+    return CacheBlendRetriever(engine=engine, top_k=4)
+
+
+@pytest.fixture
+def model(engine: Engine) -> ChatCacheBlend:
+    return ChatCacheBlend(engine=engine)
+
+
+def test_ordinary_chain_blends(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
+    """Retriever, template, model: the chunks' stored KV is used, and the prompt is the template's text."""
+    message = chain(model, retriever).invoke(QUESTION)
+    plan = message.response_metadata["plan"]
+    assert (plan["hits"], plan["misses"]) == (4, 0)
+    assert message.usage_metadata["input_token_details"]["cache_read"] > 0
+    exact = chain(model.bind(method="full_recompute"), retriever).invoke(QUESTION)
+    assert exact.response_metadata["plan"]["prompt_tokens"] == plan["prompt_tokens"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "{context}\n\n{question}"])
+def test_the_prompt_is_unchanged(engine: Engine, retriever: CacheBlendRetriever, template: str) -> None:
+    """The tokens of a blended chain's prompt read as the text that the template made."""
+    rendered = template.format(context=joined(retriever.invoke(QUESTION)), question=QUESTION)
+    located = engine.chunk_texts.locate(rendered)
+    assert "".join(p if isinstance(p, str) else p.text + "\n\n" for p in located.parts) == rendered
+    from cacheblend.service.engine.prompt import Message
+
+    layout, chunks = engine.prompts.chat_around([Message("user", rendered)], [located.parts])
+    token_ids = layout.tokens(chunks).token_ids
+    assert engine.fusor.tokenizer.decode(token_ids) == f"<s>{rendered}\nAnswer:"
+
+
+def test_numbered_chunks_and_a_system_message(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
+    """Text between the chunks is computed anew and never stored; chunks may stand in any message."""
+    template = ChatPromptTemplate.from_messages([("system", "Answer from:\n{context}"), ("human", "{question}")])
+
+    def numbered(documents: list[Document]) -> str:
+        return "".join(f"[{n}] {document.page_content}\n\n" for n, document in enumerate(documents))
+
+    stored = entries(engine)
+    for _ in range(2):
+        plan = chain(model, retriever, template, numbered).invoke(QUESTION).response_metadata["plan"]
+        assert (plan["hits"], plan["misses"]) == (4, 0)
+        assert [segment["kind"] for segment in plan["segments"]].count("reused") == 4
+        engine.drain()
+    assert entries(engine) == stored
+
+
+def test_another_separator_warns_once_and_is_kept(
+    engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend
+) -> None:
+    """Chunks joined in another way are told of once, with the remedy, and their KV is there the next time."""
+    other = chain(model, retriever, "{context}\n---\n{question}", lambda found: "\n".join(d.page_content for d in found))
+    with pytest.warns(UserWarning, match=r"3 of 3 chunks.*'\\n\\n' after each"):
+        first = other.invoke(QUESTION)
+    assert first.response_metadata["plan"]["misses"] == 3  # the fourth has five characters
+    engine.drain()
+    assert other.invoke(QUESTION).response_metadata["plan"]["hits"] == 3
+
+
+def test_changed_chunks_warn_once(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
+    """A template that changes the chunks' texts is answered in full, with one warning."""
+    shouted = chain(model, retriever, TEMPLATE, lambda found: joined(found).upper())
+    with pytest.warns(UserWarning, match=r"hold no chunk that the retriever found.*word for word"):
+        assert shouted.invoke(QUESTION).response_metadata["plan"]["hits"] == 0
+    shouted.invoke(QUESTION)  # warnings are errors here
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.invoke("hi")
+
+
+def test_stream_and_its_async_twin(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
+    """Pieces come one by one and join to the whole answer; the last one has usage and plan."""
+    asked = chain(model.bind(max_tokens=12), retriever)
+    whole = asked.invoke(QUESTION)
+    pieces = list(asked.stream(QUESTION))
+    assert len(pieces) > 5
+    assert "".join(piece.content for piece in pieces) == whole.content
+    assert pieces[-1].usage_metadata == whole.usage_metadata
+    assert "".join((chain(model.bind(max_tokens=12), retriever) | StrOutputParser()).stream(QUESTION)) == whole.content
+
+    async def astream() -> list[str]:
+        return [piece.content async for piece in asked.astream(QUESTION)]
+
+    assert "".join(asyncio.run(astream())) == whole.content
+
+
+def test_async_does_not_block_the_loop(engine: Engine, model: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a slow model answers `ainvoke` and `astream`, the event loop goes on."""
+    decode = engine.fusor.decoder.decode
+    monkeypatch.setattr(engine.fusor.decoder, "decode", lambda *given: (time.sleep(0.05), decode(*given))[1])
+
+    async def turns() -> int:
+        async def stream() -> None:
+            async for _ in model.astream("hello there"):
+                pass
+
+        answers, count = asyncio.gather(model.ainvoke("hello"), stream()), 0
+        while not answers.done():
+            await asyncio.sleep(0.002)
+            count += 1
+        await answers
+        return count
+
+    assert asyncio.run(turns()) > 10
+
+
+def test_an_abandoned_stream_frees_all(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
+    """A stream that nobody reads to its end holds no pin, and the background work goes on."""
+    stream = chain(model, retriever).stream(QUESTION)
+    next(stream)
+    assert engine.foreground.running
+    stream.close()
+    assert not engine.foreground.running
+    assert not engine.store._pins._pinned.total()
+
+
+def test_options_of_a_call(model: ChatCacheBlend) -> None:
+    """`bind` and `stop` hold; one seed gives one answer; an unknown option is named."""
+    whole = model.bind(max_tokens=20).invoke("When?")
+    assert whole.usage_metadata["output_tokens"] <= 20
+    stop = whole.content[3:6]
+    assert model.bind(max_tokens=20, stop=[stop]).invoke("When?").content == whole.content[: whole.content.index(stop)]
+    drawn = [model.bind(temperature=1.5, seed=seed, top_k=50).invoke("When?").content for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(InputError, match=r"tools: not an option.*max_tokens"):
+        model.invoke("When?", tools=[])
+
+
+class Signature(BaseModel):
+    name: str
+    days: int
+
+
+def test_structured_output(model: ChatCacheBlend) -> None:
+    """A pydantic class, a JSON schema and the raw message beside either."""
+    pytest.importorskip("llguidance")
+    limited = ChatCacheBlend(engine=model.engine, max_tokens=200)
+    schema = {
+        "title": "Vote",
+        "type": "object",
+        "properties": {"vote": {"enum": ["yes", "no"]}},
+        "required": ["vote"],
+        "additionalProperties": False,
+    }
+    assert limited.with_structured_output(schema).invoke("Agreed?")["vote"] in ("yes", "no")
+    raw = limited.with_structured_output(schema, include_raw=True).invoke("Agreed?")
+    assert raw["parsed"]["vote"] in ("yes", "no")
+    assert raw["parsing_error"] is None
+    cut = ChatCacheBlend(engine=model.engine, max_tokens=3).with_structured_output(Signature, include_raw=True).invoke("Who?")
+    assert cut["parsed"] is None
+    assert cut["parsing_error"] is not None
+
+
+def test_long_message_of_another_retriever_warns(model: ChatCacheBlend) -> None:
+    """A long message without a chunk of the store is told of once."""
+    text = "An unknown retriever's text, with no chunk of this store in it. " * 32 + "Why?"
+    long = ChatCacheBlend(engine=model.engine, max_tokens=1)
+    with pytest.warns(UserWarning, match="long and hold no chunk"), pytest.raises(InputError, match="more than the model's"):
+        long.invoke(text)
