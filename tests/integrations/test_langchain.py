@@ -89,11 +89,11 @@ def test_another_separator_warns_once_and_is_kept(
 ) -> None:
     """Chunks joined in another way are told of once, with the remedy, and their KV is there the next time."""
     other = chain(model, retriever, "{context}\n---\n{question}", lambda found: "\n".join(d.page_content for d in found))
-    with pytest.warns(UserWarning, match=r"3 of 3 chunks.*'\\n\\n' after each"):
+    with pytest.warns(UserWarning, match=r"4 of 4 chunks.*'\\n\\n' after each"):
         first = other.invoke(QUESTION)
-    assert first.response_metadata["plan"]["misses"] == 3  # the fourth has five characters
+    assert first.response_metadata["plan"]["misses"] == 4
     engine.drain()
-    assert other.invoke(QUESTION).response_metadata["plan"]["hits"] == 3
+    assert other.invoke(QUESTION).response_metadata["plan"]["hits"] == 4
 
 
 def test_changed_chunks_warn_once(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
