@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +17,9 @@ from rich.table import Table
 from cacheblend.base.checks import GIB
 from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, StreamSize
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus
-from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress
+from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
@@ -156,7 +158,7 @@ def ingest(
     context: typer.Context,
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="FILE|DIR|-...", help="JSON lines (.jsonl, .jsonl.gz), .txt, .md, .rst, folders, or -."),
+        typer.Argument(metavar="FILE|DIR|-...", help="Text, code, PDF, Office, HTML, EPUB, JSON lines; folders, patterns, -."),
     ],
     model: options.Model,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
@@ -171,17 +173,38 @@ def ingest(
 ) -> None:
     """Split, index and precompute documents. What is stored already is skipped, so an interrupted run goes on where it was.
 
-    Documents are read one by one, files twice: once to check and count them all, before the model is loaded.
+    Documents are read one by one, files twice: once to check and count them all, before the model is loaded. Of several files,
+    those that cannot be used are listed at the end, and the exit code is 1. Hidden and ignored files are left out.
 
     Examples:
         cacheblend ingest handbook/ --model ./model
+
+        cacheblend ingest "papers/**/*.pdf" notes.docx --model ./model
 
         cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
 
         cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
     """
     stream = DocumentStream(sources, Shard.parse(shard))
-    size = stream.measure()
+    with closing(stream):
+        _ingest(stream, context, model, store_dir, settings, yes=yes, as_json=as_json)
+
+
+def _ingest(
+    stream: DocumentStream,
+    context: typer.Context,
+    model: str,
+    store_dir: Path,
+    settings: options.Settings,
+    *,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    with ReadingProgress(terminal.stderr) as reading:
+        stream.report.on_file = reading.update
+        size = stream.measure()
+        stream.report.on_file = lambda _: None
+    _tell_skipped(stream.report)
     terminal.hush_libraries()
     from cacheblend.service.engine.config import remember_settings
     from cacheblend.service.engine.engine import Engine
@@ -196,13 +219,32 @@ def ingest(
     try:
         with Engine(config, fusor=fusor) as engine, IngestProgress(terminal.stderr, stream, size) as progress:
             remember_settings(config)
-            report = engine.ingest_stream(stream, progress.update)
+            report = engine.ingest_stream(stream, progress.update, progress.check)
     except KeyboardInterrupt:
         terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
         raise
     if as_json:
-        terminal.print_json(report.as_dict())
-        return
+        terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
+    else:
+        _tell_ingested(report)
+    if faults := stream.report.faults:
+        terminal.stderr.print(f"{len(faults)} files could not be used:", highlight=False)
+        for why in faults.values():
+            terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _tell_skipped(report: SourceReport) -> None:
+    """Say what no document was made of, before the long work begins."""
+    for why, files in groupby(sorted(report.skipped.items(), key=itemgetter(1)), key=itemgetter(1)):
+        names = [name for name, _ in files]
+        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+        terminal.stderr.print(f"skipped, {why}: {', '.join(names[:NAMED])}{more}", highlight=False, soft_wrap=True)
+    if report.faults:
+        terminal.stderr.print(f"{len(report.faults)} files cannot be used; they are listed at the end", highlight=False)
+
+
+def _tell_ingested(report: IngestReport) -> None:
     speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
     terminal.stdout.print(
         f"{report.documents} documents ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged), "
@@ -212,6 +254,7 @@ def ingest(
     )
 
 
+NAMED = 10  # skipped files of each reason
 ASK_FROM_BYTES = 2 * GIB
 LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
 

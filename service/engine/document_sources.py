@@ -1,31 +1,46 @@
-"""Documents of files: JSON lines, plain text, folders of them or standard input, read one by one within limits."""
+"""Documents of files: JSON lines, text of any encoding, PDF and Office files, folders or standard input, within limits."""
 
 from __future__ import annotations
 
+import codecs
+import glob
 import gzip
 import hashlib
 import io
 import json
 import logging
+import mimetypes
+import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
+from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Document
+
+from .file_converter import CONVERTED_SUFFIXES, FileConverter
 
 logger = logging.getLogger(__name__)
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".csv")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
+KNOWN_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, *CONVERTED_SUFFIXES)  # other files are read where they are text
+IGNORE_FILES = (".gitignore", ".cacheblendignore")
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 8 * 2**20  # of one document: some 2 million tokens, whose tokenising takes about 2 GiB of memory
 MAX_LINE_BYTES = 32 * 2**20  # of one line, decompressed
+MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 _BOM = b"\xef\xbb\xbf"
+_BOMS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
+_BOMS[codecs.BOM_UTF16_BE] = "utf-16"  # after UTF-32's, which begin as UTF-16's
+# Tried where a text is no UTF-8: one of each script, since close relatives are told apart by chance.
+_ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
+_CONTROL_BYTES = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +79,29 @@ class StreamSize:
     characters: int
 
 
+@dataclass(slots=True)
+class SourceReport:
+    """Files that gave no documents, and why.
+
+    Args:
+        faults: by file; a file of a known kind that cannot be used.
+        skipped: by file; hidden, ignored, no text, a link out of its folder.
+        on_file: called with each file before it is read.
+    """
+
+    faults: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    on_file: Callable[[Path], None] = lambda _: None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"faults": self.faults, "skipped": self.skipped}
+
+
 class DocumentStream:
-    """Documents of files, folders or standard input; memory holds one at a time.
+    """Documents of files, folders or standard input; memory holds one at a time. A context manager, for its converter.
+
+    Of several files, one that cannot be used is reported, and the others are given. One file that is named alone must be right.
 
     Args:
         sources: see `read_documents`.
@@ -73,17 +109,21 @@ class DocumentStream:
 
     Attributes:
         characters: of the texts that were given so far.
+        report: what was left out.
     """
 
     def __init__(self, sources: Sequence[str], shard: Shard) -> None:
         self._sources, self._shard = sources, shard
+        self._goes_on = len(sources) > 1 or any(_is_many(source) for source in sources)
+        self._converter = FileConverter()
         self.characters = 0
+        self.report = SourceReport()
 
     def measure(self) -> StreamSize | None:
         """Read it all once and check it; None for standard input, which can be read only once.
 
         Raises:
-            InputError: a source or a document cannot be used, or there is none at all.
+            InputError: a source, or the one file, cannot be used, or there is no document at all.
         """
         if STANDARD_INPUT in self._sources:
             return None
@@ -93,7 +133,8 @@ class DocumentStream:
             if self._shard.holds(document.id):
                 documents, characters = documents + 1, characters + len(document.text)
         if not given:
-            raise InputError("no documents to ingest; give at least one")
+            faults = [f"{why}" for why in list(self.report.faults.values())[:5]]
+            raise InputError("; ".join(["no documents to ingest; give at least one", *faults]))
         return StreamSize(documents, characters)
 
     def __iter__(self) -> Iterator[Document]:
@@ -102,68 +143,193 @@ class DocumentStream:
                 self.characters += len(document.text)
                 yield document
 
+    def close(self) -> None:
+        """End the process that converts files."""
+        self._converter.close()
+
     def _documents(self) -> Iterator[Document]:
+        versions: dict[str, str] = {}
         for source in self._sources:
-            yield from map(Document.of, read_documents(source))
+            report = self.report if self._goes_on and source != STANDARD_INPUT else None
+            for document in map(Document.of, read_documents(source, report=report, converter=self._converter)):
+                if report is not None and versions.setdefault(document.id, document.version) != document.version:
+                    report.faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
+                else:
+                    yield document
 
 
-def read_documents(path: str, leave_out: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Documents of a file, of every known file below a folder, or of standard input ("-") as JSON lines.
+def _is_many(source: str) -> bool:
+    return not Path(source).is_file() and source != STANDARD_INPUT
+
+
+def read_documents(
+    path: str, leave_out: Path | None = None, report: SourceReport | None = None, converter: FileConverter | None = None
+) -> Iterator[dict[str, Any]]:
+    """Documents of a file, of the files below a folder or of a pattern, or of standard input ("-") as JSON lines.
 
     A line is a document `{"id", "title", "text"}` or a case `{"passages": [{"title", "text"}, ...]}` whose passages are the
-    documents. A text file is one document, named after the file. Of a folder, the file `leave_out` is no document, and a
-    symbolic link that leads out of the folder is left out with a warning.
+    documents. A text file is one document, named after the file. Every page of a PDF, slide and sheet is one of its own, with
+    an id such as `report.pdf#page=3`, so that an answer can cite it. Of a folder, hidden files, what `.gitignore` and
+    `.cacheblendignore` name, files that are no text, and `leave_out` are no documents. A symbolic link that leads out of the
+    folder is left out with a warning.
+
+    Args:
+        path: a file, a folder, a pattern such as `docs/**/*.pdf`, or "-".
+        leave_out: a file that is no document.
+        report: takes the files that cannot be used; without it the first one ends the reading.
+        converter: of PDF and Office files; without it one of its own.
 
     Raises:
         InputError: no such file, an unknown kind, or a line or file that is no document, named by file and line.
+        MissingExtraError: a file needs the extra `documents`.
     """
     if path == STANDARD_INPUT:
         # A test's or a notebook's standard input may be text alone.
         lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else io.BytesIO(sys.stdin.read().encode())
         yield from _line_documents(_values(lines, "standard input"))
         return
-    root = Path(path)
-    if not root.exists():
-        raise InputError(f"{path} does not exist; give a file, a folder, or - for standard input")
+    root, skipped = Path(path), report.skipped if report else {}
     if root.is_dir():
-        files = _files_below(root)
-        if leave_out is not None:
-            files = [file for file in files if file.resolve() != leave_out.resolve()]
-        if not files:
-            raise InputError(f"{path} holds no {', '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)} file")
+        files = list(_files_below(root, skipped))
+    elif root.exists():
+        files, root = [root], root.parent
+    elif glob.has_magic(path):
+        files = [Path(found) for found in sorted(glob.glob(path, recursive=True)) if Path(found).is_file()]
+        root = Path(*Path(path).parts[: next(at for at, part in enumerate(Path(path).parts) if glob.has_magic(part))])
+        files = list(_without_links_out(files, root, skipped))
     else:
-        files = [root]
-    for file in files:
-        yield from _file(file, root if root.is_dir() else root.parent)
+        raise InputError(f"{path} does not exist; give a file, a folder, a pattern, or - for standard input")
+    files = [file for file in files if leave_out is None or file.resolve() != leave_out.resolve()]
+    if not files:
+        raise InputError(f"{path} holds no {', '.join(KNOWN_SUFFIXES)} or other text file")
+    own = FileConverter() if converter is None else None
+    try:
+        for file in files:
+            try:
+                if report is not None:
+                    report.on_file(file)
+                yield from _file(file, root, converter or own or FileConverter(), skipped if Path(path) != file else None)
+            except (CacheBlendError, OSError) as error:
+                if report is None:
+                    raise
+                why = str(error) if isinstance(error, CacheBlendError) else f"{file}: {error.strerror or error}"
+                report.faults[str(file)] = why
+    finally:
+        if own is not None:
+            own.close()
 
 
-def _files_below(root: Path) -> list[Path]:
-    """The known files below a folder, in order; folders that are links are not entered."""
+def _files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
+    """The files below a folder, in order, without the hidden and the ignored; folders that are links are not entered."""
+    with needs_extra("rag"):
+        from pathspec import GitIgnoreSpec
+
+    specs = dict[Path, GitIgnoreSpec]()
+    found: list[Path] = []
+
+    def is_ignored(path: Path, suffix: str = "") -> bool:
+        verdict = None
+        for folder in reversed(path.relative_to(root).parents):
+            if (spec := specs.get(root / folder)) is not None:
+                own = spec.check_file(path.relative_to(root / folder).as_posix() + suffix).include
+                verdict = verdict if own is None else own
+        return bool(verdict)
+
+    for at, folders, names in os.walk(root):
+        here = Path(at)
+        lines = [line for name in IGNORE_FILES if name in names for line in _lines(here / name)]
+        if lines:
+            specs[here] = GitIgnoreSpec.from_lines(lines)
+        for name in list(folders):
+            path = here / name
+            why = "hidden" if name.startswith(".") else "a link to a folder" if path.is_symlink() else ""
+            if why or is_ignored(path, "/"):
+                folders.remove(name)
+                skipped[f"{path}/"] = why or "ignored"
+        for name in names:
+            path = here / name
+            if name.startswith("."):
+                skipped[str(path)] = "hidden"
+            elif is_ignored(path):
+                skipped[str(path)] = "ignored"
+            elif not path.is_file():
+                skipped[str(path)] = "no file"
+            else:
+                found.append(path)
+    yield from _without_links_out(sorted(found), root, skipped)
+
+
+def _without_links_out(files: Sequence[Path], root: Path, skipped: dict[str, str]) -> Iterator[Path]:
+    """The files that are in a folder, also where they are links."""
     inside = root.resolve()
-    files = []
-    for file in sorted(root.rglob("*")):
-        if not file.name.endswith(TEXT_SUFFIXES + JSONL_SUFFIXES) or not file.is_file():
-            continue
+    for file in files:
         if file.resolve().is_relative_to(inside):
-            files.append(file)
+            yield file
         else:
             logger.warning("%s is a link out of %s and was left out; give the file itself to ingest it", file, root)
-    return files
+            skipped[str(file)] = "a link out of the folder"
 
 
-def _file(path: Path, root: Path) -> Iterator[dict[str, Any]]:
-    if path.name.endswith(JSONL_SUFFIXES):
+def _lines(path: Path) -> list[str]:
+    """Lines of an ignore file; none of one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_SAMPLE_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _file(path: Path, root: Path, converter: FileConverter, skipped: dict[str, str] | None) -> Iterator[dict[str, Any]]:
+    """Documents of a file; one of an unknown kind that is no text goes into `skipped`, or is a fault where that is None."""
+    name, where = path.name.lower(), str(path)
+    id_ = path.relative_to(root).as_posix()
+    if name.endswith(JSONL_SUFFIXES):
         yield from _line_documents(read_json_lines(path))
-    elif path.name.endswith(TEXT_SUFFIXES):
+    elif name.endswith(CONVERTED_SUFFIXES):
+        for part in converter.convert(path):
+            place = f"#{part.place}" if part.place else ""
+            title = f"{path.stem}, {part.place.replace('=', ' ')}" if place else path.stem
+            yield _checked({"id": id_ + place, "title": title, "text": part.text}, where)
+    else:
         with path.open("rb") as file:
             raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
-        if len(raw) > MAX_TEXT_BYTES:
-            raise _too_long(str(path))
-        yield _checked(
-            {"id": path.relative_to(root).as_posix(), "title": path.stem, "text": _decode(raw, str(path))}, str(path)
-        )
-    else:
-        raise InputError(f"{path} is of no known kind; give one of {', '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}")
+        kind = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
+        try:
+            if kind in ("image", "audio", "video", "font"):
+                raise InputError(f"{where}: {kind}; describe it in a text file")
+            if len(raw) > MAX_TEXT_BYTES:
+                raise _too_long(where)
+            text = _text(raw, where)
+            if not text.strip():
+                raise InputError(f"{where}: empty; write something into it, or leave it out")
+        except InputError as error:
+            if skipped is None or name.endswith(TEXT_SUFFIXES):
+                raise
+            skipped[where] = str(error).removeprefix(f"{where}: ")
+            return
+        yield _checked({"id": id_, "title": path.stem, "text": text}, where)
+
+
+def _text(raw: bytes, where: str) -> str:
+    """The text of bytes in UTF-8, in UTF-16 or 32 with their marks, or in an encoding that is detected.
+
+    Raises:
+        InputError: they are no text.
+    """
+    encoding = next((name for mark, name in _BOMS.items() if raw.startswith(mark)), "utf-8")
+    try:
+        text = raw.removeprefix(_BOM).decode(encoding)
+    except UnicodeDecodeError:
+        text = "" if encoding == "utf-8" else "\0"
+    if not text and raw and len(raw.translate(None, _CONTROL_BYTES)) == len(raw):
+        with needs_extra("rag"):
+            from charset_normalizer import from_bytes
+
+        best = from_bytes(raw[:MAX_SAMPLE_BYTES], cp_isolation=_ENCODINGS).best()
+        text = raw.decode(best.encoding, errors="replace") if best is not None else ""
+    if ("\0" in text) or (not text and raw.removeprefix(_BOM)):
+        raise InputError(f"{where}: binary, or text in no known encoding; save it as UTF-8")
+    return text
 
 
 def _line_documents(lines: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -133,7 +133,10 @@ class Engine:
         return self._ingester.ingest(documents, on_progress, check)
 
     def ingest_stream(
-        self, documents: Iterable[Document | Mapping[str, object]], on_progress: StreamProgress | None = None
+        self,
+        documents: Iterable[Document | Mapping[str, object]],
+        on_progress: StreamProgress | None = None,
+        check: Check | None = None,
     ) -> IngestReport:
         """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
 
@@ -142,6 +145,7 @@ class Engine:
         Args:
             documents: see `ingest`; none at all is no error.
             on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
+            check: called between the steps of the work, also while texts are embedded; what it raises ends it.
 
         Raises:
             InputError, DocumentChangedError: see `ingest`; the batches before it are ingested.
@@ -149,7 +153,7 @@ class Engine:
                 error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return self._ingester.ingest_stream(documents, on_progress)
+        return self._ingester.ingest_stream(documents, on_progress, check)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
         """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.

@@ -130,7 +130,10 @@ class Ingester:
         return report
 
     def ingest_stream(
-        self, documents: Iterable[Document | Mapping[str, object]], on_progress: StreamProgress | None = None
+        self,
+        documents: Iterable[Document | Mapping[str, object]],
+        on_progress: StreamProgress | None = None,
+        check: Check | None = None,
     ) -> IngestReport:
         """See `Engine.ingest_stream`."""
         started, evictions = time.perf_counter(), self._store.stats().nvme.evictions
@@ -143,7 +146,7 @@ class Ingester:
             report(total.documents, tokens)
 
         for batch in _batches(map(Document.of, documents)):
-            total += self._ingest(_Batch(batch, on_computed=count))
+            total += self._ingest(_Batch(batch, on_computed=count, check=check or (lambda: None)))
             report(total.documents, tokens)
         evicted = self._store.stats().nvme.evictions - evictions
         if evicted:
@@ -296,7 +299,7 @@ class IngestProgress:
     def __init__(self, console: Console, stream: DocumentStream, size: StreamSize | None) -> None:
         self._console, self._stream, self._size = console, stream, size
         self._skipped_characters = self._done_characters = 0
-        self._done_documents = self._done_tokens = 0
+        self._done_documents = self._done_tokens = self._tokens = 0
         self._started = time.monotonic()
         self._next_line = time.monotonic() + LINE_EVERY_S
         self._opened = ExitStack()
@@ -304,16 +307,26 @@ class IngestProgress:
 
     def update(self, documents: int, tokens: int) -> None:
         """What was done so far; `StreamProgress`."""
-        now = time.monotonic()
+        now, self._tokens = time.monotonic(), tokens
         if not tokens:
             self._skipped_characters, self._started = self._stream.characters * (documents > 0), now
         if documents != self._done_documents:  # a batch ended, and the next one is not read yet
             self._done_documents, self._done_characters, self._done_tokens = documents, self._stream.characters, tokens
+        self._show(self.line(documents, tokens, now), now)
+
+    def check(self) -> None:
+        """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
+        if self._tokens == self._done_tokens and (characters := self._stream.characters - self._done_characters) > 0:
+            now = time.monotonic()
+            line = self.line(self._done_documents, self._tokens, now)
+            self._show(f"{line}, embedding {characters:,} characters", now)
+
+    def _show(self, line: str, now: float) -> None:
         if self._status is not None:
-            self._status.update(self.line(documents, tokens, now))
+            self._status.update(line)
         elif now >= self._next_line:
             self._next_line = now + LINE_EVERY_S
-            self._console.print(self.line(documents, tokens, now), highlight=False, markup=False)
+            self._console.print(line, highlight=False, markup=False)
 
     def line(self, documents: int, tokens: int, now: float) -> str:
         """The line, at a time of `time.monotonic`."""
@@ -328,6 +341,36 @@ class IngestProgress:
                 left_s = seconds * max(0.0, self._size.characters - done) / (done - self._skipped_characters)
                 parts.append(f"{timedelta(seconds=round(left_s))} left")
         return ", ".join(parts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.close()
+
+
+class ReadingProgress:
+    """How many files were read and which one is: a line that changes on a terminal, else one every ten seconds.
+
+    Args:
+        console: where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._files = console, 0
+        self._next_line = time.monotonic() + LINE_EVERY_S
+        self._opened = ExitStack()
+        self._status = self._opened.enter_context(console.status("reading")) if console.is_terminal else None
+
+    def update(self, file: Path) -> None:
+        """A file is read now."""
+        line, now = f"reading: {self._files:,} files, now {file}", time.monotonic()
+        self._files += 1
+        if self._status is not None:
+            self._status.update(self._console.render_str(line))
+        elif now >= self._next_line:
+            self._next_line = now + LINE_EVERY_S
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,255 @@
+"""Conversion of PDF, Office, HTML and EPUB files to text, in a process of its own with bounds of time, memory and size.
+
+The files are untrusted, and their parsers are large. The process that runs them has no network, starts no programs and writes
+no files (`_confine`); one that hangs or swells is killed, and only its file is lost. It speaks JSON lines: a path comes in, the
+parts of its text or an error go out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from cacheblend.base.errors import InputError, MissingExtraError
+
+EXTRA = "documents"
+ZIPPED_SUFFIXES = (".docx", ".pptx", ".xlsx", ".epub")
+CONVERTERS = {
+    ".html": "HtmlConverter",
+    ".htm": "HtmlConverter",
+    ".docx": "DocxConverter",
+    ".pptx": "PptxConverter",
+    ".xlsx": "XlsxConverter",
+    ".epub": "EpubConverter",
+}
+CONVERTED_SUFFIXES = (".pdf", *CONVERTERS)
+MAX_FILE_BYTES = 256 * 2**20
+MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory says; more than that is not unpacked
+MAX_MEMBERS = 20_000
+MAX_CHARACTERS = 32 * 2**20  # of all that comes out of a file
+MAX_CACHED_CHARACTERS = 64 * 2**20  # of what is kept between counting and ingesting
+MAX_MEMORY_BYTES = 6 * 2**30  # of address space: libraries alone reserve much
+TIMEOUT_S = 120.0  # a file, with the start of the process
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A page of a PDF, a slide or a sheet, or the whole of another file.
+
+    Args:
+        place: "page=3", "slide=2", "sheet=Sales"; empty for a whole file.
+        text: Markdown, or plain text of a PDF.
+    """
+
+    place: str
+    text: str
+
+
+class FileConverter:
+    """Converts files one after the other; a context manager, whose process begins with the first file.
+
+    Args:
+        timeout_s: of one file.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[str] | None = None
+        self._cache = dict[tuple[str, int, int], list[TextPart]]()
+        self._cached_characters = 0
+
+    def convert(self, path: Path) -> list[TextPart]:
+        """The text of a file, in parts that a citation can name.
+
+        Raises:
+            InputError: the file is too large, damaged, encrypted, without text, or took too long.
+            MissingExtraError: the extra `documents` is not installed.
+        """
+        status = path.stat()
+        if status.st_size > MAX_FILE_BYTES:
+            raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB; split it")
+        key = (str(path.resolve()), status.st_size, status.st_mtime_ns)
+        if key in self._cache:
+            return self._cache[key]
+        answer = self._ask(path)
+        if missing := answer.get("missing"):
+            raise MissingExtraError(missing, EXTRA)
+        if error := answer.get("error"):
+            raise InputError(f"{path}: {error}")
+        parts = [TextPart(place, text) for place, text in answer["parts"] if text.strip()]
+        if not parts:
+            raise InputError(f"{path}: no text in it; of scanned pages, make a text by OCR first")
+        characters = sum(len(part.text) for part in parts)
+        if self._cached_characters + characters <= MAX_CACHED_CHARACTERS:
+            self._cache[key] = parts
+            self._cached_characters += characters
+        return parts
+
+    def _ask(self, path: Path) -> dict[str, Any]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            self.close()
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(self._timeout_s, kill)
+        timer.start()
+        line = ""
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(str(path.resolve())) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+        finally:
+            timer.cancel()
+            timer.join()
+        if line.endswith("\n"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        self.close()
+        if late.is_set():
+            return {"error": f"not read within {self._timeout_s:g} s; split it, or save it as text"}
+        return {"error": "its reader ended, which a damaged or a very large file does; save it anew, or as text"}
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            with suppress(BrokenPipeError):
+                self._process.communicate()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _parts(path: Path) -> Iterator[tuple[str, str]]:
+    """Place and text of a file's parts."""
+    suffix = path.suffix.lower()
+    if suffix in ZIPPED_SUFFIXES:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+        if len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > MAX_UNPACKED_BYTES:
+            raise ValueError(f"unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB or {MAX_MEMBERS} members")
+    if suffix == ".pdf":
+        yield from _pdf_pages(path)
+        return
+    from markitdown import StreamInfo, converters
+
+    # One kind's own converter: the package's choice takes what it does not know for an archive, and unpacks that.
+    converter = getattr(converters, CONVERTERS[suffix])()
+    with path.open("rb") as file:
+        charset = "utf-8" if suffix in (".html", ".htm") and _is_utf8(file) else None
+        markdown = converter.convert(file, StreamInfo(extension=suffix, charset=charset)).markdown
+    if suffix == ".pptx":
+        yield from _cut(markdown, "<!-- Slide number: ", " -->", "slide")
+    elif suffix == ".xlsx":
+        yield from _cut("\n" + markdown, "\n## ", "\n", "sheet")
+    else:
+        yield "", markdown
+
+
+def _is_utf8(file: IO[bytes]) -> bool:
+    try:
+        file.read().decode()
+    except UnicodeDecodeError:
+        return False
+    finally:
+        file.seek(0)
+    return True
+
+
+def _cut(markdown: str, begin: str, end: str, kind: str) -> Iterator[tuple[str, str]]:
+    """Parts of a Markdown text, cut before each mark, whose name stands between `begin` and `end`."""
+    first, *parts = markdown.split(begin)
+    yield "", first
+    for part in parts:
+        name, _, text = part.partition(end)
+        yield f"{kind}={name.strip()}", text
+
+
+def _pdf_pages(path: Path) -> Iterator[tuple[str, str]]:
+    from pypdf import PdfReader
+
+    reader = PdfReader(path)
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise ValueError("encrypted; save it without a password")
+    for number, page in enumerate(reader.pages, 1):
+        yield f"page={number}", page.extract_text()
+
+
+def _answer(path: Path) -> dict[str, Any]:
+    parts, characters = list[tuple[str, str]](), 0
+    try:
+        for place, text in _parts(path):
+            parts.append((place, text.encode(errors="replace").decode()))
+            if (characters := characters + len(text)) > MAX_CHARACTERS:
+                raise ValueError(f"more than {MAX_CHARACTERS // 2**20} million characters; split it")
+    except ModuleNotFoundError as error:
+        return {"missing": error.name or "markitdown"}
+    except MemoryError:
+        return {"error": "needs more memory than a file may have; split it"}
+    except Exception as error:  # any parser's, of any file
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        return {"error": f"cannot be read as {path.suffix[1:].upper()} ({why}); open it and save it anew"}
+    return {"parts": parts}
+
+
+def _confine() -> None:
+    """Take from this process what no document needs: the network, other programs, files to write, endless memory."""
+
+    def refuse(event: str, _: tuple[object, ...]) -> None:
+        if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "os.system", "os.exec", "subprocess.Popen"):
+            raise PermissionError(f"{event}: a document asked for what it may not have")
+
+    with suppress(ImportError, ValueError, OSError):  # as a system has them
+        resource: Any = importlib.import_module("resource")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    sys.addaudithook(refuse)
+
+
+def main() -> None:
+    """Answer a path a line until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print
+    logging.disable()
+    # Before the bounds: what these need to begin is not of a document.
+    with suppress(ModuleNotFoundError):
+        importlib.import_module("markitdown")
+    _confine()
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(Path(json.loads(line)))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Folders of people's files: every kind is read, every fault is reported, and nothing stops the others."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from cacheblend.base.errors import InputError
+from cacheblend.service.engine import file_converter
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, read_documents
+from cacheblend.service.engine.file_converter import FileConverter
+
+
+def pdf(pages: list[str]) -> bytes:
+    """A PDF of one line a page, written by hand."""
+    count = len(pages)
+    kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(count))
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", f"<< /Type /Pages /Kids [{kids}] /Count {count} >>"]
+    objects.append("<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
+    for number, text in enumerate(pages):
+        content = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET" if text else ""
+        resources = f"/Resources << /Font << /F1 3 0 R >> >> /Contents {5 + 2 * number} 0 R"
+        objects.append(f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] {resources} >>")
+        objects.append(f"<< /Length {len(content)} >>\nstream\n{content}\nendstream")
+    raw, offsets = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        offsets.append(len(raw))
+        raw += f"{number} 0 obj\n{body}\nendobj\n".encode()
+    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
+    end = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\n"
+    return raw + f"{end}startxref\n{len(raw)}\n%%EOF\n".encode()
+
+
+def zipped(path: Path, members: dict[str, str]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in members.items():
+            archive.writestr(name, text)
+
+
+def docx(path: Path, text: str) -> None:
+    office = "http://schemas.openxmlformats.org"
+    types = '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+    main = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    types += f'<Override PartName="/word/document.xml" ContentType="{main}"/>'
+    relation = (
+        f'<Relationship Id="r1" Type="{office}/officeDocument/2006/relationships/officeDocument" Target="word/document.xml"/>'
+    )
+    zipped(
+        path,
+        {
+            "[Content_Types].xml": f'<Types xmlns="{office}/package/2006/content-types">{types}</Types>',
+            "_rels/.rels": f'<Relationships xmlns="{office}/package/2006/relationships">{relation}</Relationships>',
+            "word/document.xml": f'<w:document xmlns:w="{office}/wordprocessingml/2006/main"><w:body><w:p><w:r>'
+            f"<w:t>{text}</w:t></w:r></w:p></w:body></w:document>",
+        },
+    )
+
+
+def epub(path: Path, text: str) -> None:
+    container = '<container><rootfiles><rootfile full-path="book.opf"/></rootfiles></container>'
+    package = '<package xmlns="http://www.idpf.org/2007/opf"><metadata xmlns:dc="http://purl.org/dc/elements/1.1/">'
+    package += '<dc:title>Book</dc:title></metadata><manifest><item id="a" href="a.xhtml" media-type="application/xhtml+xml"/>'
+    package += '</manifest><spine><itemref idref="a"/></spine></package>'
+    page = f"<html><body><p>{text}</p></body></html>"
+    zipped(path, {"META-INF/container.xml": container, "book.opf": package, "a.xhtml": page})
+
+
+def pptx(path: Path, texts: list[str]) -> None:
+    presentation = pytest.importorskip("pptx", reason="needs the extra documents").Presentation()
+    for text in texts:
+        presentation.slides.add_slide(presentation.slide_layouts[5]).shapes.title.text = text
+    presentation.save(path)
+
+
+def xlsx(path: Path, sheets: dict[str, str]) -> None:
+    book = pytest.importorskip("openpyxl", reason="needs the extra documents").Workbook()
+    book.remove(book.active)
+    for name, text in sheets.items():
+        book.create_sheet(name).append(["what", text])
+    book.save(path)
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Path:
+    """A folder with one file of each kind."""
+    pytest.importorskip("markitdown", reason="needs the extra documents")
+    pytest.importorskip("pypdf", reason="needs the extra documents")
+    folder = tmp_path / "office"
+    folder.mkdir()
+    (folder / "report.pdf").write_bytes(pdf(["The lighthouse is red", "", "The keeper is Ada"]))
+    docx(folder / "letter.docx", "The ferry leaves at nine")
+    epub(folder / "novel.epub", "The miller had a cat")
+    pptx(folder / "deck.pptx", ["Sales rose", "Costs fell"])
+    xlsx(folder / "book.xlsx", {"North": "42 boats", "South": "17 boats"})
+    (folder / "page.html").write_text(
+        "<html><head><title>t</title></head><body><p>Café at the quay</p><script>x()</script></body></html>"
+    )
+    (folder / "list.csv").write_bytes("name;town\nMüller;Köln\n".encode("cp1252"))
+    (folder / "tool.py").write_text("def harbour():\n    return 'pier'\n")
+    return folder
+
+
+def test_every_kind_is_read_with_its_place(office: Path) -> None:
+    """The words of each file come out; a PDF's pages, slides and sheets are documents that can be cited."""
+    found = {document["id"]: document["text"] for document in read_documents(str(office))}
+    words = {
+        "report.pdf#page=1": "The lighthouse is red",
+        "report.pdf#page=3": "The keeper is Ada",
+        "letter.docx": "The ferry leaves at nine",
+        "novel.epub": "The miller had a cat",
+        "deck.pptx#slide=1": "Sales rose",
+        "deck.pptx#slide=2": "Costs fell",
+        "book.xlsx#sheet=North": "42 boats",
+        "book.xlsx#sheet=South": "17 boats",
+        "page.html": "Café at the quay",
+        "list.csv": "Müller;Köln",
+        "tool.py": "return 'pier'",
+    }
+    assert found.keys() == words.keys()
+    assert {id_: text for id_, text in words.items() if text not in found[id_]} == {}
+    assert "x()" not in found["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("utf-8-sig", "Zoë"),
+        ("utf-16", "Zoë"),
+        ("utf-32", "Zoë"),
+        ("latin-1", "Der Café schließt um zehn; müde Gäste gehen früh nach Hause."),
+        ("cp1251", "Москва является столицей России и крупнейшим городом страны."),
+        ("shift_jis", "東京は日本の首都であり、世界最大の都市の一つです。"),
+        ("gb18030", "北京是中华人民共和国的首都也是全国的政治中心。"),
+    ],
+)
+def test_encodings_are_detected(tmp_path: Path, encoding: str, text: str) -> None:
+    """A text file need not be UTF-8."""
+    (tmp_path / "some.txt").write_bytes(text.encode(encoding))
+    (document,) = read_documents(str(tmp_path / "some.txt"))
+    assert document["text"] == text
+
+
+def test_hidden_and_ignored_files(tmp_path: Path) -> None:
+    """Hidden files and what ignore files name are left out, at any depth, and said; a pattern's ids begin after its folder."""
+    for name in (
+        "a.txt",
+        ".hidden.txt",
+        ".git/config.txt",
+        "build/out.txt",
+        "sub/keep.log",
+        "sub/drop.log",
+        "sub/deep/x.tmp.txt",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".gitignore").write_text("build/\n*.log\n")
+    (tmp_path / "sub" / ".cacheblendignore").write_text("!keep.log\n*.tmp.txt\n")
+    report = SourceReport()
+    assert [one["id"] for one in read_documents(str(tmp_path), report=report)] == ["a.txt", "sub/keep.log"]
+    said = {Path(name).relative_to(tmp_path).as_posix(): why for name, why in report.skipped.items()}
+    hidden = {".hidden.txt", ".git", ".gitignore", "sub/.cacheblendignore"}
+    assert said == dict.fromkeys(hidden, "hidden") | dict.fromkeys(("build", "sub/drop.log", "sub/deep/x.tmp.txt"), "ignored")
+    assert [one["id"] for one in read_documents(str(tmp_path / "sub" / "**" / "*.log"))] == ["drop.log", "keep.log"]
+
+
+def broken(path: Path, kind: str) -> None:
+    """A file that cannot be used, of each sort."""
+    makers: dict[str, Callable[[], object]] = {
+        "empty.txt": path.touch,
+        "blank.md": lambda: path.write_text(" \n\t"),
+        "binary.txt": lambda: path.write_bytes(bytes(range(256)) * 4),
+        "cut.pdf": lambda: path.write_bytes(pdf(["some text"])[:60]),
+        "scanned.pdf": lambda: path.write_bytes(pdf(["", ""])),
+        "no.docx": lambda: path.write_bytes(b"PK\x03\x04 no archive"),
+        "other.docx": lambda: zipped(path, {"a.txt": "b"}),
+        "no.xlsx": lambda: path.write_text("text"),
+        "no.pptx": lambda: path.write_bytes(b"\0" * 100),
+        "no.epub": lambda: path.write_bytes(b"\xff" * 10),
+        "empty.pdf": path.touch,
+        "line.jsonl": lambda: path.write_text('{"text": "fine"}\nnot json\n'),
+        "cut.jsonl.gz": lambda: path.write_bytes(b"\x1f\x8b\x08\x00"),
+        "folder.txt": lambda: path.write_bytes(b"\x7fELF\0\0"),
+    }
+    makers[kind]()
+
+
+BROKEN = ["empty.txt", "blank.md", "binary.txt", "cut.pdf", "scanned.pdf", "no.docx", "other.docx", "no.xlsx", "no.pptx"]
+BROKEN += ["no.epub", "empty.pdf", "line.jsonl", "cut.jsonl.gz", "folder.txt"]
+
+
+def test_two_hundred_odd_files(office: Path) -> None:
+    """Nothing crashes, each fault is named with its file, and the good ones are given, twice the same."""
+    chance, folder, good, bad, other = random.Random(5), office, 0, 0, 0
+    for number in range(200):
+        kind = chance.choice(["text", "code", "media", "broken", "broken"])
+        if kind == "broken":
+            name = BROKEN[bad % len(BROKEN)]
+            broken(folder / f"{number}-{name}", name)
+            bad += 1
+        elif kind == "media":
+            (folder / f"{number}.{chance.choice(['png', 'bin', 'so'])}").write_bytes(b"\x89PNG\0" + chance.randbytes(50))
+            other += 1
+        else:
+            encoding = chance.choice(["utf-8", "utf-16", "cp1252"])
+            text = f"Die Möwe {number} fliegt früh über die Häuser der Stadt, müde. " * chance.choice([1, 9, 999])
+            (folder / f"{number}{chance.choice(['.txt', '.md', '.log', '', '.a b'])}").write_text(text, encoding=encoding)
+            good += 1
+    with closing(DocumentStream([str(folder)], Shard())) as stream:
+        size = stream.measure()
+        report, documents = stream.report, list(stream)
+    names = {Path(name).name.partition("-")[2] for name in report.faults}
+    assert names == set(BROKEN)
+    assert len(report.faults) == bad
+    assert len(report.skipped) == other
+    assert all(why.startswith(name) and len(why) > len(name) + 10 for name, why in report.faults.items())
+    lines = sum(name.endswith("-line.jsonl") for name in report.faults)  # their first line is good, and each the same
+    assert size is not None
+    assert (size.documents, good + 11 + lines) == (len(documents), len(documents))
+    found = [document.text for document in documents if "Die Möwe" in document.text]
+    assert len(found) == good
+    assert all("müde" in text for text in found)
+
+
+def test_a_file_alone_must_be_right(office: Path) -> None:
+    """One bad file that is named alone ends the command before a model is loaded."""
+    (office / "bad.pdf").write_bytes(b"%PDF-1.4 and no more")
+    with closing(DocumentStream([str(office / "bad.pdf")], Shard())) as stream, pytest.raises(InputError, match=r"bad\.pdf: "):
+        stream.measure()
+
+
+def test_bombs_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive that unpacks to more than the limit is not unpacked; one that takes too long loses only itself."""
+    pytest.importorskip("markitdown", reason="needs the extra documents")
+    path = tmp_path / "bomb.docx"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive, archive.open("a", "w") as member:
+        for _ in range(33):
+            member.write(bytes(2**24))
+    docx(tmp_path / "fine.docx", "some words")
+    with FileConverter() as converter:
+        with pytest.raises(InputError, match="unpacks to more than 512 MiB"):
+            converter.convert(path)
+        monkeypatch.setattr(converter, "_timeout_s", 0.0)
+        with pytest.raises(InputError, match="not read within 0 s"):
+            converter.convert(tmp_path / "fine.docx")
+        monkeypatch.setattr(converter, "_timeout_s", 60.0)
+        assert "some words" in converter.convert(tmp_path / "fine.docx")[0].text
+    monkeypatch.setattr(file_converter, "MAX_FILE_BYTES", 10)
+    with FileConverter() as converter, pytest.raises(InputError, match="larger than"):
+        converter.convert(path)
+
+
+CONFINED = """
+import json, socket, subprocess, sys
+from cacheblend.service.engine.file_converter import _confine
+_confine()
+refused = []
+tries = [lambda: socket.create_connection(("127.0.0.1", int(sys.argv[1]))), lambda: subprocess.run(["true"]),
+         lambda: open(sys.argv[2], "w").write("x" * 9999)]
+for attempt in tries:
+    try:
+        attempt()
+    except OSError as error:
+        refused.append(type(error).__name__)
+print(json.dumps(refused))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the bounds of Linux")
+def test_the_process_has_no_network_and_writes_nothing(tmp_path: Path) -> None:
+    """What reads a document reaches no server, though it listens, starts no program and leaves no bytes in a file."""
+    import subprocess
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        arguments = [sys.executable, "-c", CONFINED, str(server.getsockname()[1]), str(tmp_path / "out")]
+        result = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == ["PermissionError", "PermissionError", "OSError"]
+    assert (tmp_path / "out").stat().st_size == 0
