@@ -64,6 +64,12 @@ def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
         )
 
 
+def drops_softcap(model: PreTrainedModel) -> bool:
+    """Whether attention runs without the model's soft-capping: transformers before 5.21 gives Gemma 2 sdpa, which has none."""
+    capped = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return capped is not None and str(model.config._attn_implementation) == "sdpa"
+
+
 def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
     if config.is_encoder_decoder:
         yield "it is an encoder-decoder, and only decoders are supported"
@@ -96,6 +102,8 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
         yield "some layers share another layer's KV"
     if getattr(config, "use_bidirectional_attention", False):
         yield "its attention is bidirectional"
+    if drops_softcap(model):
+        yield "its soft-capped attention is not what transformers' sdpa computes; load it with attn_implementation='eager'"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         yield "chunked attention is not supported"
     for kind in states:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from cacheblend.base.errors import InputError, ModelFetchError, UnsupportedModelError
 
-from .families import fingerprint_directory, fingerprint_module
+from .families import drops_softcap, fingerprint_directory, fingerprint_module
 from .gguf_file import (
     check_packages,
     convert_gguf,
@@ -360,6 +360,8 @@ def load_model(
         if not isinstance(dtype, torch.dtype):
             dtype = choose_dtype(_checkpoint_dtype(name, kwargs), device)
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
+        if drops_softcap(model):
+            model.set_attn_implementation("eager")
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(

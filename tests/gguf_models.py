@@ -20,6 +20,8 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from cacheblend.blend.families import drops_softcap
+
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -59,6 +61,8 @@ def tiny_checkpoint(architecture: str, seed: int = 0) -> PreTrainedModel:
     """A random model of a family that GGUF files hold."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[architecture]()).eval()
+    if drops_softcap(model):
+        model.set_attn_implementation("eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases start as one value

@@ -21,6 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from cacheblend.blend.families import drops_softcap
+
 VOCAB = 97
 WINDOW = 12
 _SHAPE: dict[str, Any] = {
@@ -114,6 +116,8 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, voc
     config = CONFIGS[name]()
     config.vocab_size = vocab
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if drops_softcap(model):
+        model.set_attn_implementation("eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if any(part in parameter_name for part in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")):

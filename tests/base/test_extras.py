@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 # What the extras bring; sklearn comes with sentence-transformers, and transformers uses it where it is.
 OPTIONAL = (
     *("faiss", "sentence_transformers", "langchain_text_splitters", "langchain_core", "threadpoolctl", "sklearn", "scipy"),
-    *("fastapi", "starlette", "uvicorn", "prometheus_client", "httpx", "matplotlib", "rouge_score", "gguf", "accelerate"),
+    *("fastapi", "starlette", "uvicorn", "prometheus_client", "matplotlib", "rouge_score", "gguf", "accelerate"),
+    *(() if any(re.match(r"httpx\b", name) for name in requires("huggingface_hub") or ()) else ("httpx",)),
 )
 
 
