@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +22,16 @@ from cacheblend.service import Engine
 
 QUESTION = "What does the else clause of a while loop do?"
 TEMPLATE = PromptTemplate("Use this:\n{context_str}\n\nQuestion: {query_str}")
+
+
+@pytest.fixture(autouse=True)
+def _drop_loops() -> Iterator[None]:
+    """LlamaIndex leaves an event loop open in its synchronous calls, which a later test would be blamed for."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        asyncio.set_event_loop(None)
+        gc.collect()
 
 
 @pytest.fixture
