@@ -152,7 +152,7 @@ def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_toke
     """Where each piece begins and ends, cut where `BREAKS` says; token t stands from `borders[t]` to `borders[t + 1]`."""
     tokens = len(borders) - 1
     breaks = [sorted({bisect_left(borders, match.end()) for match in each.finditer(text)}) for each in BREAKS]
-    first = last = 0
+    first = last = start = 0
     while last < tokens:
         last = tokens
         if last - first > max_tokens:
@@ -160,8 +160,10 @@ def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_toke
             earliest = first + max(max_tokens // 2, overlap_tokens + 1)
             before = (places[bisect_left(places, latest + 1) - 1] for places in breaks if places and places[0] <= latest)
             last = next((place for place in before if place >= earliest), latest)
-        yield borders[first], borders[last]
+        end = borders[last] + (text[borders[last] : borders[last] + 1] == " ")  # the next piece begins with a word
+        yield start, end
         first = max(last - overlap_tokens, first + 1)
+        start = borders[first] if overlap_tokens else end
 
 
 class Splitter:

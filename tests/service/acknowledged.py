@@ -161,7 +161,6 @@ def retire(address: str, known: Acknowledged, keep: int) -> None:
             client.delete(f"/v1/documents/{id_}").raise_for_status()
             known.texts[id_] = None
             known.changed.discard(id_)
-            known.unsettled.discard(id_)
             known.answered += 1
 
 
