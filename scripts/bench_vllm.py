@@ -35,6 +35,7 @@ def main() -> int:
         "--batched-tokens", type=int, default=2048, help="vLLM's --max-num-batched-tokens (default: %(default)s)"
     )
     parser.add_argument("--ratio", type=float, nargs="*", default=[], help="recompute ratios beside the default one")
+    parser.add_argument("--dtype", default="float32", help="vLLM's (default: %(default)s)")
     parser.add_argument("--plain", action="store_true", help="vLLM without the connector")
     options = parser.parse_args()
 
@@ -50,7 +51,7 @@ def main() -> int:
     tokens_in_all = options.chunks * options.chunk_tokens + 512
     llm = LLM(
         options.model,
-        dtype="float32",
+        dtype=options.dtype,
         enforce_eager=True,
         max_model_len=tokens_in_all,
         max_num_batched_tokens=options.batched_tokens,
