@@ -192,6 +192,7 @@ def _check_served(client: httpx.Client, id_: str) -> None:
         "model": MODEL,
         "messages": [{"role": "user", "content": shown["content"][0]["text"]}],  # the words of one chunk: it is the nearest
         "num_chunks": 1,
+        "recompute_ratio": 0.15,  # or else so short a prompt is computed in full
         "max_tokens": 1,
         "return_chunks": True,
     }
