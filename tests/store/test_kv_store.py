@@ -147,10 +147,14 @@ def test_unclosed(tmp_path: Path) -> None:
     store = KVStore(StoreConfig(directory=tmp_path))
     store.put(key, kv, flush=False)
     store.flush()
+    alive = weakref.ref(store)
     stores = [store]
     del store
     with pytest.warns(ResourceWarning, match="not closed"):
         stores.clear()
+        until = time.monotonic() + 10
+        while alive() is not None and time.monotonic() < until:  # its thread lets go of it a moment after the last write
+            time.sleep(0.001)
     with KVStore(StoreConfig(directory=tmp_path)) as store:
         assert same(store.get(key), kv)
 
