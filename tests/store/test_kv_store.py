@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -150,11 +152,15 @@ def test_unclosed(tmp_path: Path) -> None:
     alive = weakref.ref(store)
     stores = [store]
     del store
-    with pytest.warns(ResourceWarning, match="not closed"):
+
+    def let_go() -> None:
         stores.clear()
         until = time.monotonic() + 10
         while alive() is not None and time.monotonic() < until:  # its thread lets go of it a moment after the last write
             time.sleep(0.001)
+
+    with pytest.warns(ResourceWarning, match="not closed"):
+        let_go()
     with KVStore(StoreConfig(directory=tmp_path)) as store:
         assert same(store.get(key), kv)
 
