@@ -301,11 +301,15 @@ def test_no_store_is_a_usage_error(run: CommandLine, tmp_path: Path) -> None:
         assert "store" in outcome.err
 
 
-def test_a_question_about_too_few_chunks(run: CommandLine, passages: Path) -> None:
+def test_a_question_about_too_few_chunks(run: CommandLine, tmp_path: Path) -> None:
     """The default of six chunks, or any number above the corpus, takes what there is; an answer is as long as it fits."""
-    report = run.on_store("ingest", str(passages), "--json").json
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({**each, "text": str(each["text"])[:220]}) + "\n" for each in DOCUMENTS[:2]))
+    report = run.on_store("ingest", str(path), "--json").json
     for more in ([], ["--top-k", "999"]):
-        answer = run.on_store("ask", QUESTION, "--json", *more).json
+        asked = run.on_store("ask", QUESTION, "--json", *more)
+        assert asked.code == 0, asked.err
+        answer = asked.json
         assert len(answer["chunks"]) == min(report["chunks"], 999 if more else 6)
         is_full = answer["plan"]["prompt_tokens"] + len(answer["token_ids"]) == POSITIONS
         assert is_full or answer["token_ids"][-1] == EOS
