@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from cacheblend.base.errors import InputError, ModelFetchError
+from cacheblend.base.errors import ConfigError, InputError, ModelFetchError
 from cacheblend.base.files import user_data_folder
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service.cli import options, terminal
@@ -23,16 +22,12 @@ from cacheblend.service.cli.model import fetch
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.document_sources import read_documents
 
-if TYPE_CHECKING:
-    from .handbook_demo import AskedQuestion, MethodSummary
-
 # The handbook's demo.
 MODEL = "smollm2-135m"
 CHUNK_TOKENS = 256
 MAX_TOKENS = 24
 
 PASSAGES_MAX_TOKENS = 8
-BAR_WIDTH = 24
 
 NOTE = (
     "prefix_cache is asked each prompt for the first time in a round: it finds what the questions before it left, as a service "
@@ -44,8 +39,8 @@ READER_NOTE = (
     "The reader is small and its prompts are short, so there is little to save: `scripts/bench_fusor.py` shows times at 3,105 "
     "tokens, and docs/benchmarks.md how it answers by class of question."
 )
-_STYLES = {"blend": "green", "full_recompute": "red", "full_reuse": "yellow"}
 _OF_PASSAGES = ("question", "documents", "repeats")
+_OF_HANDBOOK = ("questions",)
 _OF_MODELS = ("model", "passages", "store_dir", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")
 
 
@@ -66,6 +61,9 @@ def demo(
     question: Annotated[
         list[str] | None, typer.Option("--question", help="A question about the passages; may be given several times.")
     ] = None,
+    questions: Annotated[
+        str, typer.Option(metavar="N|all", help="Questions about the handbook, at even distances from its 40.")
+    ] = "8",
     store_dir: Annotated[
         Path | None,
         typer.Option("--store-dir", "-s", help="Keep the store here; left out, a folder that is removed, or the demo's own."),
@@ -77,14 +75,16 @@ def demo(
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Ingest documents, ask, and print the methods side by side.
+    """Ingest documents, ask, and show the methods side by side.
 
-    Without a model: SmolLM2-135M answers 40 questions about a handbook that comes with the package; where it cannot be
-    fetched, and with --reader, the packaged reader is asked about its own corpus. With a model of yours: the handbook, or your
-    passages with TTFT, tokens recomputed and distance from full prefill.
+    Without a model: SmolLM2-135M answers questions about a handbook that comes with the package, in two minutes on two cores;
+    where it cannot be fetched, and with --reader, the packaged reader is asked about its own corpus. With a model of yours: the
+    handbook, or your passages with TTFT, tokens recomputed and distance from full prefill.
 
     Examples:
         cacheblend demo
+
+        cacheblend demo --questions all --json
 
         cacheblend demo --reader --json
 
@@ -92,24 +92,29 @@ def demo(
     """
     terminal.hush_libraries()
     if reader:
-        _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_PASSAGES))
+        _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_PASSAGES, *_OF_HANDBOOK))
         _reader_demo(settings, top_k, as_json)
         return
     if passages is None:
         _refuse(context, "the handbook's demo; it goes with --passages", _OF_PASSAGES)
     elif model is None:
         raise InputError("--passages goes with a model; give one, or use `cacheblend ingest` and `ask`")
+    else:
+        _refuse(context, "a demo over your passages; see --question", _OF_HANDBOOK)
+    if questions != "all" and not (questions.isdecimal() and int(questions)):
+        raise ConfigError("questions", questions, "a number of at least 1, or all")
+    count = None if questions == "all" else int(questions)
     started = time.perf_counter()
     own = model is None and settings.values["chunk_tokens"] is None
     if model is None:
         model = _fetched_model()
     if model is None:
-        _refuse(context, "the packaged reader's demo", _OF_MODELS)
+        _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_HANDBOOK))
         _reader_demo(settings, top_k, as_json)
         return
     if passages is None:
         folder = store_dir or (user_data_folder() / "demo" if own else None)
-        _handbook_demo(_chosen(settings, model, CHUNK_TOKENS, MAX_TOKENS), folder, top_k, as_json, started)
+        _handbook_demo(_chosen(settings, model, CHUNK_TOKENS, MAX_TOKENS), folder, top_k, count, as_json, started)
         return
     chosen = _chosen(settings, model, RetrieverConfig().chunk_tokens, PASSAGES_MAX_TOKENS)
     _passages_demo(chosen, store_dir, list(read_documents(passages))[:documents], question or [], top_k, repeats, as_json)
@@ -155,26 +160,43 @@ def _store_folder(store_dir: Path | None) -> Iterator[Path]:
         yield store_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
 
 
-def _handbook_demo(config: EngineConfig, store_dir: Path | None, top_k: int, as_json: bool, started: float) -> None:
-    from cacheblend.service import Engine
-
+def _handbook_demo(
+    config: EngineConfig, store_dir: Path | None, top_k: int, count: int | None, as_json: bool, started: float
+) -> None:
+    from .demo_screen import DemoScreen
     from .handbook import handbook_documents, handbook_questions
-    from .handbook_demo import ask_handbook, closing_note, shown_questions, summarize
+    from .handbook_demo import ask_handbook, chosen_questions, closing_note, summarize
 
+    documents, every = handbook_documents(), handbook_questions()
+    questions = chosen_questions(every, count or len(every))
+    screen = None if as_json else DemoScreen(terminal.stdout, len(questions))
+    if screen is not None:
+        screen.begin(config.model, len(documents))
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
-        engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
+        with terminal.shown_stages():
+            from cacheblend.service import Engine
+
+            engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
         setup_s = time.perf_counter() - started
-        progress = stack.enter_context(terminal.progress_bars())
-        report = engine.ingest(handbook_documents(), progress)
+        with terminal.progress_bars() as progress:
+            report = engine.ingest(documents, progress)
         kv_bytes = engine.store.stats().nvme.bytes
-        asked = ask_handbook(engine, handbook_questions(), top_k=top_k, on_progress=progress)
+        dtype = str(engine.fusor.decoder.dtype).removeprefix("torch.")
+        tokens_per_s = report.tokens / report.seconds if report.computed else None
+        if screen is not None:
+            speed = "no KV to compute" if tokens_per_s is None else f"{report.tokens:,} tokens at {tokens_per_s:,.0f} tokens/s"
+            screen.ingested(f"{dtype}, {report.chunks} chunks, {speed}, {kv_bytes / 1e6:,.0f} MB of KV")
+        asked, answered = [], ask_handbook(engine, questions, top_k=top_k)
+        for number in range(len(questions)):
+            with terminal.stderr.status(f"question {number + 1}") if terminal.stderr.is_terminal else nullcontext():
+                asked.append(next(answered))
+            if screen is not None:
+                screen.asked(asked[-1], number + 1)
         methods = summarize(asked)
         note = closing_note(engine, asked, methods)
-        dtype = str(engine.fusor.decoder.dtype).removeprefix("torch.")
     total_s = time.perf_counter() - started
-    tokens_per_s = report.tokens / report.seconds if report.computed else None
-    if as_json:
+    if screen is None:
         terminal.print_json(
             {
                 "model": config.model,
@@ -187,70 +209,9 @@ def _handbook_demo(config: EngineConfig, store_dir: Path | None, top_k: int, as_
             }
         )
         return
-    out = terminal.stdout
-    speed = "no KV to compute" if tokens_per_s is None else f"{report.tokens:,} tokens at {tokens_per_s:,.0f} tokens/s"
-    out.print(
-        f"{config.model} ({dtype}): {report.documents} documents, {report.chunks} chunks, {speed}, "
-        f"{kv_bytes / 1e6:,.0f} MB of KV; "
-        f"{len(asked)} questions over {top_k} chunks each, about {asked[0].prompt_tokens:,} prompt tokens",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    for each in shown_questions(asked):
-        _print_question(each)
-    out.print("\nTime to first token, the median of all questions:", highlight=False)
-    slowest_s = max(row.ttft_s_median for row in methods.values())
-    for method, row in methods.items():
-        out.print(
-            f"  {method:<15}",
-            Text(_bar(row.ttft_s_median / slowest_s), style=_STYLES.get(method, "")),
-            f"{row.ttft_s_median * 1000:>6,.0f} ms  {row.speedup:.1f} x",
-            highlight=False,
-        )
-    out.print()
-    out.print(_handbook_table(methods))
-    out.print(note, highlight=False)
-    if store_dir is not None:
-        command = f"cacheblend serve --store-dir {shlex.quote(str(store_dir))}"
-        told = f"Open the page over the same handbook: {command}, then http://127.0.0.1:8000/ in a browser"
-        out.print(told, style="bold", highlight=False, soft_wrap=True)
-    out.print(f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s", highlight=False)
-
-
-def _bar(share: float) -> str:
-    return ("█" * max(1, round(share * BAR_WIDTH))).ljust(BAR_WIDTH)
-
-
-def _print_question(asked: AskedQuestion) -> None:
-    item, out = asked.question, terminal.stdout
-    slowest_s = max(reply.ttft_s for reply in asked.replies.values())
-    asks = f"\n[{item.question_class}] {item.question}   (right: {item.answers[0]})"
-    out.print(asks, highlight=False, markup=False, soft_wrap=True)
-    for method, reply in asked.replies.items():
-        mark = "+" if reply.has_answer else "-"
-        line = Text(f"  {mark} {method:<15}")
-        line.append(_bar(reply.ttft_s / slowest_s), style=_STYLES.get(method, ""))
-        line.append(f"{reply.ttft_s * 1000:>6,.0f} ms   {reply.text}")
-        out.print(line, no_wrap=True, overflow="ellipsis")
-
-
-def _handbook_table(methods: Mapping[str, MethodSummary]) -> Table:
-    table = Table("", title="means over all questions", title_justify="left")
-    for method in methods:
-        table.add_column(method, justify="right")
-    rows = list(methods.values())
-    table.add_row("answers that hold a right one", *(f"{row.answer_share:.0%}" for row in rows))
-    for name in rows[0].answer_share_by_class:
-        table.add_row(f"  {name}", *(f"{row.answer_share_by_class[name]:.0%}" for row in rows))
-    table.add_row("F1", *(f"{row.f1:.2f}" for row in rows))
-    table.add_row("TTFT, median", *(f"{row.ttft_s_median * 1000:,.0f} ms" for row in rows))
-    table.add_row("speed-up", *(f"{row.speedup:.1f} x" for row in rows))
-    table.add_row("first-token KL, nats", *(f"{row.first_token_kl_nats:.3f}" for row in rows))
-    table.add_row("gold NLL over full, nats", *(f"{row.gold_nll_over_full_nats:+.2f}" for row in rows))
-    table.add_row("equal greedy tokens", *(f"{row.equal_greedy_tokens:.0%}" for row in rows))
-    table.add_row("recomputed share", *(f"{row.recomputed_share:.0%}" for row in rows))
-    return table
+    screen.end(asked, methods, note, store_dir)
+    told = f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s"
+    terminal.stdout.print(told, highlight=False)
 
 
 def _passages_demo(

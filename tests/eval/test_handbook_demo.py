@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from draw_demo import demo_svg
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
-from cacheblend.eval import cli_demo
+from cacheblend.eval import cli_demo, handbook_demo
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
-from cacheblend.eval.handbook_demo import METHODS, ask_handbook, closing_note, has_answer, shown_questions, summarize
+from cacheblend.eval.handbook_demo import (
+    METHODS,
+    AskedQuestion,
+    ask_handbook,
+    chosen_questions,
+    closing_note,
+    has_answer,
+    summarize,
+)
 from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli import main as cli
@@ -87,6 +98,10 @@ def test_the_reader_can_be_asked_for(unfetched: list[str], capsys: pytest.Captur
         (["--repeats", "2"], "--repeats"),
         (["model", "--question", "Who?"], "--question"),
         (["--passages", "here"], "--passages"),
+        (["--reader", "--questions", "all"], "--questions"),
+        (["model", "--passages", "here", "--questions", "2"], "--questions"),
+        (["--questions", "none"], "questions='none'"),
+        (["--questions", "0"], "questions='0'"),
         (["--chunk-tokens", "64"], "--chunk-tokens"),  # of the model that cannot be fetched
     ],
 )
@@ -117,6 +132,56 @@ def test_json(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (full["speedup"], full["recomputed_share"], full["gold_nll_over_full_nats"]) == (1, 1, 0)
     assert reuse["recomputed_share"] < blend["recomputed_share"] < 1
     assert blend["first_token_kl_nats"] > 0
+    for row in told["questions"]:
+        assert json.loads(json.dumps(AskedQuestion.from_dict(row).as_dict())) == row
+
+
+@pytest.mark.usefixtures("short_handbook")
+def test_each_question_is_shown_as_it_is_answered(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the next question is asked the one before stands on stdout with its answers and times, and `begin` before all."""
+    shown, compare = [], handbook_demo._compare
+
+    def noted(*arguments: Any) -> AskedQuestion:
+        shown.append(capsys.readouterr().out)
+        return compare(*arguments)
+
+    monkeypatch.setattr(handbook_demo, "_compare", noted)
+    assert _on_tiny(model_dir) == 0
+    first, second = shown
+    assert "2 questions" in first
+    assert QUESTIONS[0].question not in first
+    assert f"1 of 2  {QUESTIONS[0].question}" in second
+    assert len(re.findall(r"full recompute|blend", second)) == 4
+    assert re.search(r"blend +[\d,]+ ms  \d+\.\d x", second)
+    assert "\x1b" not in "".join(shown)
+
+
+@pytest.mark.usefixtures("short_handbook")
+def test_some_questions_or_all(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--questions` says how many are asked, and they stand at even distances."""
+    for given, asked in (("1", QUESTIONS[:1]), ("all", QUESTIONS), ("9", QUESTIONS)):
+        assert _on_tiny(model_dir, "--questions", given, "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert [row["id"] for row in told["questions"]] == [item.id for item in asked]
+    every = handbook_questions()
+    assert chosen_questions(every, len(every)) == every
+    assert chosen_questions(every, 8) == every[::5]
+
+
+@pytest.mark.usefixtures("short_handbook")
+def test_the_picture_is_of_the_run(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The SVG is well-formed, asks no server for anything, has the run's questions and times, and is the same every time."""
+    assert _on_tiny(model_dir, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    svg = demo_svg(told, 1)
+    text = "".join(ElementTree.fromstring(svg).itertext()).replace("\xa0", " ")
+    assert QUESTIONS[0].question[:30] in text
+    assert QUESTIONS[1].question[:30] not in text
+    assert f"{told['methods']['blend']['speedup']:.1f} x" in text
+    assert "url(http" not in svg
+    assert svg == demo_svg(told, 1)
 
 
 @pytest.mark.usefixtures("short_handbook")
@@ -137,14 +202,12 @@ def test_random_weights_are_told(model_dir: Path, fusor: Fusor, tmp_path: Path, 
     config = EngineConfig(model=str(model_dir), store_dir=tmp_path, max_tokens=2, retriever=RetrieverConfig(chunk_tokens=64))
     with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
         engine.ingest(DOCUMENTS)
-        asked = ask_handbook(engine, QUESTIONS, top_k=2)
+        asked = list(ask_handbook(engine, QUESTIONS, top_k=2))
         methods = summarize(asked)
         right = round(2 * methods["blend"].answer_share)
         assert f"blend {right}." in closing_note(engine, asked, methods)
         monkeypatch.setattr(fusor.model.config, "random_weights", True, raising=False)
         assert "random" in closing_note(engine, asked, methods)
-    assert shown_questions(asked) == asked
-    assert len(shown_questions(asked * 20)) == 8
 
 
 def test_has_answer() -> None:
@@ -163,6 +226,6 @@ def test_smollm2_over_three_documents(real_model: Any, tmp_path: Path) -> None:
     names = {item.gold[0] for item in QUESTIONS}
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest([document for document in handbook_documents() if document["id"] in names])
-        blend = summarize(ask_handbook(engine, QUESTIONS, top_k=4))["blend"]
+        blend = summarize(list(ask_handbook(engine, QUESTIONS, top_k=4)))["blend"]
     assert blend.first_token_kl_nats < 0.2
     assert blend.recomputed_share < 0.5
