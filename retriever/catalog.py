@@ -334,10 +334,18 @@ class Catalog:
         [[found]] = self._rows("SELECT count(*) FROM chunks WHERE id IN (SELECT value FROM json_each(?))", (json.dumps(ids),))
         return bool(found == len(ids))
 
-    def texts(self) -> Iterator[tuple[int, str, int, str]]:
-        """Index id, document's title, position and text of every chunk; what is damaged is found out with its chunk."""
-        rows = self._rows("SELECT c.id, d.title, c.position, c.text FROM chunks c JOIN documents d ON d.id = c.document_id")
-        return ((id_, str(title), position, str(text)) for id_, title, position, text in rows)
+    def texts(self) -> Iterator[tuple[int, str, str, str]]:
+        """Index id, document's id and title, and text of every chunk, a document after the other; damage shows later."""
+        rows = self._rows(
+            "SELECT c.id, d.id, d.title, c.text FROM chunks c JOIN documents d ON d.id = c.document_id ORDER BY c.id"
+        )
+        return ((id_, str(document_id), str(title), str(text)) for id_, document_id, title, text in rows)
+
+    def document_texts(self, document_id: str, version: str) -> list[str]:
+        """The texts of a document's chunks, in order; none where it has another version by now."""
+        query = "SELECT c.text FROM chunks c JOIN documents d ON d.id = c.document_id "
+        rows = self._rows(query + "WHERE d.id = ? AND d.version = ? ORDER BY c.position", (document_id, version))
+        return [str(text) for (text,) in rows]
 
     def vectors(self, document_id: str | None = None) -> tuple[list[int], NDArray[np.float32]]:
         """Index ids of a document's chunks, or of all, ascending, and their vectors, float32 (N, D).

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from cacheblend.base.errors import InputError
 
+from .places import ChunkPlace
+
 HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
 # C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.
 NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
@@ -115,10 +117,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """A chunk found for a question, and the squared L2 distance between their vectors (nearest is 0)."""
+    """A chunk found for a question, the squared L2 distance between their vectors (nearest is 0), and its place."""
 
     chunk: Chunk
     distance: float
+    place: ChunkPlace = field(default_factory=ChunkPlace)
 
 
 def in_reading_order(found: Sequence[ScoredChunk]) -> list[ScoredChunk]:

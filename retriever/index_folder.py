@@ -14,6 +14,7 @@ from cacheblend.base.files import make_folder
 from .catalog import Catalog, IndexReport
 from .catalog_rows import CatalogedDocument
 from .document import Chunk
+from .places import ChunkPlace, places_of
 
 INDEX_FILE = "catalogue.sqlite"
 
@@ -74,6 +75,10 @@ class IndexedDocuments:
 
         """
         return self._catalog.chunks(document_id)
+
+    def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
+        """The place of each of all the chunks of a document, in order."""
+        return places_of(chunks, has_overlap=self._catalog.settings.get("chunk_overlap_tokens", "0") != "0")
 
     def delete(self, document_id: str) -> int:
         """Remove a document; returns how many chunks went with it.

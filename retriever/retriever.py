@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +22,7 @@ from .config import RetrieverConfig
 from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import SyncedIndex, VectorIndex
+from .places import ChunkPlace, chunk_places, found_texts, places_of
 from .splitter import Splitter
 from .words import KEPT, WordIndex, fuse_rankings, names
 
@@ -30,7 +32,11 @@ if TYPE_CHECKING:
 
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
 CANDIDATES = 50  # of each ranking that is fused
-TITLE_TOKENS = (8, 64)  # of a title in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most
+MAX_PLACES = 100_000  # that are remembered, each of a chunk
+TITLE_TOKENS = (
+    8,
+    64,
+)  # of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most
 
 
 def _go_on() -> None:
@@ -100,6 +106,7 @@ class Retriever:
         )
         self._words = None if config.retrieval == "dense" else WordIndex(self._catalog)
         self._index = SyncedIndex(self._catalog, config.directory / "index.faiss" if config.directory is not None else None)
+        self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
         self._closed = False
 
     def add(
@@ -270,7 +277,26 @@ class Retriever:
                 raise RetrieverError(
                     f"the index does not fit its catalog in {self.config.directory}; ingest the documents anew"
                 )
-            return found
+        return [replace(scored, place=self._place(scored.chunk)) for scored in found]
+
+    def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
+        """The place of each of all the chunks of a document, in order."""
+        return places_of(chunks, has_overlap=self.config.chunk_overlap_tokens > 0)
+
+    def _place(self, chunk: Chunk) -> ChunkPlace:
+        """Where a chunk stands in its document; found out for a document at once, and remembered."""
+        key = (chunk.document_id, chunk.version)
+        with self._lock:
+            places = self._places.get(key)
+            texts = self._catalog.document_texts(*key) if places is None else []
+        if places is None:  # found without the lock: a document may be long
+            has_overlap = self.config.chunk_overlap_tokens > 0
+            places = tuple(chunk_places(chunk.document_id, chunk.title, texts, has_overlap=has_overlap))
+            with self._lock:
+                if sum(map(len, self._places.values())) + len(places) > MAX_PLACES:
+                    self._places.clear()
+                self._places[key] = places
+        return places[chunk.position] if chunk.position < len(places) else ChunkPlace()
 
     def close(self) -> None:
         """Write the index beside the catalog and close both; a second call does nothing."""
@@ -304,14 +330,15 @@ class Retriever:
             versions = {id_: self._catalog.version(id_) if self._catalog.is_whole(id_) else None for id_ in wanted}
         return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
-    def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> list[str]:
-        """What chunks are found by: their text, after their document's title, which the text has in the first chunk only.
+    def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> Iterator[str]:
+        """What chunks are found by; see `found_texts`.
 
         Of a long title its beginning, so that embedding a document costs no multiple of it with the longest title.
         """
         least, most = TITLE_TOKENS
-        title = self.splitter.beginning(document.title, max(least, min(most, self.config.chunk_tokens // 4)))
-        return [chunk.text if chunk.position == 0 or not title else f"{title}\n{chunk.text}" for chunk in chunks]
+        tokens = max(least, min(most, self.config.chunk_tokens // 4))
+        shorten = functools.cache(lambda text: self.splitter.beginning(text, tokens))
+        return found_texts(document.id, document.title, [chunk.text for chunk in chunks], shorten)
 
     def _batches(self, documents: Iterable[Document]) -> Iterator[list[tuple[Document, list[Chunk]]]]:
         """Documents with their chunks, in groups of at least `BATCH_CHUNKS` chunks; a document is never parted."""

@@ -10,11 +10,14 @@ import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from cacheblend.base.errors import RetrieverError
 
 from .catalog import Catalog, Change
 from .document import Chunk
+from .places import found_texts
 
 WORD = re.compile(r"\w+")
 MAX_WORDS = 64  # that a search looks up, the rarest
@@ -57,7 +60,7 @@ class WordIndex:
         with self._transaction():
             self._db.executemany("DELETE FROM words WHERE rowid = ?", ((id_,) for id_ in change.removed_ids))
             self._add(
-                (id_, chunk.title, chunk.position, chunk.text) for id_, chunk in zip(change.added_ids, chunks, strict=True)
+                (id_, chunk.document_id, chunk.title, chunk.text) for id_, chunk in zip(change.added_ids, chunks, strict=True)
             )
         self._generation = change.generation
 
@@ -83,11 +86,16 @@ class WordIndex:
         rare = [word for word in found if not counts[word] or counts[word][0] <= COMMON * chunks]
         return (rare or found)[:MAX_WORDS]
 
-    def _add(self, rows: Iterable[tuple[int, str, int, str]]) -> None:
-        """Index ids with their document's title, position in it and text; the first chunk has the title in its text."""
-        texts = ((id_, text if position == 0 or not title else f"{title}\n{text}") for id_, title, position, text in rows)
-        printable = ((id_, text.encode(errors="replace").decode()) for id_, text in texts)
-        self._db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", printable)
+    def _add(self, rows: Iterable[tuple[int, str, str, str]]) -> None:
+        """Index ids with their document's id and title, and their text, each document's in order."""
+        for (document_id, title), group in groupby(rows, key=itemgetter(1, 2)):
+            of_document = list(group)
+            texts = [text for *_, text in of_document]
+            printable = (
+                (id_, found.encode(errors="replace").decode())
+                for (id_, *_), found in zip(of_document, found_texts(document_id, title, texts), strict=True)
+            )
+            self._db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", printable)
 
     def _transaction(self) -> sqlite3.Connection:
         self._db.execute("BEGIN")

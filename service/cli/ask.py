@@ -73,7 +73,8 @@ def ask(
     out.print(answer.text, markup=False, highlight=False)
     for scored in answer.chunks:
         title = scored.chunk.title or scored.chunk.document_id
-        out.print(f"  - {title}, chunk {scored.chunk.position} (distance {scored.distance:.3f})", markup=False, highlight=False)
+        place = f"{title}{scored.place}, chunk {scored.chunk.position} (distance {scored.distance:.3f})"
+        out.print(f"  - {place}", markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; {plan.prompt_tokens} prompt tokens, "
         f"{plan.hits} chunks from the store, {plan.misses} not there, {plan.recomputed_tokens:.0f} of {plan.reusable_tokens} "

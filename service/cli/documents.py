@@ -75,14 +75,18 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
     """
     with _open(store_dir) as documents:
         status, chunks = documents.show(id_)
+        places = documents.places(chunks)
     if as_json:
-        texts = [{"position": chunk.position, "tokens": len(chunk.token_ids), "text": chunk.text} for chunk in chunks]
+        texts = [
+            {"position": chunk.position, **place.as_dict(), "tokens": len(chunk.token_ids), "text": chunk.text}
+            for chunk, place in zip(chunks, places, strict=True)
+        ]
         terminal.print_json({**status.as_dict(), "texts": texts})
         return
     for name, value in status.as_dict().items():
         terminal.stdout.print(f"{name}: {value}", highlight=False, markup=False)
-    for chunk in chunks:
-        terminal.stdout.print(f"\n[{chunk.position}] {len(chunk.token_ids)} tokens", markup=False)
+    for chunk, place in zip(chunks, places, strict=True):
+        terminal.stdout.print(f"\n[{chunk.position}] {len(chunk.token_ids)} tokens{place}", highlight=False, markup=False)
         terminal.stdout.print(chunk.text, highlight=False, markup=False)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.retriever import CatalogedDocument, Chunk
+from cacheblend.retriever.places import ChunkPlace
 from cacheblend.store import KVStore, StoredDocument
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ class Documents:
             return status, self._index.chunks(id_) if status.chunks else ()
         except InputError:  # deleted since it was looked up
             raise _unknown(id_) from None
+
+    def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
+        """Where each of the chunks that `show` gave stands in its file."""
+        return self._index.places(chunks)
 
     def status(self, id_: str) -> DocumentStatus:
         """One document without its chunks; raises as `show` does."""

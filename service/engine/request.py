@@ -170,6 +170,7 @@ def chunk_origin(scored: ScoredChunk) -> dict[str, Any]:
         "document_id": scored.chunk.document_id,
         "title": scored.chunk.title,
         "position": scored.chunk.position,
+        **scored.place.as_dict(),
         "distance": None if math.isnan(scored.distance) else scored.distance,
     }
 

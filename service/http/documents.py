@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
+from cacheblend.retriever.places import ChunkPlace
 from cacheblend.service.engine.documents import DocumentStatus
 from cacheblend.service.engine.engine import Engine
 
@@ -65,8 +66,12 @@ async def ls(
 async def show(id_: str, request: Request) -> dict[str, Any]:
     """One document and the text of its chunks."""
     engine: Engine = request.state.engine
-    status, chunks = await _known(request, lambda: engine.documents.show(id_))
-    return {**_body(status), "content": [_chunk(chunk) for chunk in chunks]}
+
+    def read() -> dict[str, Any]:  # places too: of a long document that takes a moment
+        status, chunks = engine.documents.show(id_)
+        return {**_body(status), "content": list(map(_chunk, chunks, engine.documents.places(chunks)))}
+
+    return await _known(request, read)
 
 
 @router.put("/{id_:path}")
@@ -117,5 +122,5 @@ def _body(status: DocumentStatus) -> dict[str, Any]:
     return {"object": "document", **status.as_dict()}
 
 
-def _chunk(chunk: Chunk) -> dict[str, Any]:
-    return {"position": chunk.position, "tokens": len(chunk.token_ids), "text": chunk.text}
+def _chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:
+    return {"position": chunk.position, **place.as_dict(), "tokens": len(chunk.token_ids), "text": chunk.text}

@@ -77,6 +77,12 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert len(answer["token_ids"]) == 4
     assert "distance" in run.on_store("ask", QUESTION, "--top-k", "2", "--method", "full_recompute").out
     assert "the prompt is short" in run.on_store("ask", QUESTION).out
+    of_answer = answer["chunks"][0]
+    first_line, last_line = of_answer["lines"]
+    [text] = [document["text"] for document in DOCUMENTS if document["title"] == of_answer["title"]]
+    assert of_answer["text"].strip()[-20:] in "\n".join(text.split("\n")[first_line - 1 : last_line])
+    shown = run("documents", "show", of_answer["document_id"], "--store-dir", str(run.store))
+    assert f"tokens, lines {first_line}-{last_line}" in shown.out
     store = ("--store-dir", str(run.store))
     entries = run("store", "ls", *store, "--json").json["entries"]
     assert len(entries) == first.json["chunks"]

@@ -41,6 +41,7 @@ def test_documents(client: httpx.Client) -> None:
     }
     shown = client.get(path).json()
     assert "".join(part["text"] for part in shown["content"]) == "One\nfirst words"
+    assert [(part["lines"], part["headings"]) for part in shown["content"]] == [([1, 1], [])]
     assert not shown["pinned"]
     assert client.put(path, json={"text": "other words"}).json()["replaced"] == 1
     assert client.post(f"{path}/pin", json={}).json()["pinned"]

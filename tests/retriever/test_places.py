@@ -1,0 +1,122 @@
+"""Where chunks stand in their documents: lines of the file, and the headings above."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from fakes import FakeEmbedder, tiny_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cacheblend.retriever import Document, Retriever, RetrieverConfig, Splitter
+from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.places import ChunkPlace, chunk_places, found_texts, places_of
+
+PAGES = "Every request goes to the desk and is answered there within some days. " * 4
+GUIDE = f"# Guide\n\nOf the house.\n\n## Travel abroad\n\n{PAGES}\n\n{PAGES}\n\n## Kitchen\n\n{PAGES}\n\n{PAGES}\n"
+
+
+def places(text: str, id_: str = "guide.md", title: str = "", **settings: object) -> tuple[list[str], list[ChunkPlace]]:
+    config = RetrieverConfig(**{"chunk_tokens": 24, **settings})  # type: ignore[arg-type]
+    chunks = Splitter(tiny_tokenizer(), config).split(Document(id_, title, text))
+    return [chunk.text for chunk in chunks], places_of(chunks, has_overlap=config.chunk_overlap_tokens > 0)
+
+
+@given(
+    text=st.text(st.sampled_from("ab .\n"), min_size=1, max_size=400).filter(str.strip),
+    title=st.sampled_from(["", "Title", "Two\nlines"]),
+    split_at=st.sampled_from(["sentences", "tokens"]),
+)
+def test_lines_are_those_of_the_file(text: str, title: str, split_at: str) -> None:
+    """In the file's lines that a chunk names stands its text, and no line more than that."""
+    texts, found = places(text, title=title, split_at=split_at, chunk_tokens=7)
+    file, heads = text.split("\n"), f"{title}\n" if title else ""
+    for number, (chunk, place) in enumerate(zip(texts, found, strict=True)):
+        assert place.lines is not None
+        first, last = place.lines
+        own = "".join(texts[: number + 1])[len(heads) :][-len(chunk) :].strip()  # without the title that is in no file
+        assert 1 <= first <= last <= len(file)
+        assert own in "\n".join(file[first - 1 : last])
+        if own and len("".join(texts[:number])) >= len(heads):
+            assert last - first == own.count("\n")
+
+
+def test_lines_of_what_has_none() -> None:
+    """A converted file's text, and chunks that overlap, have no lines; those of a page do not either."""
+    assert {place.lines for place in places(GUIDE, "guide.docx")[1]} == {None}
+    assert {place.lines for place in places(GUIDE, "guide.pdf#page=3")[1]} == {None}
+    assert {place.lines for place in places(GUIDE, chunk_overlap_tokens=4)[1]} == {None}
+    assert places(GUIDE)[1][0].lines == (1, 3)
+
+
+def test_headings() -> None:
+    """A chunk is under the headings that are open where it begins, without its own, the title, code and what was closed."""
+    parts = [
+        "# A\nx\n",
+        "## B ##\nx\n```\n# no heading\n```\n",
+        "x\n",
+        "### C#\nx\n",
+        "x\n",
+        "## D\nx",
+        "\nx\n# E\n",
+        "# F\n",
+        "x",
+    ]
+    found = [place.headings for place in chunk_places("g.md", "a", parts)]
+    assert found == [(), (), ("B",), ("B",), ("B", "C#"), (), ("D",), (), ("F",)]
+    assert {place.headings for place in chunk_places("g.py", "", ["# a comment\n", "x = 1\n"])} == {()}
+    [_, long] = chunk_places("g.md", "", [f"# {'long ' * 1000}\n", "x"])
+    assert len(long.headings[0]) <= 80
+
+
+def test_found_texts() -> None:
+    """A chunk is found by title and headings, each of which the caller may shorten; the first has the title in its text."""
+    texts = ["Title\n# One\n## Two\n", "words"]
+    for letters, above in ((9, "One > Two"), (8, "Two"), (2, "Tw")):
+        assert list(found_texts("g.md", "Ti", texts, lambda text, letters=letters: text[:letters]))[1] == f"Ti\n{above}\nwords"
+    assert next(found_texts("g.md", "Title", texts)) == texts[0]
+
+
+class ByWords(FakeEmbedder):
+    """Finds every text equally near, so that words alone decide, and notes the texts."""
+
+    texts = ()
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.texts = (*self.texts, *texts)
+        return np.full((len(texts), self.dimensions), self.dimensions**-0.5, dtype=np.float32)
+
+
+def test_a_chunk_is_found_by_its_heading(tmp_path: Path) -> None:
+    """A question about travel abroad finds the later chunks of that section, which do not say so."""
+    embedder = ByWords("words")
+    for _ in range(2):  # as added, and as read again
+        config = RetrieverConfig(directory=tmp_path, chunk_tokens=24, search_rounds=1)
+        with Retriever(config, tiny_tokenizer(), embedder) as retriever:
+            retriever.add([{"id": "guide.md", "text": GUIDE}])
+            found = retriever.search("travel abroad", 3)
+            assert all("Travel abroad" in hit.chunk.text or "Travel abroad" in hit.place.headings for hit in found)
+            assert sum("Travel abroad" not in hit.chunk.text for hit in found) >= 2
+            lines = GUIDE.split("\n")
+            for hit in found:
+                assert hit.place.lines is not None
+                first, last = hit.place.lines
+                assert hit.chunk.text.strip() in "\n".join(lines[first - 1 : last])
+    assert sum("Travel abroad\n" in text and "#" not in text for text in embedder.texts) >= 2  # by meaning too
+
+
+def test_the_index_alone_knows_places(tmp_path: Path) -> None:
+    """Without a model the places are the same; where the chunks overlap there, too, no lines are told."""
+    for overlap, name in ((0, "plain"), (4, "overlapping")):
+        config = RetrieverConfig(directory=tmp_path / name, chunk_tokens=24, chunk_overlap_tokens=overlap)
+        with Retriever(config, tiny_tokenizer(), FakeEmbedder()) as retriever:
+            retriever.add([{"id": "guide.md", "text": GUIDE}])
+            expected = retriever.places(retriever.chunks())
+        with IndexedDocuments(tmp_path / name) as index:
+            found = index.places(index.chunks("guide.md"))
+        assert found == expected
+        assert (found[1].lines is None) == bool(overlap)
+        assert found[-1].headings
