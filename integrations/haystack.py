@@ -47,9 +47,10 @@ class CacheBlendRetriever:
         documents = []
         for scored in self._engine.search(query, self._top_k if top_k is None else top_k):
             chunk = scored.chunk
-            meta = {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position}
-            score = 1 - scored.distance / 2  # of unit vectors, the cosine
-            documents.append(Document(id=f"{chunk.document_id}:{chunk.position}", content=chunk.text, meta=meta, score=score))
+            meta: dict[str, object] = {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position}
+            meta |= scored.place.as_dict()
+            id_ = f"{chunk.document_id}:{chunk.position}"
+            documents.append(Document(id=id_, content=chunk.text, meta=meta, score=scored.score))
         return {"documents": documents}
 
 

@@ -61,7 +61,9 @@ class CacheBlendRetriever(BaseRetriever):
                     "document_id": scored.chunk.document_id,
                     "title": scored.chunk.title,
                     "position": scored.chunk.position,
+                    **scored.place.as_dict(),
                     "distance": scored.distance,
+                    "score": scored.score,
                 },
             )
             for scored in self.engine.search(query, self.top_k)

@@ -62,7 +62,8 @@ class CacheBlendRetriever(BaseRetriever):
         nodes = []
         for scored in self._engine.search(query_bundle.query_str, self._top_k):
             chunk = scored.chunk
-            metadata = {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position}
+            metadata: dict[str, Any] = {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position}
+            metadata |= scored.place.as_dict()
             node = TextNode(
                 id_=f"{chunk.document_id}:{chunk.position}",
                 text=chunk.text,
@@ -70,7 +71,7 @@ class CacheBlendRetriever(BaseRetriever):
                 excluded_llm_metadata_keys=list(metadata),  # a title before the text would be another text
                 excluded_embed_metadata_keys=list(metadata),
             )
-            nodes.append(NodeWithScore(node=node, score=1 - scored.distance / 2))  # of unit vectors, the cosine
+            nodes.append(NodeWithScore(node=node, score=scored.score))
         return nodes
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.base.checks import is_whole
+from cacheblend.base.checks import is_number, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
@@ -46,6 +46,14 @@ class RetrieverConfig:
     search_rounds: int = option(
         2, "1, or 2: a third of the chunks are then found by the names in the best chunk, for questions over two documents."
     )
+    min_score: float | None = option(
+        None,
+        "Leave out chunks below this score: the cosine similarity of question and chunk, -1 to 1, however the chunk was found, "
+        "or with --reranker its score, 0 to 1. Left out, none is.",
+    )
+    reranker: str | None = option(
+        None, "Order the best chunks anew by a CrossEncoder of sentence-transformers: a name or a folder. Left out, none."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):  # what command lines and notebooks pass
@@ -67,3 +75,7 @@ class RetrieverConfig:
             raise ConfigError("search_rounds", self.search_rounds, "1 or 2")
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
+        if self.min_score is not None and not (is_number(self.min_score) and -1 <= self.min_score <= 1):
+            raise ConfigError("min_score", self.min_score, "a number from -1 to 1, or None")
+        if self.reranker is not None and not (isinstance(self.reranker, str) and self.reranker.strip()):
+            raise ConfigError("reranker", self.reranker, "name or path of a CrossEncoder, or None")

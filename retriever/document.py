@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,10 +118,19 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """A chunk found for a question, the squared L2 distance between their vectors (nearest is 0), and its place."""
+    """A chunk found for a question.
+
+    Args:
+        chunk: what was found.
+        distance: squared L2 between the vectors of both; nearest is 0.
+        score: cosine similarity of the two, however the chunk was found, or with a reranker its score; best is 1. NaN where
+            nothing was searched.
+        place: where it stands in its document.
+    """
 
     chunk: Chunk
     distance: float
+    score: float = math.nan
     place: ChunkPlace = field(default_factory=ChunkPlace)
 
 

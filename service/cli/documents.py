@@ -154,6 +154,8 @@ NOT_OF_INGEST = (
     "direct_reads",
     "recompute_ratio",
     "selector",
+    "min_score",
+    "reranker",
 )
 
 

@@ -165,13 +165,14 @@ class Timings:
 
 
 def chunk_origin(scored: ScoredChunk) -> dict[str, Any]:
-    """Where a chunk of a prompt is from, for JSON; the distance of one that was brought is None."""
+    """Where a chunk of a prompt is from, for JSON; distance and score of one that was brought are None."""
     return {
         "document_id": scored.chunk.document_id,
         "title": scored.chunk.title,
         "position": scored.chunk.position,
         **scored.place.as_dict(),
         "distance": None if math.isnan(scored.distance) else scored.distance,
+        "score": None if math.isnan(scored.score) else scored.score,
     }
 
 

@@ -75,7 +75,10 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     answer = run.on_store("ask", QUESTION, "--top-k", "3", "--max-tokens", "4", "--recompute-ratio", "0.15", "--json").json
     assert answer["plan"]["hits"] == 3
     assert len(answer["token_ids"]) == 4
-    assert "distance" in run.on_store("ask", QUESTION, "--top-k", "2", "--method", "full_recompute").out
+    assert "(score " in run.on_store("ask", QUESTION, "--top-k", "2", "--method", "full_recompute").out
+    nothing = run.on_store("ask", QUESTION, "--max-tokens", "4", "--min-score", "1")
+    assert (nothing.code, "no chunk reached --min-score" in nothing.out) == (0, True)
+    assert "min_score=2" in run.on_store("ask", QUESTION, "--min-score", "2").err
     assert "the prompt is short" in run.on_store("ask", QUESTION).out
     of_answer = answer["chunks"][0]
     first_line, last_line = of_answer["lines"]
