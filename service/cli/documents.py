@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -15,6 +16,7 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.checks import GIB
+from cacheblend.base.errors import InputError
 from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
@@ -28,6 +30,7 @@ from .store import UNBOUNDED, open_store
 
 if TYPE_CHECKING:
     from cacheblend.blend import KVGeometry
+    from cacheblend.service.engine.engine import Engine
 
 app = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
 Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `documents ls` prints it.")]
@@ -164,7 +167,9 @@ def ingest(
     context: typer.Context,
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="FILE|DIR|-...", help="Text, code, PDF, Office, HTML, EPUB, JSON lines; folders, patterns, -."),
+        typer.Argument(
+            metavar="FILE|DIR|URL|-...", help="Text, code, PDF, Office, HTML, EPUB, JSON lines; folders, patterns, URLs, -."
+        ),
     ],
     model: options.Model,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
@@ -175,6 +180,12 @@ def ingest(
         str,
         typer.Option(metavar="I/N", help="Ingest the I-th of N shares; give each its own --store-dir, then `store merge`."),
     ] = "1/1",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Stay, and follow the folders' changes until Ctrl-C or SIGTERM.")
+    ] = False,
+    allow_private_urls: Annotated[
+        bool, typer.Option("--allow-private-urls", help="Fetch URLs of this machine and of private networks, too.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Split, index and precompute documents. What is stored already is skipped, so an interrupted run goes on where it was.
@@ -187,13 +198,31 @@ def ingest(
 
         cacheblend ingest "papers/**/*.pdf" notes.docx --model ./model
 
+        cacheblend ingest https://example.org/handbook.html --model ./model
+
+        cacheblend ingest handbook/ --model ./model --watch
+
         cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
 
         cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
     """
-    stream = DocumentStream(sources, Shard.parse(shard))
-    with closing(stream):
-        _ingest(stream, context, model, store_dir, settings, yes=yes, as_json=as_json)
+    if watch:
+        from cacheblend.service.engine.folder_watch import check_folders
+
+        check_folders(sources, store_dir, shard)
+    stream = DocumentStream(sources, Shard.parse(shard), allow_private_urls=allow_private_urls)
+    with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
+        _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: what is open is closed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ingest(
@@ -203,12 +232,18 @@ def _ingest(
     store_dir: Path,
     settings: options.Settings,
     *,
+    folders: Sequence[str],
     yes: bool,
     as_json: bool,
 ) -> None:
     with ReadingProgress(terminal.stderr) as reading:
         stream.report.on_file = reading.update
-        size = stream.measure()
+        try:
+            size = stream.measure()
+        except InputError:
+            if not folders:
+                raise
+            size = StreamSize(0, 0)  # a folder that is filled later
         stream.report.on_file = lambda _: None
     _tell_skipped(stream.report)
     terminal.hush_libraries()
@@ -223,9 +258,12 @@ def _ingest(
     codec_is_free = codec_source is not None and codec_source.name == "DEFAULT"
     config = _agreed(config, fusor.decoder.geometry, size, codec_is_free=codec_is_free, yes=yes)
     try:
-        with Engine(config, fusor=fusor) as engine, IngestProgress(terminal.stderr, stream, size) as progress:
+        with Engine(config, fusor=fusor) as engine:
             remember_settings(config)
-            report = engine.ingest_stream(stream, progress.update, progress.check)
+            with IngestProgress(terminal.stderr, stream, size) as progress:
+                report = engine.ingest_stream(stream if size != StreamSize(0, 0) else (), progress.update, progress.check)
+            if folders:
+                report += _follow(engine, folders, stream.report)
     except KeyboardInterrupt:
         terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
         raise
@@ -238,6 +276,31 @@ def _ingest(
         for why in faults.values():
             terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> IngestReport:
+    """Follow folders until a signal; what that ingested."""
+    from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
+
+    total = IngestReport.empty()
+
+    def tell(report: FollowReport) -> None:
+        nonlocal total
+        total += report.ingested
+        terminal.stderr.print(str(report), highlight=False, soft_wrap=True)
+        for why in report.faults.values():
+            terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
+
+    try:
+        watch = FolderWatch(engine, folders)
+        if report := watch.follow():
+            report.faults = {name: why for name, why in report.faults.items() if name not in found.faults}
+            tell(report)
+        terminal.stderr.print(f"watching {', '.join(folders)}; Ctrl-C ends it", highlight=False, soft_wrap=True)
+        watch.run(tell)
+    except KeyboardInterrupt:
+        terminal.stderr.print("stopped watching; the same command goes on from there", highlight=False)
+    return total
 
 
 def _tell_skipped(report: SourceReport) -> None:

@@ -24,6 +24,7 @@ from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Document
 
 from .file_converter import CONVERTED_SUFFIXES, FileConverter
+from .web_pages import SCHEMES, WebFiles
 
 logger = logging.getLogger(__name__)
 
@@ -104,16 +105,18 @@ class DocumentStream:
     Of several files, one that cannot be used is reported, and the others are given. One file that is named alone must be right.
 
     Args:
-        sources: see `read_documents`.
+        sources: see `read_documents`; beside that URLs, each of which is fetched once.
         shard: gives only the documents of this share.
+        allow_private_urls: see `WebFiles`.
 
     Attributes:
         characters: of the texts that were given so far.
         report: what was left out.
     """
 
-    def __init__(self, sources: Sequence[str], shard: Shard) -> None:
+    def __init__(self, sources: Sequence[str], shard: Shard, *, allow_private_urls: bool = False) -> None:
         self._sources, self._shard = sources, shard
+        self._web = WebFiles(allow_private=allow_private_urls)
         self._goes_on = len(sources) > 1 or any(_is_many(source) for source in sources)
         self._converter = FileConverter()
         self.characters = 0
@@ -144,22 +147,39 @@ class DocumentStream:
                 yield document
 
     def close(self) -> None:
-        """End the process that converts files."""
+        """End the process that converts files, and remove those that were fetched."""
         self._converter.close()
+        self._web.close()
 
     def _documents(self) -> Iterator[Document]:
         versions: dict[str, str] = {}
         for source in self._sources:
             report = self.report if self._goes_on and source != STANDARD_INPUT else None
-            for document in map(Document.of, read_documents(source, report=report, converter=self._converter)):
+            for document in map(Document.of, self._read(source, report)):
                 if report is not None and versions.setdefault(document.id, document.version) != document.version:
                     report.faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
                 else:
                     yield document
 
+    def _read(self, source: str, report: SourceReport | None) -> Iterator[dict[str, Any]]:
+        if not _is_url(source):
+            yield from read_documents(source, report=report, converter=self._converter)
+            return
+        try:
+            file = self._web.fetch(source)
+            yield from file_documents(file.path, file.url, self._converter, title=file.title, where=source)
+        except CacheBlendError as error:
+            if report is None:
+                raise
+            report.faults[source] = str(error)
+
 
 def _is_many(source: str) -> bool:
-    return not Path(source).is_file() and source != STANDARD_INPUT
+    return not Path(source).is_file() and source != STANDARD_INPUT and not _is_url(source)
+
+
+def _is_url(source: str) -> bool:
+    return source.partition("://")[0].lower() in SCHEMES and "://" in source
 
 
 def read_documents(
@@ -190,7 +210,7 @@ def read_documents(
         return
     root, skipped = Path(path), report.skipped if report else {}
     if root.is_dir():
-        files = list(_files_below(root, skipped))
+        files = list(files_below(root, skipped))
     elif root.exists():
         files, root = [root], root.parent
     elif glob.has_magic(path):
@@ -208,7 +228,10 @@ def read_documents(
             try:
                 if report is not None:
                     report.on_file(file)
-                yield from _file(file, root, converter or own or FileConverter(), skipped if Path(path) != file else None)
+                id_ = file.relative_to(root).as_posix()
+                yield from file_documents(
+                    file, id_, converter or own or FileConverter(), skipped if Path(path) != file else None
+                )
             except (CacheBlendError, OSError) as error:
                 if report is None:
                     raise
@@ -219,7 +242,7 @@ def read_documents(
             own.close()
 
 
-def _files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
+def files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
     """The files below a folder, in order, without the hidden and the ignored; folders that are links are not entered."""
     with needs_extra("rag"):
         from pathspec import GitIgnoreSpec
@@ -279,17 +302,36 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _file(path: Path, root: Path, converter: FileConverter, skipped: dict[str, str] | None) -> Iterator[dict[str, Any]]:
-    """Documents of a file; one of an unknown kind that is no text goes into `skipped`, or is a fault where that is None."""
-    name, where = path.name.lower(), str(path)
-    id_ = path.relative_to(root).as_posix()
+def file_documents(
+    path: Path,
+    id_: str,
+    converter: FileConverter,
+    skipped: dict[str, str] | None = None,
+    *,
+    title: str | None = None,
+    where: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The documents of a file.
+
+    Args:
+        path: the file.
+        id_: of its document; parts of it have their place behind that.
+        converter: of PDF and Office files.
+        skipped: takes a file of an unknown kind that is no text; without it that is a fault.
+        title: in place of the file's name.
+        where: names the file in messages; its path where left out.
+
+    Raises:
+        InputError, MissingExtraError, OSError: see `read_documents`.
+    """
+    name, where, title = path.name.lower(), where or str(path), title or path.stem
     if name.endswith(JSONL_SUFFIXES):
         yield from _line_documents(read_json_lines(path))
     elif name.endswith(CONVERTED_SUFFIXES):
         for part in converter.convert(path):
             place = f"#{part.place}" if part.place else ""
-            title = f"{path.stem}, {part.place.replace('=', ' ')}" if place else path.stem
-            yield _checked({"id": id_ + place, "title": title, "text": part.text}, where)
+            of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
+            yield _checked({"id": id_ + place, "title": of_part, "text": part.text}, where)
     else:
         with path.open("rb") as file:
             raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
@@ -307,7 +349,7 @@ def _file(path: Path, root: Path, converter: FileConverter, skipped: dict[str, s
                 raise
             skipped[where] = str(error).removeprefix(f"{where}: ")
             return
-        yield _checked({"id": id_, "title": path.stem, "text": text}, where)
+        yield _checked({"id": id_, "title": title, "text": text}, where)
 
 
 def _text(raw: bytes, where: str) -> str:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import socket
 import sqlite3
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -435,3 +439,34 @@ def test_ask_makes_no_store(run: CommandLine) -> None:
     assert outcome.code == 2
     assert "no store at" in outcome.err
     assert not run.store.exists()
+
+
+def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--watch` stays, follows a file that comes later, and ends at SIGTERM with all closed and exit code 0."""
+    pytest.importorskip("watchfiles", reason="needs the extra rag")
+    monkeypatch.setattr("cacheblend.service.engine.folder_watch.QUIET_MS", 50)
+    folder, record = tmp_path / "notes", run.store / "watched.json"
+    folder.mkdir()
+
+    def change_and_stop() -> None:
+        try:
+            for number in range(200):
+                (folder / f"{number}.txt").write_text(f"The news of day {number} are short.")
+                time.sleep(0.2)
+                if number and record.exists() and '"1.txt"' in record.read_text():
+                    break
+        finally:
+            if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # the command's own
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    changes = threading.Thread(target=change_and_stop)
+    changes.start()
+    ended = run.on_store("ingest", str(folder), "--watch", "--json")
+    changes.join()
+    assert ended.code == 0
+    assert "watching" in ended.err
+    assert "stopped watching" in ended.err
+    assert ended.json["added"] >= 2
+    assert len(run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]) == ended.json["added"]
+    refused = run.on_store("ingest", str(folder / "0.txt"), "--watch")
+    assert (refused.code, "--watch follows folders" in refused.err) == (2, True)

@@ -7,11 +7,12 @@ import random
 import socket
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from engines import OpenEngine
 
 from cacheblend.base.errors import InputError
 from cacheblend.service.engine import file_converter
@@ -196,9 +197,9 @@ BROKEN = ["empty.txt", "blank.md", "binary.txt", "cut.pdf", "scanned.pdf", "no.d
 BROKEN += ["no.epub", "empty.pdf", "line.jsonl", "cut.jsonl.gz", "folder.txt"]
 
 
-def test_two_hundred_odd_files(office: Path) -> None:
-    """Nothing crashes, each fault is named with its file, and the good ones are given, twice the same."""
-    chance, folder, good, bad, other = random.Random(5), office, 0, 0, 0
+def fill_with_odd_files(folder: Path, sizes: Sequence[int]) -> tuple[list[int], int, int]:
+    """Make 200 files, texts of some numbers of sentences among them: the numbers of the good ones, how many bad and other."""
+    chance, good, bad, other = random.Random(5), list[int](), 0, 0
     for number in range(200):
         kind = chance.choice(["text", "code", "media", "broken", "broken"])
         if kind == "broken":
@@ -210,9 +211,16 @@ def test_two_hundred_odd_files(office: Path) -> None:
             other += 1
         else:
             encoding = chance.choice(["utf-8", "utf-16", "cp1252"])
-            text = f"Die Möwe {number} fliegt früh über die Häuser der Stadt, müde. " * chance.choice([1, 9, 999])
+            text = f"Die Möwe {number} fliegt früh über die Häuser der Stadt, müde. " * chance.choice(sizes)
             (folder / f"{number}{chance.choice(['.txt', '.md', '.log', '', '.a b'])}").write_text(text, encoding=encoding)
-            good += 1
+            good.append(number)
+    return good, bad, other
+
+
+def test_two_hundred_odd_files(office: Path) -> None:
+    """Nothing crashes, each fault is named with its file, and the good ones are given, twice the same."""
+    folder = office
+    good, bad, other = fill_with_odd_files(folder, [1, 9, 999])
     with closing(DocumentStream([str(folder)], Shard())) as stream:
         size = stream.measure()
         report, documents = stream.report, list(stream)
@@ -223,10 +231,26 @@ def test_two_hundred_odd_files(office: Path) -> None:
     assert all(why.startswith(name) and len(why) > len(name) + 10 for name, why in report.faults.items())
     lines = sum(name.endswith("-line.jsonl") for name in report.faults)  # their first line is good, and each the same
     assert size is not None
-    assert (size.documents, good + 11 + lines) == (len(documents), len(documents))
+    assert (size.documents, len(good) + 11 + lines) == (len(documents), len(documents))
     found = [document.text for document in documents if "Die Möwe" in document.text]
-    assert len(found) == good
+    assert len(found) == len(good)
     assert all("müde" in text for text in found)
+
+
+def test_the_good_ones_of_odd_files_are_answerable(office: Path, open_engine: OpenEngine) -> None:
+    """After the ingest of them all a question about each good file finds it, and is answered from its stored KV."""
+    good, bad, _ = fill_with_odd_files(office, [1])
+    engine = open_engine(chunk_tokens=64)
+    with closing(DocumentStream([str(office)], Shard())) as stream:
+        report = engine.ingest_stream(stream)
+        assert len(stream.report.faults) == bad
+    assert report.added == len(engine.documents.ls())
+    for number in good:
+        ids = [hit.chunk.document_id for hit in engine.search(f"Wie fliegt Möwe {number}?", 3)]
+        assert any(Path(id_).stem == str(number) for id_ in ids), number
+    answer = engine.answer("Who is the keeper of the lighthouse? Ada?", top_k=6)
+    assert "report.pdf#page=3" in {hit.chunk.document_id for hit in answer.chunks}
+    assert (answer.plan.hits, answer.plan.misses) == (6, 0)
 
 
 def test_a_file_alone_must_be_right(office: Path) -> None:

@@ -1,0 +1,170 @@
+"""Folders that are followed: what comes, changes and goes, and what is never touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from engines import OpenEngine
+
+from cacheblend.base.errors import InputError
+from cacheblend.service import Engine
+from cacheblend.service.engine.folder_watch import RECORD_FILE, FolderWatch, FollowReport, check_folders
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two texts and a file of two documents."""
+    made = tmp_path / "notes"
+    (made / "sub").mkdir(parents=True)
+    (made / "boats.md").write_text("# Boats\n\nThe red boat leaves at nine.\n")
+    (made / "sub" / "trains.txt").write_text("The night train has no dining car.\n")
+    lines(made / "rooms.jsonl", one="The green room is upstairs.", two="The blue room is downstairs.")
+    return made
+
+
+def text_of(engine: Engine, id_: str) -> str:
+    return "".join(chunk.text for chunk in engine.documents.show(id_)[1])
+
+
+def lines(path: Path, **texts: str) -> None:
+    path.write_text("".join(json.dumps({"id": id_, "text": text}) + "\n" for id_, text in texts.items()))
+
+
+def ids(engine: Engine) -> set[str]:
+    return {document.id for document in engine.documents.ls()}
+
+
+def test_following(open_engine: OpenEngine, folder: Path) -> None:
+    """New, changed and deleted files and parts of files are followed; what is as it was is not read again."""
+    engine = open_engine()
+    watch = FolderWatch(engine, [str(folder)])
+    first = watch.follow()
+    assert (first.ingested.added, first.deleted, first.faults) == (4, 0, {})
+    assert ids(engine) == {"boats.md", "sub/trains.txt", "one", "two"}
+    assert engine.documents.status("boats.md").stored_chunks > 0
+    assert not watch.follow()
+    (folder / "boats.md").write_text("# Boats\n\nThe white boat leaves at ten o'clock.\n")
+    (folder / "sub" / "trains.txt").unlink()
+    (folder / "new.txt").write_text("Bicycles stay outside.\n")
+    lines(folder / "rooms.jsonl", one="The green room is upstairs.", three="The red room is closed.")
+    second = watch.follow()
+    assert (second.ingested.added, second.ingested.replaced, second.deleted) == (2, 1, 2)
+    assert ids(engine) == {"boats.md", "new.txt", "one", "three"}
+    assert "white boat" in text_of(engine, "boats.md")
+    assert not watch.follow()
+
+
+def test_a_moved_file_keeps_its_kv(open_engine: OpenEngine, folder: Path) -> None:
+    """Under its new name nothing of it is computed, since what it was goes last."""
+    engine = open_engine()
+    (folder / "titled.jsonl").write_text(json.dumps({"id": "a", "title": "t", "text": "Some words."}))
+    watch = FolderWatch(engine, [str(folder)])
+    watch.follow()
+    (folder / "titled.jsonl").write_text(json.dumps({"id": "b", "title": "t", "text": "Some words."}))
+    report = watch.follow()
+    assert (report.ingested.added, report.ingested.computed, report.deleted) == (1, 0, 1)
+    assert engine.documents.status("b").stored_chunks == 1
+
+
+def test_what_goes_while_nobody_watches(open_engine: OpenEngine, folder: Path) -> None:
+    """The next watch deletes it, by the record beside the store; without a record nothing is deleted."""
+    engine = open_engine()
+    FolderWatch(engine, [str(folder)]).follow()
+    (folder / "boats.md").unlink()
+    assert FolderWatch(engine, [str(folder)]).follow().deleted == 1
+    assert "boats.md" not in ids(engine)
+    (engine.config.store_dir / RECORD_FILE).write_text('{"notes": 3}')
+    (folder / "sub" / "trains.txt").unlink()
+    assert FolderWatch(engine, [str(folder)]).follow().deleted == 0
+    assert "sub/trains.txt" in ids(engine)
+
+
+def test_others_documents_stay(open_engine: OpenEngine, folder: Path, tmp_path: Path) -> None:
+    """Documents from elsewhere are never deleted: neither with another id, nor the folder's ids with another text, nor those
+    that stand in another watched file; nor is anything where the whole folder is away.
+    """
+    engine = open_engine()
+    engine.ingest([{"id": "mine", "text": "Brought by somebody else."}])
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(folder / "boats.md", other)
+    watch = FolderWatch(engine, [str(folder), str(other)])
+    watch.follow()
+    engine.ingest([{"id": "sub/trains.txt", "text": "Replaced by somebody else."}])
+    (folder / "boats.md").unlink()
+    (folder / "sub" / "trains.txt").unlink()
+    assert watch.follow().deleted == 0
+    shutil.move(folder, tmp_path / "away")
+    assert watch.follow().deleted == 0
+    assert ids(engine) == {"mine", "boats.md", "sub/trains.txt", "one", "two"}
+
+
+def test_files_that_cannot_be_used(open_engine: OpenEngine, folder: Path) -> None:
+    """A file that is broken for a while keeps its document, is told once, and its repair is followed; so with two of one id."""
+    engine = open_engine()
+    watch = FolderWatch(engine, [str(folder)])
+    watch.follow()
+    (folder / "boats.md").write_bytes(b"\0\0")
+    lines(folder / "double.jsonl", one="Another text for one.")
+    report = watch.follow()
+    assert {Path(name).name for name in report.faults} == {"boats.md", "double.jsonl"}
+    assert "has a document of the id 'one'" in report.faults[str(folder / "double.jsonl")]
+    assert ids(engine) >= {"boats.md", "one"}
+    assert not watch.follow()
+    (folder / "boats.md").write_text("The boat is mended.")
+    assert watch.follow().ingested.replaced == 1
+
+
+def test_running(open_engine: OpenEngine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are found by themselves, and the end comes when it is asked for."""
+    pytest.importorskip("watchfiles", reason="needs the extra rag")
+    monkeypatch.setattr("cacheblend.service.engine.folder_watch.QUIET_MS", 50)
+    engine, stop, reports = open_engine(), threading.Event(), list[FollowReport]()
+    watch = FolderWatch(engine, [str(folder)])
+    watch.follow()
+    running = threading.Thread(target=watch.run, args=(reports.append, stop))
+    running.start()
+    try:
+        number = 0
+        while not reports and number < 200:  # the first ones may come before it listens
+            (folder / f"{number}.txt").write_text(f"Late news, number {number}.")
+            number += 1
+            running.join(0.2)
+    finally:
+        stop.set()
+        running.join(20)
+    assert not running.is_alive()
+    assert "0.txt" in ids(engine)
+    assert reports[0].ingested.added >= 1
+    assert "new" in str(reports[0])
+
+
+def test_what_is_not_watched(tmp_path: Path) -> None:
+    """No file, no share of a folder, and no folder with the store in it."""
+    (tmp_path / "file.txt").write_text("text")
+    for arguments in (
+        ([str(tmp_path / "file.txt")], tmp_path / "store", "1/1"),
+        ([str(tmp_path)], tmp_path / "store", "1/1"),
+        ([str(tmp_path)], tmp_path.parent / "elsewhere", "1/2"),
+    ):
+        with pytest.raises(InputError, match="--watch"):
+            check_folders(*arguments)
+    check_folders([str(tmp_path)], tmp_path.parent / "elsewhere", "1/1")
+
+
+def test_a_file_that_keeps_its_size(open_engine: OpenEngine, folder: Path) -> None:
+    """A change that leaves the size as it was is seen by its time."""
+    engine = open_engine()
+    watch = FolderWatch(engine, [str(folder)])
+    watch.follow()
+    before = (folder / "boats.md").stat()
+    (folder / "boats.md").write_text("# Boats\n\nThe mad boat leaves at nine.\n")
+    os.utime(folder / "boats.md", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert (folder / "boats.md").stat().st_size == before.st_size
+    assert watch.follow().ingested.replaced == 1
+    assert "mad boat" in text_of(engine, "boats.md")
