@@ -46,7 +46,8 @@ class ChunkPlace:
 
     def __str__(self) -> str:
         """In words, after the name of the document: ", lines 3-9, under Travel > Abroad"."""
-        lines = "" if self.lines is None else f", lines {self.lines[0]}-{self.lines[1]}"
+        first, last = self.lines or (0, 0)
+        lines = f", lines {first}-{last}" if first < last else f", line {first}" if first else ""
         return lines + (f", under {' > '.join(self.headings)}" if self.headings else "")
 
 

@@ -159,7 +159,7 @@ class WebFiles:
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             if not self._allow_private and not is_public(str(address[0])):
-                raise InputError(f"{host} is {address[0]}, a private address; --allow-private-urls allows that")
+                raise InputError(f"http://{host}: {address[0]} is a private address; --allow-private-urls allows it")
             opened = socket.socket(family, kind, protocol)
             try:
                 opened.settimeout(self._timeout_s)

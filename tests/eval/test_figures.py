@@ -10,7 +10,7 @@ import torch
 
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import WorldSource
-from cacheblend.eval.figures import draw, draw_figures
+from cacheblend.eval.figures import draw, draw_figures, figure_file, time_figures
 from cacheblend.eval.figures.token_figures import (
     attention_deviation,
     draw_distribution,
@@ -43,6 +43,8 @@ def config(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> EvalConfig:
     monkeypatch.setattr(draw, "RATIOS", (0.1, 0.5))
     monkeypatch.setattr(draw, "WORLD_ARTICLES", (2, 3))
     monkeypatch.setattr(draw, "WORLD_CHUNK_TOKENS", (64, 80))
+    monkeypatch.setattr(figure_file, "ROUNDS", 1)
+    monkeypatch.setattr(time_figures, "BATCHES", (1, 2))
     return EvalConfig(source=WorldSource(cases=1), model=str(model_dir), max_new_tokens=1)
 
 

@@ -50,6 +50,11 @@ def test_lines_of_what_has_none() -> None:
     assert {place.lines for place in places(GUIDE, "guide.pdf#page=3")[1]} == {None}
     assert {place.lines for place in places(GUIDE, chunk_overlap_tokens=4)[1]} == {None}
     assert places(GUIDE)[1][0].lines == (1, 3)
+    assert [str(ChunkPlace(lines, ("A", "B"))) for lines in ((1, 3), (2, 2), None)] == [
+        ", lines 1-3, under A > B",
+        ", line 2, under A > B",
+        ", under A > B",
+    ]
 
 
 def test_headings() -> None:
