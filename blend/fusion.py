@@ -14,7 +14,7 @@ import torch
 from .attention import Rows
 from .decoder import CacheSink
 from .deviation import kv_deviation
-from .layer_passes import QuestionPass, question_rows
+from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import FusionResult, LayerReport, Prompt
@@ -127,9 +127,7 @@ class Fusion:
         """Run the question over the stored KV, through all layers but the last, and add up what it attends to."""
         runner, prompt = self._runner, self._prompt
         rows = Rows.of(question_rows(prompt), runner.geometry.device)
-        unread = prompt.fresh_N.clone()
-        unread[rows.positions_S] = False
-        readable_K = (~unread).nonzero()[:, 0].to(runner.geometry.device) if unread.any() else None
+        question = Question(rows, prompt.fresh_N, runner.geometry.device)
         hidden_1SM = runner.embed(token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()
         attention_LN = torch.zeros(runner.geometry.layers - 1, len(prompt), device=runner.geometry.device)
@@ -140,10 +138,10 @@ class Fusion:
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             self._rotate(whole, cos_sin_N, to_rotate)
-            question = QuestionPass(whole, rows, runner.windows[layer], readable_K)
-            hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, question)
+            layer_pass = QuestionPass(whole, question, runner.windows[layer])
+            hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
             if layer > 0:  # layer 0's stored KV is exact
-                attention_LN[layer] = _of_reusable(runner.reduce(question.attention_N), reusable_N)
+                attention_LN[layer] = _of_reusable(runner.reduce(layer_pass.attention_N), reusable_N)
             self._read[layer] = whole
             reports.append(LayerReport(layer, len(rows), arrived - started, time.perf_counter() - arrived))
             yield reports[-1]

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attention import Rows, attention_weights
+from .attention import Block, Rows, attention_weights
 from .layer_source import LayerKV
 from .prompt import Prompt
 
@@ -137,55 +137,87 @@ def question_rows(prompt: Prompt) -> torch.Tensor:
     return torch.cat([prompt.fresh_N[:before].nonzero()[:, 0], question])
 
 
+class Question:
+    """The rows of the question's pass through all layers, and the masks of their attention, made once a kind of layer.
+
+    Args:
+        rows: the positions that run, see `question_rows`.
+        unread_N: boolean (N,), where no KV is known yet: cache misses. The rows' own KV is known.
+        device: of the keys.
+    """
+
+    def __init__(self, rows: Rows, unread_N: torch.Tensor, device: torch.device) -> None:
+        readable_N = ~unread_N
+        readable_N[rows.positions_S] = True
+        self.rows = rows
+        self._key_K = readable_N.nonzero()[:, 0]
+        self.readable_K = None if bool(readable_N.all()) else self._key_K.to(device)
+        self._blocks: dict[object, list[Block]] = {}
+
+    def blocks(self, groups: int, window: int | None, dtype: torch.dtype) -> list[Block]:
+        """The rows at the prompt's start, which see few keys, and the question's; X is G x B here.
+
+        Args:
+            groups: G.
+            window: the layer's sliding window; None for none.
+            dtype: of the scores.
+        """
+        kind = groups, window, dtype
+        if kind not in self._blocks:
+            positions_S, device = self.rows.positions_S, self.rows.on_device_S.device
+            gaps = (positions_S.diff() > 1).nonzero()[:, 0] + 1
+            self._blocks[kind] = blocks = []
+            for first, stop in pairwise([0, *gaps.tolist(), len(positions_S)]):
+                row_B1 = positions_S[first:stop, None]
+                seen = int(torch.searchsorted(self._key_K, positions_S[stop - 1], right=True))
+                hidden_BK = self._key_K[:seen] > row_B1
+                if window is not None:
+                    hidden_BK |= self._key_K[:seen] <= row_B1 - window
+                bias_BK = torch.zeros(hidden_BK.shape, dtype=dtype).masked_fill_(hidden_BK, -torch.inf).to(device)
+                hidden_from = int(torch.searchsorted(self._key_K, row_B1[0, 0], right=True)) if window is None else 0
+                blocks.append(Block(slice(first, stop), 0, seen, bias_BK.repeat(groups, 1), hidden_from))
+        return self._blocks[kind]
+
+
 class QuestionPass:
     """The question's rows through one layer over stored KV.
 
     Args:
         whole: the layer's KV, keys rotated; the question's own is put into it.
-        rows: the positions that run, see `question_rows`.
+        question: the rows, and what they see.
         window: the layer's sliding window; None for none.
-        readable_K: sorted positions whose KV is known, the question's included; None for all. The others are cache misses,
-            not computed yet.
 
     Attributes:
         attention_N: float32 (N,), the weights of the last row, in the mean over heads.
     """
 
-    def __init__(self, whole: LayerKV, rows: Rows, window: int | None, readable_K: torch.Tensor | None) -> None:
-        self._whole, self._rows, self._window, self._readable_K = whole, rows, window, readable_K
+    def __init__(self, whole: LayerKV, question: Question, window: int | None) -> None:
+        self._whole, self._question, self._window = whole, question, window
         self.attention_N = torch.zeros(whole.k_1HND.shape[2], device=whole.k_1HND.device)
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the rows' keys and values into the layer; hand back what is known of it."""
-        self._whole.put(self._rows.on_device_S, k_1HSD, v_1HSD)
-        k_1HND, v_1HND = self._whole.k_1HND, self._whole.v_1HND
-        if self._readable_K is None:
+        self._whole.put(self._question.rows.on_device_S, k_1HSD, v_1HSD)
+        k_1HND, v_1HND, readable_K = self._whole.k_1HND, self._whole.v_1HND, self._question.readable_K
+        if readable_K is None:
             return k_1HND, v_1HND
-        return k_1HND.index_select(2, self._readable_K), v_1HND.index_select(2, self._readable_K)
+        return k_1HND.index_select(2, readable_K), v_1HND.index_select(2, readable_K)
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
     ) -> torch.Tensor:
         """Attention output (1, S, Q, D); sets `attention_N`."""
         heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-        q_HXD, k_HKD, v_HKD = q[0].unflatten(0, (heads, groups)).flatten(1, 2), k[0], v[0]
-        bias_XK = self._bias_SK(q.dtype).repeat(groups, 1)
-        weights_HXK = attention_weights(q_HXD, k_HKD, bias_XK, 0, kw["scaling"], kw.get("softcap"))
-        attention_K = weights_HXK.unflatten(1, (groups, -1))[:, :, -1].float().mean((0, 1))
-        if self._readable_K is None:
+        q_HGSD = q[0].unflatten(0, (heads, groups))
+        out_1SQD: torch.Tensor = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
+        out_HGSD = out_1SQD[0].unflatten(1, (heads, groups)).permute(1, 2, 0, 3)
+        for block in self._question.blocks(groups, self._window, q.dtype):
+            q_HXD, k_HKD, v_HKD = q_HGSD[:, :, block.rows].flatten(1, 2), k[0, :, : block.stop], v[0, :, : block.stop]
+            weights_HXK = attention_weights(q_HXD, k_HKD, block.bias_XK, block.hidden_from, kw["scaling"], kw.get("softcap"))
+            out_HGSD[:, :, block.rows] = torch.matmul(weights_HXK, v_HKD).unflatten(1, (groups, -1))
+        attention_K = weights_HXK.unflatten(1, (groups, -1))[:, :, -1].float().mean((0, 1))  # the last block sees all keys
+        if self._question.readable_K is None:
             self.attention_N += attention_K
         else:
-            self.attention_N.index_add_(0, self._readable_K, attention_K)
-        out_HGSD: torch.Tensor = torch.matmul(weights_HXK, v_HKD).unflatten(1, (groups, -1))
-        return out_HGSD.flatten(0, 1).transpose(0, 1)[None]
-
-    def _bias_SK(self, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a row sees a key, -inf elsewhere."""
-        key_K = torch.arange(len(self.attention_N), device=self.attention_N.device)
-        if self._readable_K is not None:
-            key_K = self._readable_K
-        row_S1 = self._rows.on_device_S[:, None]
-        hidden_SK = key_K > row_S1
-        if self._window is not None:
-            hidden_SK |= key_K <= row_S1 - self._window
-        return torch.zeros(hidden_SK.shape, dtype=dtype, device=key_K.device).masked_fill_(hidden_SK, -torch.inf)
+            self.attention_N.index_add_(0, self._question.readable_K, attention_K)
+        return out_1SQD

@@ -192,6 +192,22 @@ def test_bodies_together_have_a_bound(engine: Engine) -> None:
             assert time.monotonic() < until
 
 
+@pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions"])
+def test_large_bodies_have_a_pace(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """After the first large bodies a tenant's next ones wait, those that are refused too; small ones do not."""
+    monkeypatch.setattr(http_body, "BURST_BYTES", 6 * MIB)
+    monkeypatch.setattr(http_body, "BYTES_PER_S", 8 * MIB)
+    seconds = []
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        for content in [b" " * (4 * MIB) + b"x"] * 3 + [b"x"]:
+            began = time.perf_counter()
+            assert httpx.post(f"{address}{path}", content=content, headers=JSON).status_code in (400, 413)
+            seconds.append(time.perf_counter() - began)
+    assert seconds[0] < 0.3, seconds
+    assert seconds[2] > 0.3, seconds
+    assert seconds[3] < 0.3, seconds
+
+
 def test_characters_are_counted_before_tokens(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that cannot fit is refused before it is tokenised."""
     prompts = PromptRenderer(fusor.tokenizer, "", max_positions=fusor.max_positions)
