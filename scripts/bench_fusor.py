@@ -37,10 +37,10 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make_fusor(seed: int = 0) -> Fusor:
-    """A random Llama of the stated shape, float32."""
+def make_fusor(seed: int = 0, dtype: torch.dtype = torch.float32) -> Fusor:
+    """A random Llama of the stated shape."""
     torch.manual_seed(seed)
-    return Fusor(LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().requires_grad_(False), fingerprint="bench")
+    return Fusor(LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().requires_grad_(False).to(dtype), fingerprint="bench")
 
 
 def make_segments(fusor: Fusor, chunks: int, chunk_tokens: int, question_tokens: int) -> list[Segment]:
@@ -71,7 +71,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory, GGUF file or known name; left out, random weights of the stated shape")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of --model")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the model's, or float32"
+    )
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--question-tokens", type=int, default=32)
@@ -81,7 +83,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    fusor = Fusor.from_pretrained(options.model, dtype=options.dtype) if options.model else make_fusor()
+    if options.model:
+        fusor = Fusor.from_pretrained(options.model, dtype=options.dtype)
+    else:
+        fusor = make_fusor(dtype=torch.bfloat16 if options.dtype == "bfloat16" else torch.float32)
     segments = make_segments(fusor, options.chunks, options.chunk_tokens, options.question_tokens)
     token_ids = [token for segment in segments for token in segment.token_ids]
     calls: dict[str, Callable[[], FusionResult]] = {"full": lambda: fusor.prefill(token_ids)}
