@@ -51,7 +51,7 @@ from cacheblend.service.cli.model import bundled_corpus
 from cacheblend.service.http.auth import hash_key, new_key
 
 BOUNDS = {"healthz_worst_s": 0.5, "ttft_ratio": 2.0, "time_outs": 0, "failures": 0, "rss_growth": 0.2}
-TIMEOUT_S, START_S, STOP_S, SETTLE_S, WARM_S = 30.0, 120.0, 40.0, 10.0, 30.0
+TIMEOUT_S, START_S, STOP_S, SETTLE_S, WARM_S = 30.0, 120.0, 40.0, 30.0, 60.0
 DOCUMENTS = 60  # of the good tenant
 IDLE_CONNECTIONS = 200
 HUGE_BYTES = 24 * 2**20
