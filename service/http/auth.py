@@ -23,12 +23,13 @@ from cacheblend.service.engine.engine import Engine
 
 from .config import HOST_NAME, HttpConfig
 from .errors import ApiError, error_response, shortened
+from .page import FILES
 
 KEY_PREFIX = "cb-"
 BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")
 TENANTS_FOLDER = "tenants"
 # Without a key, and for reading alone.
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page.css", "/page.js"})
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", *FILES})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})  # what a server on all of a machine's addresses listens on

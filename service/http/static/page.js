@@ -1,63 +1,27 @@
-// The page asks the same API as any client. Whatever comes back is put in as text, never as markup.
-const $ = (id) => document.getElementById(id);
+// The question, its answer, and what the service says of itself.
+import { cite, showChunks, showStrip } from "/answer.js";
+import { $, api, button, events, keep, problem } from "/api.js";
+import { list, startDocuments } from "/documents.js";
+import { race } from "/race.js";
+
 const STORE_EVERY_MS = 3000;
+const EXAMPLES = 3;
 let model = "";
 let asking = null;
-
-function headers() {
-  const key = $("key").value.trim();
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
-
-async function api(path, options = {}) {
-  const response = await fetch(path, { ...options, headers: headers() });
-  if (response.ok) return response;
-  if (response.status === 401) $("key_label").hidden = false;
-  const body = await response.json().catch(() => null);
-  throw new Error(body?.error?.message ?? `${response.status} ${response.statusText}`);
-}
+let quality = null;
+const runs = []; // ratio, prompt tokens and TTFT of what was asked here
 
 function body(method, stream) {
-  const ratio = $("ratio").value;
-  return JSON.stringify({
+  return {
     model,
     messages: [{ role: "user", content: $("question").value }],
     method,
     stream,
     num_chunks: Number($("num_chunks").value),
     max_tokens: $("max_tokens").value === "" ? null : Number($("max_tokens").value),
-    recompute_ratio: ratio === "" ? null : Number(ratio),
+    recompute_ratio: $("automatic").checked ? null : Number($("ratio").value),
     return_chunks: true,
-  });
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let waiting = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    waiting += value;
-    const blocks = waiting.split("\n\n");
-    waiting = blocks.pop();
-    for (const block of blocks) {
-      const data = block.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
-}
-
-function element(name, text, className) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
-}
-
-function problem(message) {
-  $("problem").hidden = !message;
-  $("problem").textContent = message;
+  };
 }
 
 function summarise(report) {
@@ -67,81 +31,81 @@ function summarise(report) {
     `${report.misses} computed; ${Math.round(report.recomputed_tokens)} of ${report.reusable_tokens} reused tokens recomputed.`;
 }
 
-function showChunks(chunks) {
-  const places = { ram: "from RAM", nvme: "from NVMe", memory: "held by the service", computed: "computed" };
-  const deviations = chunks.flatMap((chunk) => chunk.tokens.filter((t) => t.recomputed > 0).map((t) => t.deviation)).sort((a, b) => a - b);
-  const rank = (deviation) => Math.min(3, Math.floor((4 * deviations.findIndex((d) => d >= deviation)) / Math.max(1, deviations.length)));
-  $("chunks").replaceChildren(
-    ...chunks.map((chunk) => {
-      const item = element("li");
-      const recomputed = chunk.tokens.filter((token) => token.recomputed > 0).length;
-      item.append(element("h3", `${chunk.title || chunk.document_id}, chunk ${chunk.position}`));
-      item.append(element("p", `KV ${places[chunk.source] ?? chunk.source}; ${chunk.tokens.length} tokens, ${recomputed} recomputed`));
-      const tokens = element("div", undefined, "tokens");
-      for (const token of chunk.tokens) {
-        if (chunk.source === "computed" || token.recomputed === 0) {
-          tokens.append(document.createTextNode(token.text));
-          continue;
-        }
-        const mark = element("mark", token.text, `d${rank(token.deviation)}${token.recomputed > 0.5 ? " most" : ""}`);
-        mark.title = `KV deviation ${token.deviation}, recomputed in ${Math.round(100 * token.recomputed)} % of the layers`;
-        tokens.append(mark);
-      }
-      item.append(tokens);
-      return item;
-    }),
-  );
-  $("sources").hidden = chunks.length === 0;
+/** Remember a run for the predictions: time for a token of the prompt, by the share of the tokens that were recomputed. */
+function remember(report, tokens) {
+  const ratio = report.method === "full_recompute" ? 1 : report.method === "blend" ? report.recompute_ratio : null;
+  if (ratio === null || !tokens) return;
+  runs.push({ ratio, perToken: report.ttft_s / tokens, tokens });
+  predict();
+}
+
+/** TTFT of the last prompt at the ratio of the slider: a straight line through what was measured here. */
+function predict() {
+  const automatic = runs.findLast((run) => run.ratio < 1)?.ratio;
+  const ratio = $("automatic").checked && automatic !== undefined ? automatic : Number($("ratio").value);
+  $("ratio_shown").textContent = $("automatic").checked ? "automatic" : ratio.toFixed(2);
+  $("ratio").disabled = $("automatic").checked;
+  const ratios = new Set(runs.map((run) => run.ratio));
+  let words = "Race the methods once: from then on the time is predicted here for every ratio.";
+  if (ratios.size > 1) {
+    const mean = (of) => runs.reduce((sum, run) => sum + of(run), 0) / runs.length;
+    const ratioMean = mean((run) => run.ratio);
+    const timeMean = mean((run) => run.perToken);
+    const slope = mean((run) => (run.ratio - ratioMean) * (run.perToken - timeMean)) / mean((run) => (run.ratio - ratioMean) ** 2);
+    const seconds = Math.max(0, timeMean + slope * (ratio - ratioMean)) * runs.at(-1).tokens;
+    words = `First token predicted after ${seconds.toFixed(3)} s at ${ratio.toFixed(2)}, from ${runs.length} runs.`;
+  }
+  const loss =
+    quality?.first_token_kl_nats != null
+      ? ` Loss measured on ${quality.evaluated} answers: ${quality.first_token_kl_nats.toFixed(3)} nats.`
+      : " Loss: not measured here; `cacheblend calibrate` does it on your documents.";
+  $("prediction").textContent = words + loss;
 }
 
 async function during(work) {
   problem("");
   asking?.abort();
   asking = new AbortController();
+  const { signal } = asking;
   $("stop").disabled = false;
   $("answer").setAttribute("aria-busy", "true");
   try {
-    await work(asking.signal);
+    await work(signal);
   } catch (error) {
     if (error.name !== "AbortError") problem(error.message);
   } finally {
-    $("stop").disabled = true;
-    $("answer").setAttribute("aria-busy", "false");
+    if (asking.signal === signal) {
+      $("stop").disabled = true;
+      $("answer").setAttribute("aria-busy", "false");
+    }
     showStore();
   }
 }
 
 async function ask(signal) {
-  $("answer").textContent = "";
-  $("summary").textContent = "";
-  const response = await api("/v1/chat/completions", { method: "POST", body: body($("method").value, true), signal });
+  for (const id of ["answer", "summary"]) $(id).textContent = "";
+  for (const id of ["strip", "sources", "cited"]) $(id).hidden = true;
+  const asked = { ...body($("method").value, true), stream_options: { include_usage: true } };
+  const response = await api("/v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal });
+  let report = null;
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
     $("answer").append(document.createTextNode(event.choices[0]?.delta?.content ?? ""));
     if (event.cacheblend) {
-      summarise(event.cacheblend);
-      showChunks(event.cacheblend.chunks);
+      report = event.cacheblend;
+      summarise(report);
+      showStrip(report.chunks);
+      showChunks(report.chunks);
     }
+    if (event.usage && report) remember(report, event.usage.prompt_tokens);
   }
+  if (report) cite(report.chunks);
 }
 
-async function compare(signal) {
-  $("methods").replaceChildren();
-  $("compared").hidden = false;
-  for (const option of $("method").options) {
-    // Under a salt of its own prefix_cache finds none of this very prompt's blocks: every method meets the prompt for the first time.
-    const salt = option.value === "prefix_cache" ? { cache_salt: String(Math.random()) } : {};
-    const asked = JSON.stringify({ ...JSON.parse(body(option.value, false)), ...salt });
-    const response = await api("/v1/chat/completions", { method: "POST", body: asked, signal });
-    const result = await response.json();
-    const report = result.cacheblend;
-    const row = element("tr");
-    const name = element("th", option.value);
-    name.scope = "row";
-    const recomputed = option.value === "full_recompute" ? "all" : Math.round(report.recomputed_tokens);
-    row.append(name, element("td", report.ttft_s.toFixed(3)), element("td", recomputed), element("td", result.choices[0].message.content));
-    $("methods").append(row);
-  }
+async function raceAll(signal) {
+  const methods = [...$("method").options].map((option) => option.value);
+  const results = await race(methods, (method) => body(method, false), signal);
+  for (const { report, ttft, tokens } of results.values()) remember({ ...report, ttft_s: ttft }, tokens);
 }
 
 async function showStore() {
@@ -152,11 +116,24 @@ async function showStore() {
     const asked = hits + store.misses;
     const fill = (tier) => `${(tier.bytes / 2 ** 20).toFixed(0)} of ${(tier.budget_bytes / 2 ** 20).toFixed(0)} MiB`;
     $("store").textContent =
-      `RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}, ${store.nvme.entries} chunks` +
+      `RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}\n${store.nvme.entries} chunks` +
       (asked ? `, hit rate ${Math.round((100 * hits) / asked)} %` : "");
+    quality = store.quality;
   } catch {
     $("store").textContent = "Store: cannot be read";
   }
+}
+
+function showExamples(documents) {
+  const known = documents.filter((document) => document.title && !document.damaged).slice(0, EXAMPLES);
+  $("examples").replaceChildren(
+    ...known.map((document) =>
+      button(`What is said about ${document.title}?`, (event) => {
+        $("question").value = event.currentTarget.textContent;
+        $("ask").requestSubmit();
+      }),
+    ),
+  );
 }
 
 async function start() {
@@ -166,10 +143,12 @@ async function start() {
     const chosen = $("method").value || "blend";
     $("method").replaceChildren(...first.methods.map((name) => new Option(name, name, name === "blend", name === chosen)));
     problem("");
+    await list();
   } catch (error) {
     problem(error.message);
   }
-  showStore();
+  await showStore();
+  predict();
 }
 
 $("ask").addEventListener("submit", (event) => {
@@ -182,8 +161,15 @@ $("question").addEventListener("keydown", (event) => {
     $("ask").requestSubmit();
   }
 });
-$("compare").addEventListener("click", () => $("ask").reportValidity() && during(compare));
+$("race").addEventListener("click", () => $("ask").reportValidity() && during(raceAll));
 $("stop").addEventListener("click", () => asking?.abort());
-$("key").addEventListener("change", start);
+for (const id of ["ratio", "automatic"]) $(id).addEventListener("input", predict);
+$("key_form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keep($("key").value.trim());
+  $("key_form").hidden = true;
+  start();
+});
 setInterval(() => document.hidden || showStore(), STORE_EVERY_MS);
+startDocuments(showExamples);
 start();

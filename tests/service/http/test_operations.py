@@ -20,9 +20,9 @@ from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.app import STATIC
 from cacheblend.service.http.auth import hash_key, new_key
 from cacheblend.service.http.observability import JsonFormatter
+from cacheblend.service.http.page import STATIC
 from cacheblend.service.http.run import run
 from cacheblend.service.serving import ServingConfig
 

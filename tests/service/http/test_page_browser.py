@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,17 @@ from engines import QUESTION, OpenEngine, wait_until
 
 from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.auth import TenantConfig, hash_key
+from cacheblend.service.http.page import FILES, STATIC
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
 NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH: apt-get install chromium")
-WIDE, PHONE = (1280, 900), (390, 844)
+WIDE, PHONE = (1280, 900), (360, 740)
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
+AXE = find_spec("axe_core_python")
+MOST_BYTES = 100_000  # of the first view
 # Every state of the answer that the page shows.
 WATCH_ANSWER = """
 window.answers = [];
@@ -69,7 +75,17 @@ def address(server: Server) -> Iterator[str]:
 
 def open_page(page: Any, address: str) -> None:
     page.goto(address)
-    page.get_by_role("combobox", name="Method").get_by_role("option", name="blend").wait_for(state="attached")
+    page.locator("#method option[value=blend]").wait_for(state="attached")
+    page.locator("#documents li, #no_documents:not([hidden])").first.wait_for()
+
+
+def ask(page: Any, question: str, chunks: int, tokens: int | None = None) -> None:
+    """Fill in the form; the number of tokens by what the service takes where it is None."""
+    page.locator("details").evaluate("one => one.open = true")
+    page.get_by_role("spinbutton", name="Chunks").fill(str(chunks))
+    if tokens is not None:
+        page.get_by_role("spinbutton", name="Tokens").fill(str(tokens))
+    page.get_by_role("textbox", name="Question").fill(question)
 
 
 def fits(page: Any) -> bool:
@@ -79,52 +95,116 @@ def fits(page: Any) -> bool:
 
 
 def test_ask(page: Any, address: str, engine: Engine) -> None:
-    """A question typed and sent by Enter is answered piece by piece, and each chunk shows its KV's source and shaded tokens."""
+    """A question typed and sent by Enter is answered piece by piece; bars and shaded tokens show what was recomputed."""
     open_page(page, address)
-    page.get_by_role("spinbutton", name="Chunks").fill("3")
-    page.get_by_role("spinbutton", name="Tokens").fill("30")
-    page.get_by_role("textbox", name="Question").fill(QUESTION)
+    ask(page, QUESTION, 3, 30)
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Chunks in the prompt").wait_for()
     page.locator("#answer[aria-busy=false]").wait_for()
     expected = engine.answer(QUESTION, top_k=3, max_tokens=30)
-    assert page.locator("#answer").text_content() == expected.text
+    shown = page.locator("#answer").evaluate(
+        "one => [...one.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data).join('')"
+    )
+    assert shown == expected.text
     assert len({len(text) for text in page.evaluate("answers")}) > 5
     assert re.search(r"blend at ratio 0.15: first token after \d+\.\d+ s; 3 chunks", page.locator("#summary").inner_text())
-    items = page.locator("#chunks > li")
-    assert items.count() == 3
-    for item, scored in zip(items.all(), expected.chunks, strict=True):
+    items, bars = page.locator("#chunks > li"), page.locator("#bars button")
+    assert items.count() == bars.count() == 3
+    for item, bar, scored in zip(items.all(), bars.all(), expected.chunks, strict=True):
         assert scored.chunk.title in item.get_by_role("heading").inner_text()
         told = re.search(r"KV from (RAM|NVMe); (\d+) tokens, (\d+) recomputed", item.inner_text())
         assert told, item.inner_text()
         assert int(told[2]) == len(scored.chunk.token_ids)
         assert item.locator("mark").count() == int(told[3])
+        assert f"{told[3]} of {told[2]} tokens recomputed" in bar.get_attribute("aria-label")
+        assert (bar.locator(".lit").count() > 0) == (int(told[3]) > 0)
     shades = {page.locator(f"mark.d{rank}").first.evaluate("one => getComputedStyle(one).backgroundColor") for rank in (0, 3)}
     assert len(shades) == 2
+    bars.nth(1).click()
+    assert items.nth(1).evaluate("one => one === document.activeElement")
     assert "hit rate" in page.locator("#store").inner_text()
     assert fits(page)
 
 
-def test_compare(page: Any, address: str) -> None:
-    """Each method's time to first token stands in a row of its own."""
+def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
+    """A sentence that shares words with a chunk has its number, and the number leads there."""
     open_page(page, address)
-    page.get_by_role("textbox", name="Question").fill(QUESTION)
-    page.get_by_role("button", name="Compare methods").click()
-    rows = page.locator("#methods tr")
-    rows.nth(3).wait_for()
-    assert rows.locator("th").all_inner_texts() == ["full_recompute", "prefix_cache", "full_reuse", "blend"]
-    for row in rows.all():
-        assert float(row.locator("td").first.inner_text()) > 0
+    ask(page, QUESTION, 3, 1)
+    page.keyboard.press("Enter")
+    page.locator("#answer[aria-busy=false]").wait_for()
+    page.locator("#chunks > li").nth(2).wait_for()
+    page.evaluate(
+        """async () => {
+          const { cite } = await import("/answer.js");
+          const chunk = (text) => ({title: text, tokens: [{text}]});
+          document.getElementById("answer").textContent = "The lamp of Borealis is green. Nothing else.";
+          cite([chunk("about other things"), chunk("the green lamp stands in Borealis"), chunk("green")]);
+        }"""
+    )
+    numbers = page.locator("#answer button")
+    assert numbers.all_inner_texts() == ["[2]"]
+    assert numbers.first.get_attribute("aria-label").startswith("Source 2")
+    numbers.first.click()
+    assert page.locator("#chunks > li").nth(1).evaluate("one => one === document.activeElement")
+
+
+def test_race(page: Any, address: str) -> None:
+    """Each method has a bar as long as its time, the speed-up is what the bars say, and the ratio's time is predicted."""
+    open_page(page, address)
+    ask(page, QUESTION, 3, 12)
+    page.get_by_role("button", name="Race the methods").click()
+    page.locator("#lanes li").nth(3).wait_for()
+    lanes = page.locator("#lanes li")
+    assert [lane.get_attribute("data-method") for lane in lanes.all()] == [
+        "full_recompute",
+        "prefix_cache",
+        "full_reuse",
+        "blend",
+    ]
+    seconds = {lane.get_attribute("data-method"): float(lane.get_attribute("data-seconds")) for lane in lanes.all()}
+    widths = [float(bar.evaluate("one => parseFloat(one.style.width)")) for bar in page.locator(".lane span").all()]
+    slowest = max(seconds.values())
+    assert widths == pytest.approx([100 * value / slowest for value in seconds.values()], abs=0.01)
+    told = float(page.locator("#speed_up strong").inner_text().split()[0])
+    assert told == pytest.approx(seconds["full_recompute"] / seconds["blend"], abs=0.06)
+    assert page.locator('[data-method="prefix_cache"] mark').count() == 0  # exact
+    page.get_by_role("checkbox", name="automatic").uncheck()
+    slider = page.get_by_role("slider", name="Recompute ratio")
+    predicted = []
+    for ratio in ("0", "1"):
+        slider.fill(ratio)
+        found = re.search(r"predicted after (\d+\.\d+) s", page.locator("#prediction").inner_text())
+        assert found, page.locator("#prediction").inner_text()
+        predicted.append(float(found[1]))
+    assert predicted[0] != predicted[1]
     page.locator("#stop:disabled").wait_for()
     assert fits(page)
+
+
+def test_words_that_differ_are_marked(page: Any, address: str) -> None:
+    open_page(page, address)
+    page.evaluate(
+        """async () => {
+          const answers = {full_recompute: "the lamp is green today", blend: "the lamp was green"};
+          window.fetch = async (path, options) => {
+            const method = JSON.parse(options.body).method;
+            const report = {ttft_s: method === "blend" ? 0.1 : 0.3, recomputed_tokens: 5, method, recompute_ratio: null};
+            const message = {content: answers[method]};
+            return new Response(JSON.stringify({cacheblend: report, choices: [{message}], usage: {prompt_tokens: 50}}));
+          };
+          const { race } = await import("/race.js");
+          await race(["full_recompute", "blend"], (method) => ({method}), undefined);
+        }"""
+    )
+    assert page.locator('[data-method="blend"] mark').all_inner_texts() == ["was "]
+    assert page.locator('[data-method="full_recompute"] mark').count() == 0
+    assert page.locator("#speed_up").inner_text().startswith("3.0 ")
 
 
 def test_stop(page: Any, address: str, server: Server) -> None:
     """Stop ends the answer in the middle, in the service too."""
     open_page(page, address)
-    page.get_by_role("spinbutton", name="Chunks").fill("1")
-    page.get_by_role("spinbutton", name="Tokens").fill("380")
-    page.get_by_role("textbox", name="Question").fill(QUESTION)
+    ask(page, QUESTION, 1, 380)
     page.get_by_role("button", name="Ask").click()
     page.locator("#answer:not(:empty)").wait_for()
     page.get_by_role("button", name="Stop").click()
@@ -136,13 +216,95 @@ def test_stop(page: Any, address: str, server: Server) -> None:
 def test_text_is_never_markup(page: Any, address: str) -> None:
     """A document's title and text are shown as they are, whatever they hold."""
     open_page(page, address)
-    page.get_by_role("spinbutton", name="Chunks").fill("2")
-    page.get_by_role("textbox", name="Question").fill(MARKUP)
+    ask(page, MARKUP, 2)
     page.keyboard.press("Enter")
     page.get_by_role("heading", name=MARKUP).first.wait_for()
+    page.get_by_role("button", name=MARKUP, exact=True).click()
+    page.get_by_role("dialog", name=MARKUP).wait_for()
+    assert "onerror" in page.locator("#shown_text").inner_text()
     assert page.title() == "CacheBlend"
-    assert page.locator("main img").count() == page.locator("main script").count() == 0
+    assert page.locator("main img").count() == page.locator("main script").count() == page.locator("dialog img").count() == 0
     assert fits(page)
+
+
+def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A file is added, opened, pinned, asked about by an example question, and deleted after a question back."""
+    notes, latin, empty = tmp_path / "notes.md", tmp_path / "latin.txt", tmp_path / "empty.txt"
+    notes.write_text("# Lamps\n\nThe lamp of the harbour is green.\n", encoding="utf-8")
+    latin.write_bytes("Café Müller opens at nine.".encode("latin-1"))
+    empty.write_text(" ")
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        assert page.locator("#no_documents").is_visible()
+        page.get_by_label("Add files").set_input_files([notes, latin, empty])
+        page.get_by_role("button", name="latin.txt", exact=True).wait_for()
+        page.get_by_text("empty.txt: it is empty").wait_for()
+        assert page.locator("#documents li").count() == 2
+        assert "Café Müller" in "".join(chunk.text for chunk in engine.documents.show("latin.txt")[1])
+        page.get_by_role("button", name="Dismiss").click()
+        assert page.locator("#uploads li").count() == 0
+        page.get_by_role("button", name="notes.md", exact=True).click()
+        assert "harbour" in page.get_by_role("dialog").inner_text()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Pin notes.md").click()
+        page.locator("[aria-pressed=true]").wait_for()
+        assert engine.documents.show("notes.md")[0].pinned
+        page.get_by_role("button", name="What is said about notes.md?").click()
+        page.locator("#summary:not(:empty)").wait_for()
+        page.get_by_role("button", name="Delete latin.txt").click()
+        page.get_by_role("dialog", name="Delete latin.txt?").get_by_role("button", name="Close").click()
+        assert page.locator("#documents li").count() == 2
+        page.get_by_role("button", name="Delete latin.txt").click()
+        page.get_by_role("button", name="Delete it").click()
+        wait_until(lambda: page.locator("#documents li").count() == 1)
+        assert [document.id for document in engine.documents.ls()] == ["notes.md"]
+        assert fits(page)
+
+
+def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.evaluate(
+            """() => {
+              const dataTransfer = new DataTransfer();
+              dataTransfer.items.add(new File(["The lamp is green."], "dropped.txt", {type: "text/plain"}));
+              const drop = new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true});
+              document.getElementById("drop").dispatchEvent(drop);
+            }"""
+        )
+        page.get_by_role("button", name="dropped.txt", exact=True).wait_for()
+
+
+def test_many_documents_come_in_parts(page: Any, open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        assert page.locator("#documents li").count() == 20
+        page.get_by_role("button", name="Show more").click()
+        wait_until(lambda: page.locator("#documents li").count() == 23)
+        assert page.get_by_role("button", name="Show more").count() == 0
+
+
+def test_key(page: Any, open_engine: OpenEngine) -> None:
+    """Where the service wants a key, the page asks for it, and keeps it for the tab alone."""
+    engine = open_engine()
+    tenants = [TenantConfig(name="a", api_key_sha256=(hash_key("cb-secret"),))]
+    http = HttpConfig(served_model_name=MODEL)
+    with (
+        Server(engine.config, http=http, tenants=tenants, embedder=engine.retriever.embedder) as server,
+        listening(server) as address,
+    ):
+        page.expected_faults = 2  # the browser's own lines about 401
+        page.goto(address)
+        page.get_by_label("API key").first.wait_for()
+        page.locator("#key").fill("cb-secret")
+        page.get_by_role("button", name="Use it").click()
+        page.locator("#no_documents:not([hidden])").wait_for()
+        assert page.locator("#key_form").is_hidden()
+        assert page.evaluate("[localStorage.length, sessionStorage.length]") == [0, 1]
 
 
 def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
@@ -151,8 +313,7 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
     with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
         page.expected_faults = 1  # the browser's own line about a status of 400
         open_page(page, address)
-        page.get_by_role("textbox", name="Question").fill(QUESTION)
-        page.get_by_role("spinbutton", name="Chunks").fill("2")
+        ask(page, QUESTION, 2)
         page.keyboard.press("Enter")
         page.get_by_role("alert").wait_for()
         assert "no documents" in page.get_by_role("alert").inner_text()
@@ -160,3 +321,32 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
         page.get_by_role("button", name="Ask").click()
         page.locator("#summary:not(:empty)").wait_for()
         assert page.get_by_role("alert").count() == 0
+
+
+@pytest.mark.skipif(AXE is None, reason="axe is not installed: pip install axe-core-python")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_accessibility(browser: Any, address: str, scheme: str) -> None:
+    """Nothing serious is found by axe, with an answer and a race on the page."""
+    assert AXE is not None
+    assert AXE.origin is not None
+    source = next(Path(AXE.origin).parent.rglob("axe.min.js")).read_text(encoding="utf-8")
+    with browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, reduced_motion="reduce") as context:
+        page = context.new_page()
+        open_page(page, address)
+        ask(page, QUESTION, 3, 8)
+        page.get_by_role("button", name="Race the methods").click()
+        page.locator("#lanes li").nth(3).wait_for()
+        page.get_by_role("button", name="Ask", exact=True).click()
+        page.locator("#chunks > li").nth(2).wait_for()
+        page.locator("#answer[aria-busy=false]").wait_for()
+        found = page.evaluate(f"async () => {{ {source}; return (await axe.run()).violations; }}")
+    serious = [
+        (rule["id"], [node["html"] for node in rule["nodes"][:3]])
+        for rule in found
+        if rule["impact"] in ("serious", "critical")
+    ]
+    assert not serious, serious
+
+
+def test_first_view_is_small() -> None:
+    assert sum((STATIC / name).stat().st_size for name in FILES.values()) < MOST_BYTES

@@ -1,0 +1,65 @@
+// The page asks the same API as any client. Whatever comes back is put in as text, never as markup.
+export const $ = (id) => document.getElementById(id);
+const KEY = "cacheblend.key";
+
+/** An answer of the service that refuses something. */
+export class Refused extends Error {
+  constructor(status, message, retryAfterS) {
+    super(message);
+    Object.assign(this, { status, retryAfterS });
+  }
+}
+
+export function keep(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+/** Fetch a path; a refusal becomes an error with the service's words. */
+export async function api(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...(options.body instanceof FormData || !options.body ? {} : { "Content-Type": "application/json" }) };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  $("key_form").hidden &&= response.status !== 401;
+  const body = await response.json().catch(() => null);
+  const words = body?.error?.message ?? `the service answered ${response.status} ${response.statusText}`;
+  throw new Refused(response.status, words, Number(response.headers.get("Retry-After")) || 0);
+}
+
+/** The JSON of every server-sent event. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let waiting = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    waiting += value;
+    const blocks = waiting.split("\n\n");
+    waiting = blocks.pop();
+    for (const block of blocks) {
+      const data = block.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+export function element(name, text, className) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+export function button(text, work, className) {
+  const made = element("button", text, className);
+  made.type = "button";
+  made.addEventListener("click", work);
+  return made;
+}
+
+export function problem(message) {
+  $("problem").hidden = !message;
+  $("problem").textContent = message;
+}
