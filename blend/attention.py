@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 # A block's rows all pay for the keys up to its last one: scattered rows are taken few at a time (with 497 of 3,104, 16 to 128 a
 # block take the same time on two cores, 512 take 1.5 x as long), neighbours many, and so are those of a chunk that is missing:
@@ -33,7 +32,7 @@ LONG_GAP = 256
 SKIPPED_PART = 4
 # In 16 bits on a CPU a block's attention is two matrix products, as in transformers' eager path: PyTorch's own kernel has
 # 16-bit instructions for them only where there is AMX (466 rows of 3,105 positions, 9 heads of 64: 8 ms a layer for 16 to 19).
-HALF = (torch.bfloat16, torch.float16)
+HALF = ("torch.bfloat16", "torch.float16")
 # Masks of all blocks together that are kept for the next layer of a window; to make them took a reader's layer 0.4 of 7.5 ms.
 KEPT_MASK_BYTES = 16 * 2**20
 
@@ -171,8 +170,8 @@ def attend(
         stop = rows.first + len(rows)
         # The same call as transformers' sdpa path makes, so that ratio 1.0 takes full prefill's own kernel. Its causal mask
         # begins at position 0: what it computes for the few positions before the rows is dropped.
-        q_1QND = pad(q_1QSD, (0, 0, rows.first, 0)) if rows.first else q_1QSD
-        out_1QND = scaled_dot_product_attention(
+        q_1QND = torch.nn.functional.pad(q_1QSD, (0, 0, rows.first, 0)) if rows.first else q_1QSD
+        out_1QND = torch.nn.functional.scaled_dot_product_attention(
             q_1QND, k_1HND[:, :, :stop], v_1HND[:, :, :stop], is_causal=stop > 1, scale=scaling, enable_gqa=True
         )
         return out_1QND[:, :, rows.first :].transpose(1, 2).contiguous()
@@ -222,9 +221,11 @@ def _attend_block(
     softcap: float | None,
 ) -> torch.Tensor:
     """Output (H, X, D)."""
-    if softcap is None and not (q_HXD.device.type == "cpu" and q_HXD.dtype in HALF):
+    if softcap is None and not (q_HXD.device.type == "cpu" and str(q_HXD.dtype) in HALF):
         q_1HXD, k_1HKD, v_1HKD = q_HXD[None], k_HKD[None], v_HKD[None]
-        return scaled_dot_product_attention(q_1HXD, k_1HKD, v_1HKD, attn_mask=bias_XK[None, None], scale=scaling)[0]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q_1HXD, k_1HKD, v_1HKD, attn_mask=bias_XK[None, None], scale=scaling
+        )[0]
     return torch.matmul(attention_weights(q_HXD, k_HKD, bias_XK, hidden_from, scaling, softcap), v_HKD)
 
 

@@ -17,14 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from .attention import Block, Rows, attention_weights
-from .layer_source import LayerKV
-from .prompt import Prompt
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .layer_source import LayerKV
+    from .prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)

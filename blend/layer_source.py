@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from cacheblend.base.errors import IncompatibleKVError
 from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 
-from .prompt import Prompt
+if TYPE_CHECKING:
+    from .prompt import Prompt
 
 # Room after a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
 GROWTH_TOKENS = 128

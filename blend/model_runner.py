@@ -9,14 +9,16 @@ Shapes: H KV heads, S rows, N tokens, D head size, M hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from transformers import DynamicCache
 
-from .attention import Rows
-from .layer_passes import QuestionPass, SharedPrefix
-from .layer_source import KVGeometry, LayerKV
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+    from .attention import Rows
+    from .layer_passes import QuestionPass, SharedPrefix
+    from .layer_source import KVGeometry, LayerKV
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 

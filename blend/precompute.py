@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.store import LayerPair
 
-from .layer_passes import SharedPrefix
-from .model_runner import ModelRunner
+if TYPE_CHECKING:
+    from cacheblend.store import LayerPair
+
+    from .layer_passes import SharedPrefix
+    from .model_runner import ModelRunner
 
 # More in one pass is no faster: its activations leave the caches (see docs/lab-notes).
 PASS_TOKENS = 1536

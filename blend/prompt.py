@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache
 
 from cacheblend.base.errors import IncompatibleKVError, InputError
-from cacheblend.store import KVHandle
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+    from cacheblend.store import KVHandle
 
 
 @dataclass(frozen=True, slots=True, eq=False)

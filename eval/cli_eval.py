@@ -25,12 +25,14 @@ from .data import (
     DocumentsSource,
     FileSource,
     Preset,
-    RequestSource,
     WorldSource,
 )
 from .methods import CONTEXTS, DEFAULT_RATIO, METHODS
 
 if TYPE_CHECKING:
+    from .data import (
+        RequestSource,
+    )
     from .run import EvalConfig
 
 DEFAULT_METHODS = ",".join(METHODS[:4])

@@ -8,12 +8,16 @@ import statistics
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from cacheblend.blend import Schedule
+from .estimators import LoadEstimator, Pipeline, RecomputeEstimator
 
-from .estimators import LoadEstimator, Pipeline, Read, RecomputeEstimator
-from .layer_loader import LoaderConfig
-from .profile import Profile
+if TYPE_CHECKING:
+    from cacheblend.blend import Schedule
+
+    from .estimators import Read
+    from .layer_loader import LoaderConfig
+    from .profile import Profile
 
 WINDOW = 8  # requests
 STEP = 1.1

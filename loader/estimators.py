@@ -6,14 +6,18 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cacheblend.blend import Schedule
 from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 
-from .profile import LayerSample, Profile, TierSpeed
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from cacheblend.blend import Schedule
+
+    from .profile import LayerSample, Profile, TierSpeed
 
 Read = tuple[str, int]
 FITS = 8

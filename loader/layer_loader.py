@@ -18,15 +18,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from cacheblend.base.checks import MIB, check_share, check_whole
 from cacheblend.base.errors import ConfigError, FusionCancelledError
-from cacheblend.base.memory import Bytes, host_bytes
-from cacheblend.blend import DEFAULT_RATIO, KVGeometry, LayerKV, Prompt, check_shape
-from cacheblend.store import KVHandle, tiers_in_memory
+from cacheblend.base.memory import host_bytes
+from cacheblend.blend import DEFAULT_RATIO, LayerKV, check_shape
+from cacheblend.store import tiers_in_memory
+
+if TYPE_CHECKING:
+    from cacheblend.base.memory import Bytes
+    from cacheblend.blend import KVGeometry, Prompt
+    from cacheblend.store import KVHandle
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,17 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import make_folder
-from cacheblend.blend import FusionConfig, Fusor, KVGeometry, LayerKV, Prompt, Segment
+from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
-from .layer_loader import LayerLoader, LoaderConfig
+from .layer_loader import LayerLoader
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
+
+if TYPE_CHECKING:
+    from cacheblend.blend import Fusor, KVGeometry
+
+    from .layer_loader import LoaderConfig
 
 CHUNKS = 6
 MODEL = "tier-speed"

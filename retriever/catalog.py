@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cacheblend.base.errors import DamagedDocumentError, InputError, RetrieverError, StoreFullError
 from cacheblend.base.files import is_disk_full, make_private_file
@@ -30,12 +29,18 @@ from .catalog_rows import (
     SELECT_CHUNKS,
     SELECT_DOCUMENTS,
     TO_FORMAT_2,
-    CatalogedDocument,
     chunk_of,
     document_of,
     row_checksum,
 )
-from .document import Chunk, Document
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .catalog_rows import (
+        CatalogedDocument,
+    )
+    from .document import Chunk, Document
 
 logger = logging.getLogger(__name__)
 

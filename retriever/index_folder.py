@@ -6,15 +6,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from cacheblend.base.errors import RetrieverError
 from cacheblend.base.files import make_folder
 
-from .catalog import Catalog, IndexReport
-from .catalog_rows import CatalogedDocument
-from .document import Chunk
-from .places import ChunkPlace, places_of
+from .catalog import Catalog
+from .places import places_of
+
+if TYPE_CHECKING:
+    from .catalog import IndexReport
+    from .catalog_rows import CatalogedDocument
+    from .document import Chunk
+    from .places import ChunkPlace
 
 INDEX_FILE = "catalogue.sqlite"
 

@@ -48,7 +48,7 @@ from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerE
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli.model import choose_model
 from cacheblend.service.engine.chunk_contexts import chunk_context
-from cacheblend.service.engine.config import DTYPES
+from cacheblend.service.engine.config import DTYPES, torch_dtype
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import StoreConfig
@@ -86,7 +86,7 @@ class Bench:
             store=StoreConfig(ram_budget_bytes=1),
         )
         self.directory, self.file = directory, directory / "documents.jsonl"
-        self.fusor = Fusor.from_pretrained(choice.model, dtype=DTYPES[dtype])
+        self.fusor = Fusor.from_pretrained(choice.model, dtype=torch_dtype(dtype))
         self.embedder = SentenceTransformerEmbedder()
         self.documents: list[list[tuple[int, ...]]] = []  # token ids of chunks
         with self.engine("split") as engine, self.file.open("w", encoding="utf-8") as file:

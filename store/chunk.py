@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from cacheblend.base.errors import InputError
 from cacheblend.base.memory import Bytes, host_bytes
 
-LayerPair = tuple[torch.Tensor, torch.Tensor]
+LayerPair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class EncodedLayer(NamedTuple):

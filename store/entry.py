@@ -108,7 +108,8 @@ def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
     return blocks
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# As safetensors names dtypes, by their names in torch.
+DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 PIECE_BYTES = 8 * 2**20  # of memory; a larger entry lies in several pieces, which others can use again
 PIECES = BufferPool(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
 
@@ -258,8 +259,8 @@ class EncodedEntry:
                     f"the KV of {len(kv.token_ids)} tokens of model {kv.model[:12]} has key {own}, not {key}; "
                     "make the key from the KV's own token_ids, prefix_ids, context and model"
                 )
-        if kv.dtype not in DTYPES or not kv.nbytes:
-            names = ", ".join(str(dtype) for dtype in DTYPES)
+        if str(kv.dtype) not in DTYPES or not kv.nbytes:
+            names = ", ".join(DTYPES)
             raise InputError(f"a KV of {kv.nbytes} bytes and dtype {kv.dtype} cannot be stored: it must be one of {names}")
         codec = CODECS[key.codec]
         info = EntryInfo(
@@ -314,9 +315,8 @@ class EncodedEntry:
 ENTRY_FORMAT = 1
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_STORED_NAMES = {**_NAMES, torch.uint8: "U8"}
+_DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in DTYPES.items()}
+_STORED_NAMES = {**DTYPES, "torch.uint8": "U8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ class EntryHeader:
                 "codec": info.key.codec,
                 "namespace": info.key.namespace,
                 "kv_model": info.model,
-                "dtype": _NAMES[info.dtype],
+                "dtype": DTYPES[str(info.dtype)],
                 "heads": info.heads,
                 "prefix_ids": info.prefix_ids,
                 "token_ids": info.token_ids,
@@ -386,7 +386,7 @@ class EntryHeader:
                 token_ids=tuple(entry["token_ids"]),
                 prefix_ids=tuple(entry["prefix_ids"]),
                 model=entry["kv_model"],
-                dtype=_DTYPES[entry["dtype"]],
+                dtype=getattr(torch, _DTYPES[entry["dtype"]]),
                 heads=tuple((kv_heads, head_dim) for kv_heads, head_dim in entry["heads"]),
                 context=_context(entry.get("context")),
             )
@@ -418,6 +418,10 @@ def _table(info: EntryInfo) -> dict[str, dict[str, object]]:
     for layer in range(info.num_layers):
         shape = info.encoded_shape(layer)
         offsets = [offset, offset + shape.nbytes]
-        table[f"layer_{layer:05d}"] = {"dtype": _STORED_NAMES[shape.dtype], "shape": list(shape.shape), "data_offsets": offsets}
+        table[f"layer_{layer:05d}"] = {
+            "dtype": _STORED_NAMES[str(shape.dtype)],
+            "shape": list(shape.shape),
+            "data_offsets": offsets,
+        }
         offset += shape.nbytes
     return table

@@ -13,17 +13,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
 from cacheblend.base.errors import ConfigError, StoreError
-from cacheblend.base.memory import Bytes
 
-from .chunk import EncodedLayer, LayerPair, check_shape
-from .eviction import Evictable, HeldBytes, TierBudget
+from .chunk import LayerPair, check_shape
+from .eviction import Evictable, HeldBytes
 from .key import length_prefixed
+
+if TYPE_CHECKING:
+    from cacheblend.base.memory import Bytes
+
+    from .chunk import EncodedLayer
+    from .eviction import TierBudget
 
 BLOCK_TOKENS = 16
 BLOCK_FORMAT = 1

@@ -37,7 +37,7 @@ from cacheblend.eval.metrics import (
     relative_kv_error,
 )
 from cacheblend.retriever import Embedder
-from cacheblend.service.engine.config import DTYPES
+from cacheblend.service.engine.config import torch_dtype
 
 from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
 from .report import summarize
@@ -237,7 +237,7 @@ def load_fusor(config: EvalConfig, **kwargs: Any) -> Fusor:
         UnsupportedModelError: it cannot be blended.
     """
     fusor = Fusor.from_pretrained(
-        config.model, config.device, DTYPES[config.dtype], allow_unverified=config.allow_unverified, **kwargs
+        config.model, config.device, torch_dtype(config.dtype), allow_unverified=config.allow_unverified, **kwargs
     )
     if fusor.tokenizer is None:
         raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")

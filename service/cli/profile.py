@@ -175,8 +175,8 @@ def load_fusor(config: EngineConfig) -> Fusor:
     """Load the model of a configuration, without a store."""
     logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
     from cacheblend.blend import Fusor
-    from cacheblend.service.engine.config import DTYPES
+    from cacheblend.service.engine.config import torch_dtype
 
     return Fusor.from_pretrained(
-        config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
+        config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
     )

@@ -12,13 +12,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.retriever import Chunk, PlainTokenizer, Retriever
+from cacheblend.blend import ChunkContext
+from cacheblend.retriever import PlainTokenizer
 from cacheblend.retriever.config import SEPARATOR
-from cacheblend.store import ChunkKey, ChunkKV, context_digest
+from cacheblend.store import ChunkKey, context_digest
+
+if TYPE_CHECKING:
+    from cacheblend.blend import Fusor
+    from cacheblend.retriever import Chunk, Retriever
+    from cacheblend.store import ChunkKV
 
 PACKAGED_FILLER = Path(__file__).parent / "context.txt"
 FILLER_FILE = "context.txt"

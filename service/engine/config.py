@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,6 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import replacing
 from cacheblend.base.options import option
 from cacheblend.blend import DEFAULT_SELECTOR, ChunkContext, FusionConfig
-from cacheblend.blend.models import DTypeOption
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
@@ -24,14 +23,11 @@ from cacheblend.store import NamespaceShare, StoreConfig
 from cacheblend.store.codecs import CODECS
 from cacheblend.store.eviction import RecentNamespaces, TierBudget
 
-from .request import UNSALTED
+if TYPE_CHECKING:
+    from cacheblend.blend.models import DTypeOption
 
-DTYPES: dict[str, DTypeOption] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+UNSALTED = ""  # ingested documents, and requests without a salt
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
 ON_MISS = ("recompute", "precompute")
@@ -43,6 +39,11 @@ UNSALTED_SHARE, SALT_SHARE = 0.5, 0.05
 SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
 SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
+
+
+def torch_dtype(name: str) -> DTypeOption:
+    """The dtype that one of `DTYPES` names."""
+    return "auto" if name == "auto" else getattr(torch, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

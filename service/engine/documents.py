@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, StoreFullError
-from cacheblend.retriever import CatalogedDocument, Chunk
-from cacheblend.retriever.places import ChunkPlace
-from cacheblend.store import KVStore, StoredDocument
+from cacheblend.retriever import CatalogedDocument
+from cacheblend.store import StoredDocument
 
 if TYPE_CHECKING:
-    from cacheblend.retriever import Retriever
+    from cacheblend.retriever import Chunk, Retriever
     from cacheblend.retriever.index_folder import IndexedDocuments
+    from cacheblend.retriever.places import ChunkPlace
+    from cacheblend.store import KVStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

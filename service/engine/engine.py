@@ -23,7 +23,7 @@ from cacheblend.store import DocumentVersion, KVStore
 from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_contexts import ChunkContexts, ChunkEncoder, chunk_context
 from .chunk_texts import ChunkTexts
-from .config import DTYPES, SETTINGS_FILE, EngineConfig, check_max_tokens, remember_settings
+from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, remember_settings, torch_dtype
 from .documents import Documents
 from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
 from .prefill import Prefiller, PrefillSteps
@@ -62,7 +62,7 @@ class Engine:
         if fusor is None:
             logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
         self.fusor = fusor or Fusor.from_pretrained(
-            config.model, config.resolve_device(), DTYPES[config.dtype], allow_unverified=config.allow_unverified
+            config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
         )
         tokenizer = self.fusor.tokenizer
         if tokenizer is None:

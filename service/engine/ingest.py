@@ -16,17 +16,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError, PromptTooLongError
-from cacheblend.retriever import Chunk, Document, EmbeddedDocument, Retriever
+from cacheblend.retriever import Document
 from cacheblend.retriever.index_folder import merge_indexes
-from cacheblend.store import ChunkKey, KVStore
-from cacheblend.store.merge import MergeReport, check_stores, merge
+from cacheblend.store.merge import check_stores, merge
 
-from .chunk_contexts import ChunkEncoder
 from .config import INDEX_FOLDER, KV_FOLDER
-from .document_sources import DocumentStream, StreamSize
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from cacheblend.retriever import Chunk, EmbeddedDocument, Retriever
+    from cacheblend.store import ChunkKey, KVStore
+    from cacheblend.store.merge import MergeReport
+
+    from .chunk_contexts import ChunkEncoder
+    from .document_sources import DocumentStream, StreamSize
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]

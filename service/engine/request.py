@@ -18,10 +18,9 @@ from cacheblend.blend import FusionResult
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import ScoredChunk
 
+from .config import UNSALTED
 from .prefix_cache import CachedPrefix
 from .prompt import PromptTokens
-
-UNSALTED = ""  # ingested documents, and requests without a salt
 
 
 def namespace_of(cache_salt: str) -> str:

@@ -1,11 +1,21 @@
 """The HTTP API, shaped like OpenAI's."""
 
-from cacheblend.base.extras import needs_extra
+from __future__ import annotations
 
-with needs_extra("server"):
-    from .app import create_app
-    from .auth import TenantConfig
-    from .config import HttpConfig
-    from .server import Server
+from typing import TYPE_CHECKING
 
-__all__ = ["HttpConfig", "Server", "TenantConfig", "create_app"]
+from cacheblend.base.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from .app import create_app as create_app
+    from .auth import TenantConfig as TenantConfig
+    from .config import HttpConfig as HttpConfig
+    from .server import Server as Server
+
+_MODULES = {
+    ".app": ("create_app",),
+    ".auth": ("TenantConfig",),
+    ".config": ("HttpConfig",),
+    ".server": ("Server",),
+}
+__all__, __getattr__ = lazy_names(__name__, _MODULES, extra="server")

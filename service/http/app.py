@@ -9,9 +9,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from . import completions, documents, operations, responses, texts
-from .auth import Gate
 from .body import BodyLimit
 from .errors import install_error_handlers
+from .gate import Gate
 from .observability import RequestLog
 from .page import add_page
 from .server import Server

@@ -53,7 +53,7 @@ def test_the_core() -> None:
         ("from cacheblend import Retriever", "rag"),
         ("import cacheblend.integrations.langchain", "langchain"),
         ("for name in ('faiss', 'sentence_transformers', 'langchain_text_splitters', 'threadpoolctl', 'sklearn', 'scipy'):\n"
-         "    del sys.modules[name]\nimport cacheblend.service.http", "server"),
+         "    del sys.modules[name]\nfrom cacheblend.service.http import Server", "server"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(code: str, extra: str) -> None:

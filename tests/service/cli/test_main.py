@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 from typer.main import get_command
 
 from cacheblend.eval.cli import COMMANDS as EVALUATION
+from cacheblend.retriever.catalog import Catalog
+from cacheblend.retriever.index_folder import INDEX_FILE
 from cacheblend.service.cli.main import COMMANDS, Command, app
+from cacheblend.store import KVStore, StoreConfig
 
 
 def _modules_after(*arguments: str) -> set[str]:
@@ -28,6 +32,38 @@ def _modules_after(*arguments: str) -> set[str]:
 def test_help_is_light(arguments: tuple[str, ...]) -> None:
     """Help and version import no model library, no retriever and no server."""
     assert not _modules_after(*arguments) & {"torch", "transformers", "numpy", "faiss", "fastapi", "cacheblend.blend"}
+
+
+# Modules that are only there when the library itself was loaded, not just deferred.
+LOADED = {"torch._C", "transformers.utils", "faiss.loader", "sentence_transformers", "fastapi", "langchain_text_splitters"}
+
+
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, next(one for one in EVALUATION if one.name == "demo")], ids=lambda one: one.name
+)
+def test_help_of_a_command_is_light(command: Command) -> None:
+    """A command's help loads no model library, no retriever and no server."""
+    assert not _modules_after(command.name, "--help") & LOADED
+
+
+def test_listing_documents_is_light(tmp_path: Path) -> None:
+    """`documents ls` reads the catalogs, and loads no model library."""
+    (tmp_path / "index").mkdir()
+    Catalog(tmp_path / "index" / INDEX_FILE, {}).close()
+    KVStore(StoreConfig(directory=tmp_path / "kv")).close()
+    assert not _modules_after("documents", "ls", "--store-dir", str(tmp_path)) & LOADED
+
+
+def test_deferred_library_is_the_library() -> None:
+    """What was deferred is loaded at its first use, and stands as itself wherever it was imported."""
+    code = (
+        "import sys\nfrom cacheblend.base.lazy_names import defer_heavy_libraries\ndefer_heavy_libraries()\n"
+        "from cacheblend.store import codecs\nassert 'torch._C' not in sys.modules\n"
+        "assert codecs.torch.float16.itemsize == 2\nassert codecs.torch is sys.modules['torch']\n"
+        "import torch\nassert torch is codecs.torch and 'torch._C' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_serve_imports_no_evaluation() -> None:
