@@ -83,7 +83,9 @@ def _listen(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, address in dict.fromkeys((family, address) for family, *_, address in found):
-            one = socket.socket(family, socket.SOCK_STREAM)
+            # Of a socket of no named protocol asyncio does not switch off Nagle's algorithm: the first token would wait for the
+            # client's acknowledgement of the headers, which takes 40 ms.
+            one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             sockets.append(one)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:

@@ -24,7 +24,7 @@ def listening(
     server: Server, most_connections: int = MOST_CONNECTIONS, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None
 ) -> Iterator[str]:
     """The address at which a server listens; `on_loop` runs beside it on its event loop."""
-    with contextlib.closing(socket.socket()) as listener:
+    with contextlib.closing(socket.socket(proto=socket.IPPROTO_TCP)) as listener:  # as the command's
         listener.bind(("127.0.0.1", 0))
         process = uvicorn.Server(uvicorn_config(server, most_connections))
 

@@ -1,5 +1,6 @@
 """The port answers from the first second, says what the service is doing, and is handed over without a gap."""
 
+import asyncio
 import logging
 import socket
 import threading
@@ -54,6 +55,27 @@ def test_a_busy_port() -> None:
         taken.listen()
         with pytest.raises(ServiceError, match="give another --port"):
             Starting("127.0.0.1", taken.getsockname()[1])
+
+
+def test_answers_do_not_wait_for_acknowledgements(starting: Starting) -> None:
+    """Nagle's algorithm is off on what is accepted: with it the first token came 40 ms after the headers."""
+    starting.stop()
+    without_delay: list[int] = []
+
+    async def accept() -> None:
+        def look(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            option = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            without_delay.append(option)
+            writer.close()
+
+        async with await asyncio.start_server(look, sock=starting.sockets[0]):
+            reader, writer = await asyncio.open_connection(*starting.sockets[0].getsockname()[:2])
+            await reader.read()
+            writer.close()
+
+    asyncio.run(accept())
+    assert without_delay
+    assert all(without_delay)
 
 
 def test_hand_over(starting: Starting, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
