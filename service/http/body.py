@@ -157,7 +157,7 @@ class BodyLimit:
 
     def _limit(self, scope: Scope) -> tuple[str, int]:
         most_bytes, name = self._http.max_body_bytes, "max_body_bytes"
-        if not scope["path"].startswith("/v1/documents") and self._http.max_completion_bytes < most_bytes:
+        if not scope["path"].startswith(("/v1/documents", "/v1/files")) and self._http.max_completion_bytes < most_bytes:
             most_bytes, name = self._http.max_completion_bytes, "max_completion_bytes"
         return name, most_bytes
 

@@ -1,0 +1,202 @@
+"""`/v1/files` in OpenAI's shape: a file is a view of the documents that were read from it, and no table of its own.
+
+The id of a file tells when it came, how many bytes it had, and a digest of them. Its documents' ids begin with the file's id,
+its purpose and its name: `file-.../user_data/report.pdf#page=3`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import PlainTextResponse
+from starlette.datastructures import UploadFile
+
+from cacheblend.base.errors import InputError, MissingExtraError
+from cacheblend.retriever.document import NO_ID
+from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
+from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.file_converter import MAX_CHARACTERS, FileConverter
+
+from ..serving import Check
+from .errors import ApiError, shortened
+from .server import Server, run_call
+
+router = APIRouter(prefix="/v1/files")
+PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
+FORM_FIELDS = ("file", "purpose")
+MOST_NAME_CHARACTERS = 200
+LISTED = 1000
+_FILE = re.compile(rf"(file-([0-9a-f]{{8}})([0-9a-f]{{8}})[0-9a-f]{{16}})/({'|'.join(PURPOSES)})/([^#]+)(#.*)?", re.DOTALL)
+_FORM = {
+    "type": "object",
+    "required": list(FORM_FIELDS),
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string", "enum": list(PURPOSES)}},
+}
+_Result = TypeVar("_Result")
+
+
+@router.post("", openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}})
+async def create(request: Request) -> dict[str, Any]:
+    """Read a file, and ingest its text as documents; returns when their KV is durable."""
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    async with request.app.state.server.reading[request.state.tenant], request.form(max_files=1, max_fields=8) as form:
+        name, raw = await _uploaded(form.get("file"))
+        if unknown := [field for field in form if field not in FORM_FIELDS]:
+            field = shortened(unknown[0])
+            raise ApiError(400, f"{field}: is no field of this request; leave it out", param="file", code="invalid_value")
+        purpose = form.get("purpose")
+    if purpose not in PURPOSES:
+        message = f"purpose: must be one of {', '.join(PURPOSES)}"
+        raise ApiError(400, message, param="purpose", code="invalid_value")
+    digest = hashlib.sha256(name.encode() + b"\0" + raw).hexdigest()[:16]
+    id_ = f"file-{int(time.time()):08x}{len(raw):08x}{digest}"
+    first = f"{id_}/{purpose}/{name}"
+
+    def ingest(check: Check) -> None:
+        engine.ingest(_documents(first, name, raw, server.http.max_documents), check=check)
+
+    await run_call(server.uploads, request, ingest, until_begun=True)
+    return _body(first)
+
+
+@router.get("")
+async def ls(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=LISTED, description="At most so many files.")] = LISTED,
+    after: Annotated[str | None, Query(description="List those after the file of this id.")] = None,
+    order: Annotated[Literal["asc", "desc"], Query(description="By the time of their upload.")] = "desc",
+    purpose: Annotated[str | None, Query(description="Those of this purpose alone.")] = None,
+) -> dict[str, Any]:
+    """A page of the files."""
+    files = list((await _call(request, lambda engine: _files(engine))).values())
+    bodies = [body for body in (_body(ids[0]) for ids in files) if purpose in (None, body["purpose"])]
+    bodies.sort(key=lambda body: str(body["id"]), reverse=order == "desc")
+    start = next((at + 1 for at, body in enumerate(bodies) if body["id"] == after), 0)
+    if after is not None and not start:
+        raise ApiError(400, f"after: there is no file {shortened(after)}", param="after", code="file_not_found")
+    page = bodies[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(bodies) > start + limit,
+    }
+
+
+@router.get("/{id_}")
+async def retrieve(id_: str, request: Request) -> dict[str, Any]:
+    """One file."""
+    return _body((await _call(request, lambda engine: _ids(engine, id_)))[0])
+
+
+@router.get("/{id_}/content")
+async def content(id_: str, request: Request) -> Response:
+    """The text that was read from a file: the chunks of its documents. The bytes that were sent are not kept."""
+
+    def read(engine: Engine) -> str:
+        return "\n".join(chunk.text for document in _ids(engine, id_) for chunk in engine.documents.show(document)[1])
+
+    return PlainTextResponse(await _call(request, read))
+
+
+@router.delete("/{id_}")
+async def delete(id_: str, request: Request) -> dict[str, Any]:
+    """Remove a file's documents, and the KV that no other document needs."""
+
+    def remove(engine: Engine) -> None:
+        for document in _ids(engine, id_):
+            engine.documents.delete(document)
+
+    await _call(request, remove)
+    return {"id": id_, "object": "file", "deleted": True}
+
+
+async def _uploaded(file: object) -> tuple[str, bytes]:
+    """Name and bytes of a form's file; of the name no folders.
+
+    Raises:
+        ApiError: it is missing, or its name is of no use.
+    """
+    if not isinstance(file, UploadFile):
+        raise ApiError(400, "file: is missing; send it as a file of multipart/form-data", param="file", code="invalid_value")
+    name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
+    if not name or len(name) > MOST_NAME_CHARACTERS or NO_ID.search(name) or "#" in name:
+        message = f"file: its name must have 1 to {MOST_NAME_CHARACTERS} characters, no control characters and no #"
+        raise ApiError(400, message, param="file", code="invalid_value")
+    return name, await file.read()
+
+
+def _documents(first: str, name: str, raw: bytes, most: int) -> list[dict[str, Any]]:
+    """The documents of a file, read as `cacheblend ingest` reads it.
+
+    Raises:
+        ApiError: it cannot be read, or is too much.
+    """
+    is_lines = name.lower().endswith(JSONL_SUFFIXES)
+    with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder, FileConverter() as converter:
+        suffixes = PurePosixPath(name.lower()).suffixes
+        path = Path(folder, "".join(["file", *suffixes[-2 if is_lines else -1 :]]))
+        path.write_bytes(raw)
+        documents, characters = list[dict[str, Any]](), 0
+        try:
+            read = file_documents(path, first, converter, title=PurePosixPath(name).stem, where=name)
+            for number, document in enumerate(islice(read, most + 1), 1):
+                documents.append({**document, "id": f"{first}#line={number}"} if is_lines else document)
+                characters += len(document["text"])
+                if len(documents) > most or characters > MAX_CHARACTERS:
+                    why = f"file: more than {most} documents or {MAX_CHARACTERS} characters; split it"
+                    raise ApiError(413, why, param="file", code="too_many_documents")
+        except MissingExtraError as error:
+            remedy = "file: this kind needs the extra `documents` where the service runs; send it as text"
+            raise ApiError(400, remedy, param="file", code="invalid_value") from error
+        except InputError as error:
+            why = str(error).replace(str(path.resolve()), name).replace(str(path), name)
+            raise ApiError(400, f"file: {why}", param="file", code="invalid_value") from None
+    return documents
+
+
+def _files(engine: Engine) -> dict[str, list[str]]:
+    """The ids of each file's documents, by the file's id; pages in order."""
+    files = dict[str, list[str]]()
+    for document in sorted(engine.retriever.ids(), key=lambda id_: (len(id_), id_)):
+        if (found := _FILE.fullmatch(document)) is not None:
+            files.setdefault(found[1], []).append(document)
+    return files
+
+
+def _ids(engine: Engine, id_: str) -> Sequence[str]:
+    if id_ not in (files := _files(engine)):
+        raise ApiError(404, f"there is no file {shortened(id_)}; `GET /v1/files` lists them", param="id", code="file_not_found")
+    return files[id_]
+
+
+async def _call(request: Request, call: Callable[[Engine], _Result]) -> _Result:
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    return await run_call(server.document_calls, request, lambda _: call(engine))
+
+
+def _body(document: str) -> dict[str, Any]:
+    found = _FILE.fullmatch(document)
+    assert found is not None, "the id of a file's document"
+    return {
+        "id": found[1],
+        "object": "file",
+        "bytes": int(found[3], 16),
+        "created_at": int(found[2], 16),
+        "filename": found[5],
+        "purpose": found[4],
+        "status": "processed",
+        "expires_at": None,
+        "status_details": None,
+    }

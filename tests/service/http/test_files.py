@@ -1,0 +1,85 @@
+"""`/v1/files`: OpenAI's client uploads, lists, reads and deletes; bad files are refused, with no path of the server."""
+
+from __future__ import annotations
+
+import zipfile
+from io import BytesIO
+
+import httpx
+import openai
+import pytest
+
+pytest.importorskip("python_multipart")
+TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
+
+
+def test_openais_client(openai_client: openai.OpenAI, client: httpx.Client) -> None:
+    """A file that was uploaded is listed, told, read and deleted, and is a document meanwhile."""
+    made = openai_client.files.create(file=("Arkona.txt", TEXT.encode()), purpose="user_data")
+    assert (made.object, made.filename, made.bytes, made.purpose) == ("file", "Arkona.txt", len(TEXT), "user_data")
+    assert [file.id for file in openai_client.files.list()] == [made.id]
+    assert list(openai_client.files.list(purpose="batch")) == []
+    assert openai_client.files.retrieve(made.id) == made
+    assert "Karl Friedrich Schinkel" in openai_client.files.content(made.id).text
+    ids = [document["id"] for document in client.get("/v1/documents").json()["data"]]
+    assert f"{made.id}/user_data/Arkona.txt" in ids
+    assert openai_client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        openai_client.files.retrieve(made.id)
+    assert not [one for one in client.get("/v1/documents").json()["data"] if one["id"].startswith(made.id)]
+
+
+def test_html_is_converted(openai_client: openai.OpenAI) -> None:
+    """A file of a kind that the extra `documents` reads becomes its text."""
+    pytest.importorskip("markitdown")
+    page = f"<html><body><h1>Arkona</h1><p>{TEXT}</p><script>alert(1)</script></body></html>"
+    made = openai_client.files.create(file=("a.html", page.encode()), purpose="assistants")
+    text = openai_client.files.content(made.id).text
+    assert "lighthouse" in text
+    assert "<p>" not in text
+
+
+def _bomb() -> bytes:
+    archive = BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("word/document.xml", "no document")
+    return archive.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "field"),
+    [
+        ("empty.txt", b"", "file"),
+        ("binary.txt", bytes(range(256)), "file"),
+        ("broken.docx", b"PK no archive", "file"),
+        ("wrong.docx", _bomb(), "file"),
+        ("broken.pdf", b"%PDF-1.7 nothing", "file"),
+        ("bad.jsonl", b"{", "file"),
+        ("picture.png", b"\x89PNG", "file"),
+        ("a#b.txt", b"text", "file"),
+    ],
+)
+def test_bad_files(client: httpx.Client, name: str, raw: bytes, field: str) -> None:
+    """What cannot be read is a 400 that names the file and no folder of the server, and leaves nothing."""
+    before = client.get("/v1/documents").json()
+    answer = client.post("/v1/files", files={"file": (name, raw)}, data={"purpose": "user_data"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+    assert "/tmp" not in answer.text
+    assert "cacheblend-" not in answer.text
+    assert client.get("/v1/documents").json() == before
+
+
+def test_bad_forms(client: httpx.Client) -> None:
+    """A form without a file or with a wrong field names the field; a long one is a 413; a foreign page's is refused."""
+    file = {"file": ("a.txt", TEXT.encode())}
+    assert client.post("/v1/files", data={"purpose": "user_data"}, files={}).status_code == 400
+    assert client.post("/v1/files", data={"purpose": "x"}, files=file).json()["error"]["param"] == "purpose"
+    extra = client.post("/v1/files", data={"purpose": "batch", "expires_after[anchor]": "created_at"}, files=file)
+    assert (extra.status_code, "expires_after" in extra.text) == (400, True)
+    long = {"file": ("a.txt", b"x" * 30_000)}
+    assert client.post("/v1/files", data={"purpose": "batch"}, files=long).status_code == 413
+    foreign = client.post("/v1/files", data={"purpose": "batch"}, files=file, headers={"Origin": "https://example.org"})
+    assert foreign.status_code == 403
+    assert client.post("/v1/documents", data={"purpose": "batch"}, files=file).status_code == 400
+    assert client.get("/v1/files/file-0").status_code == 404
+    assert client.get("/v1/files").json()["data"] == []
