@@ -44,7 +44,7 @@ class RetrieverConfig:
         choices=RETRIEVALS,
     )
     search_rounds: int = option(
-        2, "1, or 2: a third of the chunks are then found by the names in the best chunk, for questions over two documents."
+        2, "1, or 2: a third of the chunks are then found by the names in the best document, for questions over two documents."
     )
     min_score: float | None = option(
         None,

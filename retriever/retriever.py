@@ -386,12 +386,14 @@ class Retriever:
         if self._words is not None:
             rankings.append(self._words.search(question, candidates))
         best = fuse_rankings(rankings)
-        # 2. The names in the best chunk lead to those that a question over two documents does not name.
+        # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
         if self._words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
-            if (first := self._catalog.chunk(best[0])) is None:
-                return None
             kept = best[: max(1, round(KEPT * count))]
-            if found_names := " ".join(names(f"{first.title} {first.text}")):
+            chunks = [chunk for id_ in kept if (chunk := self._catalog.chunk(id_)) is not None]
+            if len(chunks) < len(kept):
+                return None
+            texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
+            if found_names := " ".join(names(" ".join([chunks[0].title, *texts]))):
                 second = self._words.search(f"{question} {found_names}", count + len(kept))
                 best = [*kept, *[id_ for id_ in second if id_ not in kept][: count - len(kept)], *best[len(kept) :]]
         # 3. The chunks themselves, and how near they are.

@@ -130,3 +130,21 @@ def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
     """Each names what is allowed."""
     with pytest.raises(ConfigError, match=r"one of|1 or 2"):
         RetrieverConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_second_round_reads_all_that_was_found_of_the_best_document() -> None:
+    """The name that leads on may stand in another chunk of the document than the best one."""
+    poem = "The dream of the ladder is a long poem about a dream and a ladder. "
+    bridge = "In those years a hall by the market had it. Then it went to Orvik, and there it still is. "
+    documents = [
+        {"id": "poem", "text": f"{poem}\n\n{bridge}"},
+        *({"id": f"other-{n}", "text": f"A remark of year {n} about some hills and some rain."} for n in range(60)),
+        {"id": "town", "text": "Orvik lies at Sillen, which is wide."},  # last: of equal ones the first are found
+    ]
+    question = "What about a dream and a ladder?"
+    with open_retriever(chunk_tokens=40) as retriever:
+        retriever.add(documents)
+        assert "Orvik" not in retriever.search(question, 1)[0].chunk.text
+        found = [hit.chunk for hit in retriever.search(question, 6)]
+        assert "Orvik" not in found[0].text
+        assert "town" in {chunk.document_id for chunk in found}
