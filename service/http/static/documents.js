@@ -81,7 +81,7 @@ export async function list(further = false) {
 const wait = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
 async function send(file) {
-  if (!TEXT.test(file.name) && !file.type.startsWith("text/")) {
+  if (!TEXT.test(file.name) && file.type !== "text/plain") {
     const form = new FormData();
     form.append("purpose", "assistants");
     form.append("file", file, file.name);

@@ -277,6 +277,23 @@ def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
         page.get_by_role("button", name="dropped.txt", exact=True).wait_for()
 
 
+def test_a_file_to_convert(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """What is no plain text goes to `/v1/files`, and what cannot be read there says why."""
+    pytest.importorskip("markitdown", reason="the extra [documents] is not installed")
+    lamps, broken = tmp_path / "lamps.html", tmp_path / "broken.pdf"
+    lamps.write_text("<h1>Lamps</h1><p>The lamp of the harbour is green.</p>")
+    broken.write_bytes(b"%PDF-1.4 nothing")
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        page.expected_faults = 1  # the browser's own line about a status of 400
+        open_page(page, address)
+        page.get_by_label("Add files").set_input_files([lamps, broken])
+        page.locator("#documents .open", has_text="lamps").wait_for()
+        page.get_by_text("broken.pdf: ", exact=False).and_(page.locator(".failed")).wait_for()
+        assert page.get_by_role("button", name="Try again").is_visible()
+        assert page.locator("#documents li").count() == 1
+
+
 def test_many_documents_come_in_parts(page: Any, open_engine: OpenEngine) -> None:
     engine = open_engine()
     engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
