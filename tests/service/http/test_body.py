@@ -195,7 +195,7 @@ def test_bodies_together_have_a_bound(engine: Engine) -> None:
 @pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions"])
 def test_large_bodies_have_a_pace(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """After the first large bodies a tenant's next ones wait, those that are refused too; small ones do not."""
-    monkeypatch.setattr(http_body, "BURST_BYTES", 6 * MIB)
+    monkeypatch.setattr(http_body, "BURST_BYTES", 3 * MIB)
     monkeypatch.setattr(http_body, "BYTES_PER_S", 8 * MIB)
     seconds = []
     with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
