@@ -11,6 +11,12 @@ from cacheblend.service.engine.config import EngineConfig
 
 from . import options, terminal
 
+MOST_TOKENS = 512  # small models do not always end, and a prompt of thousands of tokens leaves room for minutes of text
+
+
+def _show(piece: str) -> None:
+    terminal.stdout.print(piece, end="", highlight=False, soft_wrap=True)
+
 
 @options.engine_options(without=("on_miss",))
 def ask(
@@ -27,6 +33,8 @@ def ask(
 ) -> None:
     """Answer a question from the ingested documents' stored KV.
 
+    The answer is shown as it comes, and ends after 512 tokens at the latest unless --max-tokens says otherwise.
+
     Examples:
         cacheblend ask "Who founded Novex Systems?"
 
@@ -36,6 +44,7 @@ def ask(
     """
     terminal.hush_libraries()
     from cacheblend.service.engine.engine import Engine
+    from cacheblend.service.serving.request import TextStream
 
     from .model import bundled_corpus, choose_model, tell_corpus
 
@@ -56,13 +65,16 @@ def ask(
             tell_corpus(chosen.store_dir)
             with terminal.progress_bars() as progress:
                 engine.ingest(bundled_corpus(), progress)
-        answer = engine.answer(
-            question,
-            top_k=top_k,
-            method=method,
-            temperature=temperature,
-            top_p=top_p,
-        )
+        request = engine.prepare(question, top_k=top_k, method=method, temperature=temperature, top_p=top_p)
+        is_cut_here = config.max_tokens is None and request.max_tokens > MOST_TOKENS
+        if is_cut_here:
+            request.max_tokens = MOST_TOKENS
+        shown = TextStream(engine.fusor.tokenizer)
+        answer = engine.complete(request, None if as_json else lambda token: _show(shown.add(token)))
+        if not as_json:
+            _show(shown.finish() + "\n")
+        if is_cut_here and len(answer.token_ids) == MOST_TOKENS:
+            terminal.stderr.print(f"ended after {MOST_TOKENS} tokens; --max-tokens allows more", highlight=False)
         engine.drain()
     if as_json:
         terminal.print_json(answer.as_dict())
@@ -70,7 +82,6 @@ def ask(
     out, plan, timings = terminal.stdout, answer.plan, answer.timings
     is_full = plan.method == "blend" and plan.recompute_ratio is None and bool(answer.chunks)
     how = " (computed in full, the prompt is short)" if is_full else ""
-    out.print(answer.text, markup=False, highlight=False)
     for scored in answer.chunks:
         title = scored.chunk.title or scored.chunk.document_id
         place = f"{title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})"

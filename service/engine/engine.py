@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -276,14 +276,14 @@ class Engine:
             retrieved=retrieved,
         )
 
-    def complete(self, request: Request) -> Answer:
-        """Answer a prepared request."""
+    def complete(self, request: Request, on_token: Callable[[int], None] | None = None) -> Answer:
+        """Answer a prepared request; `on_token` is told of each token as soon as it is there."""
         with self.foreground:
             # 4. Prefill: look the chunks' KV up, load it layer by layer, blend it.
             for _ in self.prefill_steps(request):
                 pass
             # 5. Decode.
-            clock, prefix = FirstTokenClock(), request.prefix
+            clock, prefix = FirstTokenClock(on_token), request.prefix
             request.token_ids = self.fusor.generate(
                 request.fused,
                 request.max_tokens,

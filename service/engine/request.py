@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,10 +57,14 @@ def sampling_options(temperature: float, top_p: float, top_k: int = 0) -> dict[s
 
 
 class FirstTokenClock(BaseStreamer):
-    """A streamer that notes the time of the first generated token; `generate` puts the prompt before it."""
+    """A streamer that notes the time of the first generated token; `generate` puts the prompt before it.
 
-    def __init__(self) -> None:
-        self._puts = 0
+    Args:
+        on_token: told of each generated token.
+    """
+
+    def __init__(self, on_token: Callable[[int], None] | None = None) -> None:
+        self._puts, self._on_token = 0, on_token
         self.first_token = 0.0
 
     def put(self, value: torch.Tensor) -> None:
@@ -68,6 +72,8 @@ class FirstTokenClock(BaseStreamer):
         self._puts += 1
         if self._puts == 2:
             self.first_token = time.perf_counter()
+        if self._puts > 1 and self._on_token is not None:
+            self._on_token(int(value))
 
     def end(self) -> None:
         """Called by `generate` at the end; nothing to do."""

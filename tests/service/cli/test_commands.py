@@ -17,6 +17,7 @@ from engines import DOCUMENTS, POSITIONS, QUESTION
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.retriever import DEFAULT_EMBEDDER
+from cacheblend.service.cli import ask as ask_command
 from cacheblend.service.cli import main as cli
 from cacheblend.service.cli import options
 from cacheblend.service.cli.model import bundled_corpus, choose_model
@@ -432,6 +433,44 @@ def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, m
         assert answer.code == 0, answer.err
         assert len(answer.json["chunks"]) == 3
     assert len(calls) == 1
+
+
+def test_an_answer_is_shown_as_it_comes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token's text is written at once, all of it is the answer, and one that is interrupted stays where it was."""
+    assert run.on_store("ingest", str(passages)).code == 0
+    ask = ["ask", QUESTION, "--method", "full_recompute", "--max-tokens", "12"]
+    text = run.on_store(*ask, "--json").json["text"]
+    show, pieces = ask_command._show, list[str]()
+    monkeypatch.setattr(ask_command, "_show", lambda piece: (pieces.append(piece), show(piece)))
+    whole = run.on_store(*ask)
+    assert "".join(pieces) == f"{text}\n"
+    assert whole.out.startswith(f"{text}\n  - ")
+    assert len(pieces) > 3
+
+    def interrupted(piece: str) -> None:
+        show(piece)
+        pieces.append(piece)
+        if len(pieces) == 3:
+            raise KeyboardInterrupt
+
+    first = "".join(pieces[:3])
+    pieces.clear()
+    monkeypatch.setattr(ask_command, "_show", interrupted)
+    outcome = run.on_store(*ask)
+    assert outcome.code not in (0, None)
+    assert outcome.out.strip() == first.strip()
+
+
+def test_an_answer_has_an_end(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that never ends is cut, and that is told; --max-tokens goes before it."""
+    assert run.on_store("ingest", str(passages)).code == 0
+    monkeypatch.setattr(ask_command, "MOST_TOKENS", 5)
+    cut = run.on_store("ask", QUESTION, "--json")
+    assert len(cut.json["token_ids"]) == 5  # type: ignore[arg-type]
+    assert "--max-tokens allows more" in cut.err
+    asked = run.on_store("ask", QUESTION, "--json", "--max-tokens", "7")
+    assert len(asked.json["token_ids"]) == 7  # type: ignore[arg-type]
+    assert "--max-tokens" not in asked.err
 
 
 def test_ask_makes_no_store(run: CommandLine) -> None:
