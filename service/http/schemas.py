@@ -197,7 +197,27 @@ class GenerationBody(IgnoredFields):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
-class ChatBody(GenerationBody):
+class OpenWebUiFields(StrictModel):
+    """What Open WebUI's page sends beside OpenAI's fields, and acts on itself: ignored. docs/clients.md lists it."""
+
+    chat_id: Any = None
+    session_id: Any = None
+    id: Any = None
+    message_id: Any = None
+    parent_id: Any = None
+    parent_message: Any = None
+    user_message: Any = None
+    features: Any = None
+    variables: Any = None
+    background_tasks: Any = None
+    model_item: Any = None
+    filter_ids: Any = None
+    tool_ids: Any = None
+    tool_servers: Any = None
+    skill_ids: Any = None
+
+
+class ChatBody(OpenWebUiFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]

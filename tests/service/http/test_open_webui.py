@@ -1,0 +1,167 @@
+"""Requests as Open WebUI sends them: from its server, and from a browser over a direct connection."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import QUESTION
+
+from cacheblend.service import Engine
+from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.schemas import OpenWebUiFields
+
+KEY = "cb-open-webui"
+PAGE = "http://localhost:3000"
+HEADERS = {
+    "Authorization": f"Bearer {KEY}",
+    "HTTP-Referer": "https://openwebui.com/",
+    "X-Title": "Open WebUI",
+    "X-OpenWebUI-User-Name": "Ada",
+    "X-OpenWebUI-User-Role": "user",
+}
+# As its page makes them for a chat: what its server takes out before it asks, and a direct connection may leave in.
+OF_THE_PAGE: dict[str, Any] = {
+    "chat_id": "5f0c8a8e-2f8a-4b0e-9c0c-1d1c0a1b2c3d",
+    "session_id": "Vq3nXy",
+    "id": "b1d1c0a1",
+    "message_id": "b1d1c0a1",
+    "parent_id": "a0",
+    "parent_message": {"id": "a0", "role": "user", "content": QUESTION, "childrenIds": ["b1d1c0a1"]},
+    "user_message": None,
+    "features": {"voice": False, "image_generation": False, "code_interpreter": False, "web_search": False},
+    "variables": {"{{USER_NAME}}": "Ada", "{{CURRENT_DATE}}": "2026-11-23"},
+    "background_tasks": {"title_generation": True, "tags_generation": True, "follow_up_generation": True},
+    "model_item": {"id": MODEL, "object": "model", "owned_by": "openai", "openai": {"id": MODEL}, "urlIdx": 0},
+    "filter_ids": [],
+    "tool_ids": ["web"],
+    "tool_servers": [],
+    "skill_ids": None,
+    "metadata": {"user_id": "u", "chat_id": "5f0c8a8e", "features": {}, "files": None},
+}
+# A message with what Open WebUI has retrieved itself.
+WITH_CONTEXT = (
+    "### Task:\nRespond to the user query using the provided context, incorporating inline citations in the format [id].\n"
+    '<context>\n<source id="1" name="canteen.md">Lunch is at noon.</source>\n</context>\n' + QUESTION
+)
+TASK = (
+    "### Task:\nGenerate a concise, 3-5 word title.\n### Output:\nJSON\n"
+    "<chat_history>\nUSER: {}\nASSISTANT: It runs.\n</chat_history>"
+)
+
+
+@pytest.fixture
+def webui(engine: Engine) -> Iterator[httpx.Client]:
+    """Open WebUI's server, or its page."""
+    http = HttpConfig(served_model_name=MODEL, api_key=KEY, cors_origins=(PAGE,))
+    with (
+        Server(engine.config, http=http, engine=engine) as server,
+        listening(server) as address,
+        httpx.Client(base_url=f"{address}/v1", timeout=60, headers=HEADERS) as client,
+    ):
+        yield client
+
+
+def pieces(client: httpx.Client, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """The events of a stream, read line by line."""
+    with client.stream("POST", "/chat/completions", json={**body, "stream": True}, **options) as response:
+        lines = [line for line in response.iter_lines() if line]
+        assert response.status_code == 200, lines
+        assert response.headers["content-type"].startswith("text/event-stream")
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def test_connection(webui: httpx.Client) -> None:
+    """Adding a connection lists the models with the key; a wrong key is an error that its dialogue can show."""
+    listed = webui.get("/models").json()
+    assert listed["object"] == "list"
+    assert [(model["id"], model["object"]) for model in listed["data"]] == [(MODEL, "model")]
+    wrong = webui.get("/models", headers={"Authorization": "Bearer no"})
+    assert (wrong.status_code, "API key" in wrong.json()["error"]["message"]) == (401, True)
+
+
+def test_chat(webui: httpx.Client) -> None:
+    """A chat streams without `max_tokens`, with usage in its last event; its second turn brings the first one's answer."""
+    asked: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    body = {"model": MODEL, "messages": asked, "stream_options": {"include_usage": True}, "user": {"name": "Ada", "id": "u"}}
+    events = pieces(webui, body)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert (events[-1]["choices"], events[-2]["choices"][0]["finish_reason"]) == ([], "length")
+    assert events[-1]["usage"]["completion_tokens"] > 0
+    more = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 1, "frequency_penalty": 0.1, "max_tokens": 4}
+    turns = [
+        *asked,
+        {"role": "assistant", "content": text_of(events)},
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+    ]
+    assert pieces(webui, {**body, **more, "messages": turns, "logit_bias": {"5": -1}})[-1]["usage"]["completion_tokens"] == 4
+
+
+def test_its_own_documents(webui: httpx.Client) -> None:
+    """What Open WebUI retrieved is read as text; with the custom parameter `num_chunks: 0` the service adds nothing to it."""
+
+    def chat(content: str, **more: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": content}]
+        answer = webui.post("/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 4, **more})
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    both, alone = chat(WITH_CONTEXT, num_chunks=2), chat(WITH_CONTEXT, num_chunks=0)
+    assert both["cacheblend"]["hits"] == 2
+    assert alone["cacheblend"]["hits"] == alone["cacheblend"]["misses"] == 0
+    read = chat(QUESTION, num_chunks=0)["usage"]["prompt_tokens"]
+    assert both["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"] > read + 40
+
+
+@pytest.mark.parametrize("task", ["title_generation", "tags_generation", "follow_up_generation"])
+def test_tasks(webui: httpx.Client, task: str) -> None:
+    """A title, tags and follow-ups are asked for in one message, not streamed, and come as a text."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": TASK.format(QUESTION)}],
+        "stream": False,
+        "max_completion_tokens": 20,
+        "metadata": {"task": task, "task_body": {"model": MODEL, "chat_id": "c"}, "chat_id": "c"},
+    }
+    answer = webui.post("/chat/completions", json={**body, "num_chunks": 1}).json()
+    assert isinstance(answer["choices"][0]["message"]["content"], str)
+    assert answer["usage"]["completion_tokens"] == 20
+
+
+def test_direct_connection(webui: httpx.Client) -> None:
+    """A browser of a named origin may ask first, and then chat with all that the page sends; one of another origin may not."""
+    ask = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    preflight = httpx.options(f"{webui.base_url}chat/completions", headers=ask)  # which sends no key
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
+    plain = text_of(pieces(webui, body))
+    assert text_of(pieces(webui, {**body, **OF_THE_PAGE}, headers={"Origin": PAGE})) == plain
+    response = webui.post("/chat/completions", json=body, headers={"Origin": PAGE})
+    assert response.headers["access-control-allow-origin"] == PAGE
+    foreign = {"Origin": "http://evil.example"}
+    assert webui.post("/chat/completions", json=body, headers=foreign).status_code == 403
+    assert httpx.options(f"{webui.base_url}chat/completions", headers={**ask, **foreign}).status_code == 400
+
+
+def test_its_fields_are_told() -> None:
+    """docs/clients.md lists what of the page's fields is ignored, and this test sends all of it."""
+    page = (Path(__file__).parents[3] / "docs" / "clients.md").read_text(encoding="utf-8")
+    assert all(f"`{field}`" in page for field in OpenWebUiFields.model_fields)
+    assert set(OpenWebUiFields.model_fields) == set(OF_THE_PAGE) - {"metadata"}
