@@ -41,13 +41,14 @@ KEPT_MASK_BYTES = 16 * 2**20
 class Block:
     """Rows that attention takes together, and the keys from `start` to `stop`, which is all that they see.
 
-    `bias_XK` is what is added to their scores, X = B x G: 0 where a row sees a key, -inf elsewhere; 0 before `hidden_from`.
+    `bias_BGT` is what is added to their scores of the keys from `start + hidden_from` on: 0 where a row sees a key, -inf
+    elsewhere; before that no key is hidden from any of them. G is 1 where it is the same for a KV head's query heads.
     """
 
     rows: slice
     start: int
     stop: int
-    bias_XK: torch.Tensor
+    bias_BGT: torch.Tensor
     hidden_from: int
 
 
@@ -102,29 +103,29 @@ class Rows:
             if first < len(stretch):
                 yield from stretch._part(first, len(stretch)).split(size)
 
-    def masked_blocks(self, groups: int, window: int | None, dtype: torch.dtype) -> Iterable[Block]:
+    def masked_blocks(self, groups: int | None, window: int | None, dtype: torch.dtype) -> Iterable[Block]:
         """`blocks` with their masks, kept for the next layer of the same rows where that is little.
 
         Args:
-            groups: G.
+            groups: G of masks as PyTorch's kernel takes them, of all keys; None for the least that says the same.
             window: see `attend`.
             dtype: of the scores.
         """
-        if len(self) * groups * (int(self.positions_S[-1]) + 1) * dtype.itemsize > KEPT_MASK_BYTES:
+        if len(self) * (groups or 1) * (int(self.positions_S[-1]) + 1) * dtype.itemsize > KEPT_MASK_BYTES:
             return self._mask_blocks(groups, window, dtype)
         kind = groups, window, dtype
         if kind not in self._masked:
             self._masked[kind] = list(self._mask_blocks(groups, window, dtype))
         return self._masked[kind]
 
-    def _mask_blocks(self, groups: int, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
+    def _mask_blocks(self, groups: int | None, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
         done = 0
         for rows in self.blocks():
             start = 0 if window is None else max(0, rows.first - window + 1)
             stop = int(rows.positions_S[-1]) + 1
-            bias_XK = _mask(rows, groups, start, stop, window, dtype)
-            hidden_from = rows.first + 1 if window is None else 0
-            yield Block(slice(done, done + len(rows)), start, stop, bias_XK, hidden_from)
+            hidden_from = rows.first + 1 if window is None and groups is None else 0
+            bias_BGT = _mask(rows, groups or 1, start + hidden_from, stop, window, dtype)
+            yield Block(slice(done, done + len(rows)), start, stop, bias_BGT, hidden_from)
             done += len(rows)
 
     def _stretches(self) -> Iterator[Rows]:
@@ -180,61 +181,49 @@ def attend(
     kv_heads, _, groups, _ = q_HSGD.shape
     out_1SQD: torch.Tensor = q_HSGD.new_empty(1, len(rows), kv_heads * groups, v_1HND.shape[-1])
     out_HSGD = out_1SQD[0].unflatten(1, (kv_heads, groups)).transpose(0, 1)
-    for block in rows.masked_blocks(groups, window if windowed else None, q_1QSD.dtype):
-        out_HXD = _attend_block(
-            q_HSGD[:, block.rows].flatten(1, 2),
-            k_1HND[0, :, block.start : block.stop],
-            v_1HND[0, :, block.start : block.stop],
-            block.bias_XK,
-            block.hidden_from,
-            scaling,
-            softcap,
-        )
+    by_products = softcap is not None or (q_1QSD.device.type == "cpu" and str(q_1QSD.dtype) in HALF)
+    for block in rows.masked_blocks(None if by_products else groups, window if windowed else None, q_1QSD.dtype):
+        q_HXD = q_HSGD[:, block.rows].flatten(1, 2)
+        k_HKD, v_HKD = k_1HND[0, :, block.start : block.stop], v_1HND[0, :, block.start : block.stop]
+        if by_products:
+            out_HXD = torch.matmul(attention_weights(q_HXD, k_HKD, block, scaling, softcap), v_HKD)
+        else:
+            bias_11XK = block.bias_BGT.flatten(0, 1)[None, None]
+            out_HXD = torch.nn.functional.scaled_dot_product_attention(
+                q_HXD[None], k_HKD[None], v_HKD[None], attn_mask=bias_11XK, scale=scaling
+            )[0]
         out_HSGD[:, block.rows] = out_HXD.unflatten(1, (-1, groups))
     return out_1SQD
 
 
 def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`Block.bias_XK` of the keys from `start` to `stop`.
+    """`Block.bias_BGT` of the keys from `start` to `stop`.
 
     Only keys past the block's first position, or after the last one's window, can be hidden from some row: the rest is not
     compared.
     """
     first, last = int(block.positions_S[0]), int(block.positions_S[-1])
     rows_B11 = block.on_device_S[:, None, None]
-    bias_BGK = torch.zeros(len(block), groups, stop - start, dtype=dtype, device=rows_B11.device)
-    future_K = torch.arange(first + 1, stop, device=rows_B11.device)
-    bias_BGK[..., first + 1 - start :] = torch.where(future_K > rows_B11, -torch.inf, 0.0)
+    bias_BGT = torch.zeros(len(block), groups, stop - start, dtype=dtype, device=rows_B11.device)
+    future_T = torch.arange(first + 1, stop, device=rows_B11.device)
+    bias_BGT[..., first + 1 - start :] = torch.where(future_T > rows_B11, -torch.inf, 0.0)
     if window is not None:
-        past_K = torch.arange(start, max(start, last - window + 1), device=rows_B11.device)
-        bias_BGK[..., : len(past_K)] += torch.where(past_K <= rows_B11 - window, -torch.inf, 0.0)
-    return bias_BGK.flatten(0, 1)
-
-
-def _attend_block(
-    q_HXD: torch.Tensor,
-    k_HKD: torch.Tensor,
-    v_HKD: torch.Tensor,
-    bias_XK: torch.Tensor,
-    hidden_from: int,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Output (H, X, D)."""
-    if softcap is None and not (q_HXD.device.type == "cpu" and str(q_HXD.dtype) in HALF):
-        q_1HXD, k_1HKD, v_1HKD = q_HXD[None], k_HKD[None], v_HKD[None]
-        return torch.nn.functional.scaled_dot_product_attention(
-            q_1HXD, k_1HKD, v_1HKD, attn_mask=bias_XK[None, None], scale=scaling
-        )[0]
-    return torch.matmul(attention_weights(q_HXD, k_HKD, bias_XK, hidden_from, scaling, softcap), v_HKD)
+        past_T = torch.arange(start, max(start, last - window + 1), device=rows_B11.device)
+        bias_BGT[..., : len(past_T)] += torch.where(past_T <= rows_B11 - window, -torch.inf, 0.0)
+    return bias_BGT
 
 
 def attention_weights(
-    q_HXD: torch.Tensor, k_HKD: torch.Tensor, bias_XK: torch.Tensor, hidden_from: int, scaling: float, softcap: float | None
+    q_HXD: torch.Tensor, k_HKD: torch.Tensor, block: Block, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """Softmax weights (H, X, K) of rows over keys, in the queries' dtype; for the arguments see `attend` and `Block`."""
-    scores_HXK = torch.matmul(q_HXD * scaling, k_HKD.transpose(1, 2))
+    """Softmax weights (H, X, K) of a block's rows over its keys, in the queries' dtype; X = B x G. See `attend`."""
+    q_HXD = q_HXD * scaling
+    if len(k_HKD) == 1:  # a product of matrices takes half the time of a batch of one
+        scores_HXK = torch.mm(q_HXD[0], k_HKD[0].t())[None]
+    else:  # of keys that are a slice of more the CPU's transposed product takes 1.6 times as long
+        keys_HKD = k_HKD.contiguous() if k_HKD.device.type == "cpu" else k_HKD
+        scores_HXK = torch.matmul(q_HXD, keys_HKD.transpose(1, 2))
     if softcap is not None:
         scores_HXK = torch.tanh(scores_HXK / softcap) * softcap
-    scores_HXK[..., hidden_from:] += bias_XK[:, hidden_from:]
+    scores_HXK.unflatten(1, (len(block.bias_BGT), -1))[..., block.hidden_from :] += block.bias_BGT
     return torch.softmax(scores_HXK, dim=-1, out=scores_HXK)

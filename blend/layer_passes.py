@@ -9,7 +9,7 @@ every token's weight in the attention of the prompt's last token is added up ove
 the weights of all the question's tokens; the last one's gave a lower KL to full prefill (docs/benchmarks.md).
 
 Shapes: B sequences of a run, T tokens of each, N tokens of all or of the prompt, P tokens of a shared prefix, H KV heads,
-G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = G x S, K tokens whose KV is known, D head size.
+G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = S x G, K tokens whose KV is known, D head size.
 """
 
 from __future__ import annotations
@@ -157,15 +157,14 @@ class Question:
         self.readable_K = None if bool(readable_N.all()) else self._key_K.to(device)
         self._blocks: dict[object, list[Block]] = {}
 
-    def blocks(self, groups: int, window: int | None, dtype: torch.dtype) -> list[Block]:
-        """The rows at the prompt's start, which see few keys, and the question's; X is G x B here.
+    def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
+        """The rows at the prompt's start, which see few keys, and the question's.
 
         Args:
-            groups: G.
             window: the layer's sliding window; None for none.
             dtype: of the scores.
         """
-        kind = groups, window, dtype
+        kind = window, dtype
         if kind not in self._blocks:
             positions_S, device = self.rows.positions_S, self.rows.on_device_S.device
             gaps = (positions_S.diff() > 1).nonzero()[:, 0] + 1
@@ -173,12 +172,13 @@ class Question:
             for first, stop in pairwise([0, *gaps.tolist(), len(positions_S)]):
                 row_B1 = positions_S[first:stop, None]
                 seen = int(torch.searchsorted(self._key_K, positions_S[stop - 1], right=True))
-                hidden_BK = self._key_K[:seen] > row_B1
-                if window is not None:
-                    hidden_BK |= self._key_K[:seen] <= row_B1 - window
-                bias_BK = torch.zeros(hidden_BK.shape, dtype=dtype).masked_fill_(hidden_BK, -torch.inf).to(device)
                 hidden_from = int(torch.searchsorted(self._key_K, row_B1[0, 0], right=True)) if window is None else 0
-                blocks.append(Block(slice(first, stop), 0, seen, bias_BK.repeat(groups, 1), hidden_from))
+                key_T = self._key_K[hidden_from:seen]
+                hidden_BT = key_T > row_B1
+                if window is not None:
+                    hidden_BT |= key_T <= row_B1 - window
+                bias_BT = torch.zeros(hidden_BT.shape, dtype=dtype).masked_fill_(hidden_BT, -torch.inf).to(device)
+                blocks.append(Block(slice(first, stop), 0, seen, bias_BT[:, None], hidden_from))
         return self._blocks[kind]
 
 
@@ -211,14 +211,14 @@ class QuestionPass:
     ) -> torch.Tensor:
         """Attention output (1, S, Q, D); sets `attention_N`."""
         heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-        q_HGSD = q[0].unflatten(0, (heads, groups))
+        q_HSGD = q[0].unflatten(0, (heads, groups)).transpose(1, 2)
         out_1SQD: torch.Tensor = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
-        out_HGSD = out_1SQD[0].unflatten(1, (heads, groups)).permute(1, 2, 0, 3)
-        for block in self._question.blocks(groups, self._window, q.dtype):
-            q_HXD, k_HKD, v_HKD = q_HGSD[:, :, block.rows].flatten(1, 2), k[0, :, : block.stop], v[0, :, : block.stop]
-            weights_HXK = attention_weights(q_HXD, k_HKD, block.bias_XK, block.hidden_from, kw["scaling"], kw.get("softcap"))
-            out_HGSD[:, :, block.rows] = torch.matmul(weights_HXK, v_HKD).unflatten(1, (groups, -1))
-        attention_K = weights_HXK.unflatten(1, (groups, -1))[:, :, -1].float().mean((0, 1))  # the last block sees all keys
+        out_HSGD = out_1SQD[0].unflatten(1, (heads, groups)).transpose(0, 1)
+        for block in self._question.blocks(self._window, q.dtype):
+            q_HXD, k_HKD, v_HKD = q_HSGD[:, block.rows].flatten(1, 2), k[0, :, : block.stop], v[0, :, : block.stop]
+            weights_HXK = attention_weights(q_HXD, k_HKD, block, kw["scaling"], kw.get("softcap"))
+            out_HSGD[:, block.rows] = torch.matmul(weights_HXK, v_HKD).unflatten(1, (-1, groups))
+        attention_K = weights_HXK[:, -groups:].float().mean((0, 1))  # of the last row; the last block sees all keys
         if self._question.readable_K is None:
             self.attention_N += attention_K
         else:

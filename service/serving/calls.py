@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
+from cacheblend.base.process import run_behind
 
 LOOK_EVERY_S = 0.02  # for the end of what work in a pool gives way to
 TURN_S = 2.0  # a turn that takes longer, in a read of a disk that hangs, say, is no reason for others to wait
@@ -186,6 +187,7 @@ class CallPool:
         gives_way: tells whether more important work goes on; while it does, what runs here takes `share` of the time.
         share: 0..1.
         ready: whether a tenant's next call is worth beginning; until then it waits, and others have their turns.
+        behind: the threads take the processor where the scheduler's do not want it; see `run_behind`.
     """
 
     def __init__(
@@ -198,9 +200,11 @@ class CallPool:
         gives_way: Callable[[], bool] = lambda: False,
         share: float = 1.0,
         ready: Callable[[str], bool] = lambda _: True,
+        behind: bool = False,
     ) -> None:
         self._name, self._max_calls, self._per_tenant, self._one_at_a_time = name, max_calls, per_tenant, one_at_a_time
         self._gives_way, self._rest, self._ready = gives_way, 1 / share - 1, ready
+        self._behind = behind
         self._changed = threading.Condition()
         self._queue: FairQueue[Call[Any]] = FairQueue(max_calls)
         self._running: list[Call[Any]] = []
@@ -286,6 +290,8 @@ class CallPool:
             thread.start()
 
     def _run(self, call: Call[Any]) -> None:
+        if self._behind:
+            run_behind()
         try:
             self._wait_until_ready(call)
             self._wait_for_turn(call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ import pytest
 from engines import wait_until
 
 from cacheblend.base.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
+from cacheblend.base.process import BEHIND_NICENESS
 from cacheblend.service.serving import Call, CallPool, Check
 from cacheblend.service.serving.calls import FairQueue
 
@@ -287,4 +290,16 @@ def test_not_before_it_is_worth_it() -> None:
     assert held.future.result(10) == "done"
     with pytest.raises(ClientGoneError):
         given_up.future.result(10)
+    pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux alone")
+def test_threads_behind_others() -> None:
+    """A pool behind others computes at a higher niceness, and the thread that submits keeps its own."""
+    pool = CallPool("calls", 4, behind=True)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    call = Call(lambda _: os.getpriority(os.PRIO_PROCESS, 0))
+    pool.submit(call)
+    assert call.future.result(10) >= BEHIND_NICENESS
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
     pool.close()
