@@ -22,13 +22,16 @@ from .config import ServingConfig
 from .quality_guard import QualityStatus, ShadowEvaluation, ShadowReport
 from .request import Done, Failed, ServedRequest
 
-CREDIT_S = 0.25  # of prefilling that a tenant may be ahead of the others after a pause
+CREDIT_S = 0.25  # of the model's time that a tenant may be ahead of the others after a pause
+GIVING_WAY = 4.0
 logger = logging.getLogger(__name__)
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
 
 
 class PrefillTurns:
-    """Gives the next layer to the tenant whose prefills have had the least time (start-time fair queuing).
+    """Gives the next layer to the tenant whose requests have had the least time (start-time fair queuing).
+
+    Decoding counts: a step's time is that of the tenants whose sequences it took on, each by how many.
 
     A tenant that asked for nothing meanwhile has its next request prefilled at once, before those that ask all the time, up to
     `CREDIT_S` and no more: nobody saves up time in which the others would wait.
@@ -46,8 +49,12 @@ class PrefillTurns:
         """Whose turn it is among tenants that have entered."""
         return min(tenants, key=self._had_s.__getitem__)
 
+    def is_before(self, tenant: str, others: Collection[str]) -> bool:
+        """Whether a tenant has had less than each of some others that have entered."""
+        return all(self._had_s[tenant] < self._had_s[other] for other in others)
+
     def spend(self, tenant: str, seconds: float) -> None:
-        """A layer of a tenant's request took so long."""
+        """A layer of a tenant's request, or its part of a decoding step, took so long."""
         self._had_s[tenant] += seconds
         self._now_s = max(self._now_s, self._had_s[tenant])
 
@@ -65,15 +72,20 @@ class DecodePace:
 
     def __init__(self, share: float) -> None:
         self._rest = 1 / share - 1
-        self._next_s = 0.0
+        self._ended_s = self._took_s = 0.0
 
-    def is_due(self, now_s: float) -> bool:
-        """Whether the share is not used up at this moment."""
-        return now_s >= self._next_s
+    def is_due(self, now_s: float, *, gives_way: bool = False) -> bool:
+        """Whether the share is not used up at this moment.
+
+        Args:
+            now_s: the moment.
+            gives_way: the prefill is of a tenant that has had less than those that decode, who rest `GIVING_WAY` times as long.
+        """
+        return now_s >= self._ended_s + self._rest * self._took_s * (GIVING_WAY if gives_way else 1)
 
     def stepped(self, began_s: float, ended_s: float) -> None:
         """A step took from one moment to the other."""
-        self._next_s = ended_s + self._rest * (ended_s - began_s)
+        self._ended_s, self._took_s = ended_s, ended_s - began_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +332,16 @@ class Scheduler:
         if not batch:
             return
         began = self._now()
-        if len(batch) < len(self._running) and not self._pace.is_due(began):
-            return
+        sequences = Counter(running.tenant for running in batch)
+        if prefilling := {running.tenant for running in self._running if not running.is_prefilled}:
+            gives_way = self._turns.is_before(self._turns.next(prefilling), sequences)
+            if not self._pace.is_due(began, gives_way=gives_way):
+                return
         self._step(batch)
-        self._pace.stepped(began, self._now())
+        ended = self._now()
+        self._pace.stepped(began, ended)
+        for tenant, count in sequences.items():
+            self._turns.spend(tenant, (ended - began) * count / len(batch))
 
     def _now(self) -> float:
         """Seconds of `time.perf_counter` when all is done that was asked for; a GPU's host is ahead of it."""

@@ -33,6 +33,16 @@ def test_share(share: float) -> None:
     assert steps * 0.003 / now == pytest.approx(share, rel=0.1)
 
 
+def test_giving_way_to_who_had_less() -> None:
+    """Beside the prefill of a tenant that has had less, those that decode rest four times as long, and do go on."""
+    pace = DecodePace(0.25)
+    pace.stepped(0.0, 1.0)
+    assert not pace.is_due(3.9)
+    assert pace.is_due(4.0)
+    assert not pace.is_due(12.9, gives_way=True)
+    assert pace.is_due(13.0, gives_way=True)
+
+
 def test_a_first_step_is_due() -> None:
     """Nobody waits before the first step."""
     assert DecodePace(0.01).is_due(0.0)
@@ -78,6 +88,18 @@ def test_who_asks_little_is_served_at_once() -> None:
     first = order.index("busy")
     assert first == pytest.approx(CREDIT_S / 0.01, abs=1)
     assert order[first:].count("busy") == pytest.approx(order[first:].count("rare"), abs=1)
+
+
+def test_decoding_counts(engine: Engine, scheduler: Scheduler) -> None:
+    """A tenant whose long answer is decoded has had more than one whose prompt was prefilled alone."""
+    serve(engine, scheduler, QUESTION, tenant="asks", max_tokens=1).result()
+    serve(engine, scheduler, QUESTION, tenant="writes", max_tokens=100).result()
+    turns = scheduler._turns
+    for tenant in ("asks", "writes"):
+        turns.enter(tenant)
+    assert turns.next(["writes", "asks"]) == "asks"
+    assert turns.is_before("asks", ["writes"])
+    assert not turns.is_before("asks", ["asks", "writes"])
 
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
