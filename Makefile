@@ -1,7 +1,7 @@
 # make demo    set up .venv and run the main job: SmolLM2-135M, fetched once, asked about a handbook by three methods; DEMO_ARGS=--reader
 #              for the packaged reader, which needs no network; MODEL=dir [PASSAGES=file] for a model of yours
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
-# make check   set up .venv and run what CI runs: lint, types, import floors, tests
+# make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
 # make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
 PYTHON ?= python3
@@ -10,6 +10,7 @@ PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval
 MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
+WORKERS ?= 2
 
 .PHONY: demo check check-lowest check-vllm lint types imports test docs wheel format bench figures clean
 
@@ -30,11 +31,11 @@ imports: $(BIN)/.linked
 	$(BIN)/lint-imports
 
 test: $(BIN)/.linked
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # What old versions call may be deprecated in the newest of what they depend on.
 check-lowest: $(LOWEST)/.linked
-	$(LOWEST)/python -m pytest -W default::DeprecationWarning $(LOWEST_TESTS)
+	$(LOWEST)/python -m pytest -n $(WORKERS) --dist loadfile -W default::DeprecationWarning $(LOWEST_TESTS)
 
 check-vllm:
 	PYTHON=$(PYTHON) scripts/check_vllm.sh

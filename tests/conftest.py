@@ -12,6 +12,8 @@ from cacheblend.base.files import user_cache_folder
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 USERS_CACHE = user_cache_folder()
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as processors: one thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 _DATA = tempfile.TemporaryDirectory(prefix="cacheblend-tests-")
 os.environ["XDG_DATA_HOME"] = _DATA.name  # where a store is that nobody names
 
