@@ -136,8 +136,10 @@ class DocumentStream:
             if self._shard.holds(document.id):
                 documents, characters = documents + 1, characters + len(document.text)
         if not given:
-            faults = [f"{why}" for why in list(self.report.faults.values())[:5]]
-            raise InputError("; ".join(["no documents to ingest; give at least one", *faults]))
+            skipped = [f"{name}: {why}" for name, why in self.report.skipped.items()]
+            whys = [*self.report.faults.values(), *skipped]
+            more = [f"and {len(whys) - 5:,} more"] if len(whys) > 5 else []
+            raise InputError("; ".join(["no documents to ingest", *(whys[:5] or ["give at least one"]), *more]))
         return StreamSize(documents, characters)
 
     def __iter__(self) -> Iterator[Document]:

@@ -157,7 +157,8 @@ def _parts(path: Path) -> Iterator[tuple[str, str]]:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
         if len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > MAX_UNPACKED_BYTES:
-            raise ValueError(f"unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB or {MAX_MEMBERS} members")
+            limits = f"{MAX_UNPACKED_BYTES // 2**20} MiB or {MAX_MEMBERS} members"
+            raise _RefusedError(f"unpacks to more than {limits}; split it")
     if suffix == ".pdf":
         yield from _pdf_pages(path)
         return
@@ -195,12 +196,16 @@ def _cut(markdown: str, begin: str, end: str, kind: str) -> Iterator[tuple[str, 
         yield f"{kind}={name.strip()}", text
 
 
+class _RefusedError(ValueError):
+    """A sound file that is not taken; the message has the remedy."""
+
+
 def _pdf_pages(path: Path) -> Iterator[tuple[str, str]]:
     from pypdf import PdfReader
 
     reader = PdfReader(path)
     if reader.is_encrypted and not reader.decrypt(""):
-        raise ValueError("encrypted; save it without a password")
+        raise _RefusedError("locked with a password; save it without one")
     for number, page in enumerate(reader.pages, 1):
         yield f"page={number}", page.extract_text()
 
@@ -211,11 +216,13 @@ def _answer(path: Path) -> dict[str, Any]:
         for place, text in _parts(path):
             parts.append((place, text.encode(errors="replace").decode()))
             if (characters := characters + len(text)) > MAX_CHARACTERS:
-                raise ValueError(f"more than {MAX_CHARACTERS // 2**20} million characters; split it")
+                raise _RefusedError(f"more than {MAX_CHARACTERS // 2**20} million characters; split it")
     except ModuleNotFoundError as error:
         return {"missing": error.name or "markitdown"}
     except MemoryError:
         return {"error": "needs more memory than a file may have; split it"}
+    except _RefusedError as error:
+        return {"error": str(error)}
     except Exception as error:  # any parser's, of any file
         why = " ".join(str(error).split())[:200] or type(error).__name__
         return {"error": f"cannot be read as {path.suffix[1:].upper()} ({why}); open it and save it anew"}

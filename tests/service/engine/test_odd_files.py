@@ -281,6 +281,32 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         converter.convert(path)
 
 
+def test_encrypted_pdfs(tmp_path: Path) -> None:
+    """One that opens without a password, as forms and statements do, is read; one with a password says so, and the remedy."""
+    pypdf = pytest.importorskip("pypdf", reason="needs the extra documents")
+    pytest.importorskip("cryptography", reason="needs the extra documents")
+    (tmp_path / "plain.pdf").write_bytes(pdf(["what the statement says"]))
+    for name, user in (("open", ""), ("locked", "secret")):
+        writer = pypdf.PdfWriter(clone_from=tmp_path / "plain.pdf")
+        writer.encrypt(user, "the owner's", algorithm="AES-256")
+        writer.write(tmp_path / f"{name}.pdf")
+    with FileConverter() as converter:
+        assert [part.text for part in converter.convert(tmp_path / "open.pdf")] == ["what the statement says"]
+        with pytest.raises(InputError, match=r"locked\.pdf: locked with a password; save it without one$"):
+            converter.convert(tmp_path / "locked.pdf")
+
+
+def test_a_folder_without_documents_says_what_is_in_it(tmp_path: Path) -> None:
+    """Files that are no text are named, not only those that are damaged."""
+    for number in range(7):
+        (tmp_path / f"{number}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    with closing(DocumentStream([str(tmp_path)], Shard())) as stream, pytest.raises(InputError) as failed:
+        stream.measure()
+    assert "no documents to ingest" in str(failed.value)
+    assert "0.png: " in str(failed.value)
+    assert str(failed.value).endswith("and 2 more")
+
+
 CONFINED = """
 import json, socket, subprocess, sys
 from cacheblend.service.engine.file_converter import _confine
