@@ -11,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -135,6 +136,7 @@ _ALL = (
     ),
 )
 KNOWN_MODELS = {model.name: model for model in _ALL}
+NEAR = 0.8  # of 1: so like a known name is a slip
 
 
 def find_model(name: str) -> KnownModel:
@@ -144,7 +146,9 @@ def find_model(name: str) -> KnownModel:
         InputError: there is none of this name.
     """
     if name not in KNOWN_MODELS:
-        raise InputError(f"no model is known as {name!r}; known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`)")
+        near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, KNOWN_MODELS, 1, NEAR))
+        known = f"known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`)"
+        raise InputError(f"no model is known as {name!r}{near or ';'} {known}")
     return KNOWN_MODELS[name]
 
 
@@ -321,7 +325,8 @@ def locate_model(path_or_hub_id: str) -> str:
     A GGUF file is converted when it is used for the first time, see `convert_gguf`.
 
     Raises:
-        InputError: a folder that holds no model, a GGUF file that cannot be used, or a known model that was not fetched.
+        InputError: a folder that holds no model, a GGUF file that cannot be used, a known model that was not fetched, or a slip
+            in its name.
         UnsupportedModelError: a GGUF file of an architecture that cannot be blended.
 
     """
@@ -336,6 +341,8 @@ def locate_model(path_or_hub_id: str) -> str:
         files = sorted(Path(name).glob("*.gguf")) if Path(name).is_dir() else []
         remedy = f"name the GGUF file itself, such as {files[0]}" if files else "give a directory, a GGUF file or a hub id"
         raise InputError(f"no model at {name!r}: it is not a model directory, as it has no config.json; {remedy}")
+    if "/" not in name and get_close_matches(name, KNOWN_MODELS, 1, NEAR):
+        find_model(name)  # a slip: the hub would be asked for half a minute where it cannot be reached
     return name
 
 

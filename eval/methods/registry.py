@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, Fusor
+from cacheblend.blend import DEFAULT_SELECTOR, SELECTORS, FusionConfig, Fusor
 from cacheblend.eval.data import Wording
 
 from .map_reduce import MapReduce, MapRerank
@@ -19,8 +19,8 @@ def _selecting(selector: str) -> Callable[[Fusor, float, str], Method]:
     return lambda fusor, ratio, context: Blend(fusor, FusionConfig(recompute_ratio=ratio, selector=selector), context)
 
 
-# Blending by the selector that picks the tokens; "blend" has the default one.
-_SELECTORS = {
+# Blending by the selector that picks the tokens; "blend" has the default one, and a selector without a name here its own.
+_NAMED = {
     "blend": DEFAULT_SELECTOR,
     "blend_hkvd": "gradual",
     "blend_single_shot": "single_shot",
@@ -28,6 +28,7 @@ _SELECTORS = {
     "epic": "first_tokens",
     "random_tokens": "random",
 }
+_SELECTORS = {**_NAMED, **{f"blend_{name}": name for name in SELECTORS if name not in _NAMED.values()}}
 # Methods that a recompute ratio and a context of the chunks' KV apply to; full reuse takes a context alone.
 _AT_A_RATIO: dict[str, Callable[[Fusor, float, str], Method]] = {
     **{name: _selecting(selector) for name, selector in _SELECTORS.items()},

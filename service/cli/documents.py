@@ -246,6 +246,10 @@ def _ingest(
             size = StreamSize(0, 0)  # a folder that is filled later
         stream.report.on_file = lambda _: None
     _tell_skipped(stream.report)
+    files = max(reading.files, 1)
+    if size is not None and size.documents > files:
+        made = f"{files:,} file{'s' if files > 1 else ''} read: {size.documents:,} documents"
+        terminal.stderr.print(f"{made}, as a page, a slide, a sheet and a line is one each", highlight=False, soft_wrap=True)
     terminal.hush_libraries()
     from cacheblend.service.engine.config import remember_settings
     from cacheblend.service.engine.engine import Engine

@@ -358,18 +358,21 @@ class ReadingProgress:
 
     Args:
         console: where to.
+
+    Attributes:
+        files: how many there were.
     """
 
     def __init__(self, console: Console) -> None:
-        self._console, self._files = console, 0
+        self._console, self.files = console, 0
         self._next_line = time.monotonic() + LINE_EVERY_S
         self._opened = ExitStack()
         self._status = self._opened.enter_context(console.status("reading")) if console.is_terminal else None
 
     def update(self, file: Path) -> None:
         """A file is read now."""
-        line, now = f"reading: {self._files:,} files, now {file}", time.monotonic()
-        self._files += 1
+        line, now = f"reading: {self.files:,} files, now {file}", time.monotonic()
+        self.files += 1
         if self._status is not None:
             self._status.update(self._console.render_str(line))
         elif now >= self._next_line:

@@ -160,6 +160,14 @@ def test_a_name_that_nobody_knows() -> None:
         find_model("smollm2")
 
 
+def test_a_slip_in_a_name_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name like a known one is not looked up on the hub, which takes half a minute without a network."""
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
+    for find in (Fusor.from_pretrained, find_model):
+        with pytest.raises(InputError, match=r"did you mean smollm2-135m\?"):
+            find("smollm2-153m")
+
+
 def test_a_folder_of_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model folder in the working directory goes before the known model of the same name."""
     tiny_checkpoint("llama").save_pretrained(tmp_path / "smollm2-135m")

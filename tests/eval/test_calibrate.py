@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +107,18 @@ class TestConfig:
     def test_every_selector_has_a_method(self) -> None:
         """Whatever the engine can select by can be measured."""
         assert set(METHOD_OF_SELECTOR) == set(SELECTORS)
+
+    def test_a_new_selector_is_measured_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A line in `SELECTORS` is enough: the method has the selector's name."""
+        monkeypatch.setitem(SELECTORS, "last_tokens", SELECTORS["first_tokens"])
+        spec = importlib.util.find_spec("cacheblend.eval.methods.registry")
+        assert spec is not None
+        assert spec.loader is not None
+        anew = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, anew)
+        spec.loader.exec_module(anew)
+        assert anew.METHOD_OF_SELECTOR["last_tokens"] == "blend_last_tokens"
+        assert "blend_last_tokens" in anew.METHODS
 
     @pytest.mark.parametrize(
         ("changed", "named"),

@@ -461,6 +461,15 @@ def test_an_answer_is_shown_as_it_comes(run: CommandLine, passages: Path, monkey
     assert outcome.out.strip() == first.strip()
 
 
+def test_documents_that_are_parts_of_files_are_told(run: CommandLine, passages: Path) -> None:
+    """Who gives a file of several documents is told why there are more documents than files; of as many, nothing."""
+    assert "1 file read: 3 documents, as a page" in run.on_store("ingest", str(passages)).err
+    for name in ("a.txt", "b.txt"):
+        (passages.parent / "texts").mkdir(exist_ok=True)
+        (passages.parent / "texts" / name).write_text(f"the text of {name}")
+    assert "read:" not in run.on_store("ingest", str(passages.parent / "texts")).err
+
+
 def test_an_answer_has_an_end(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that never ends is cut, and that is told; --max-tokens goes before it."""
     assert run.on_store("ingest", str(passages)).code == 0
