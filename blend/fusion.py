@@ -91,19 +91,19 @@ class Fusion:
             cos_sin_N = rotary[runner.layer_types[layer]]
             if not is_read:
                 self._rotate(whole, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
-            # 4. Fewer tokens go on, where the selector says so; K and V projected to compare them stay.
-            fresh = self._filter(layer, whole, cos_sin_N) if layer > 0 else None
+            # 4. Fewer tokens go on, where the selector says so; K and V projected on the way stay.
+            fresh_S, scatter = self._filter(layer, whole, cos_sin_N) if layer > 0 else (self._rows.positions_S, True)
             rows = self._rows
             if 0 < layer == runner.geometry.layers - 1:
-                if fresh is None:
-                    fresh = self._project(layer, whole, cos_sin_N)
-                rows, self._hidden_1SM = rows.last, self._hidden_1SM[:, -1:]  # of the others nobody reads the output
+                if scatter:
+                    self._project(layer, whole, cos_sin_N, rows, self._hidden_1SM)
+                rows, self._hidden_1SM, scatter = rows.last, self._hidden_1SM[:, -1:], False  # nobody reads the others' output
             # 5. Attention and MLP of those tokens, against the whole layer, their K and V in its place.
-            self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=fresh is None)
+            self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=scatter)
             # 6. The finished layer goes to the cache, or to the caller's sink.
             sink.put(layer, whole)
             recomputed.append(self._rows.positions_S)
-            projected.append(self._rows.positions_S if fresh is None else fresh)
+            projected.append(fresh_S)
             reports.append(LayerReport(layer, len(self._rows), arrived - started, time.perf_counter() - arrived))
             yield reports[-1]
 
@@ -147,10 +147,10 @@ class Fusion:
             yield reports[-1]
         self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
 
-    def _filter(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor | None:
+    def _filter(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> tuple[torch.Tensor, bool]:
         """Narrow the rows to those that this layer recomputes.
 
-        Gives the positions whose fresh K and V now stand in `whole`, or None where nothing was projected.
+        Gives the positions whose K and V are fresh in `whole` once those have run, and whether the run is to put its own there.
         """
         before = self._rows
         projected = False
@@ -161,10 +161,20 @@ class Fusion:
             return self._compare(layer, whole, cos_sin_N)
 
         keep_S = self._choose(layer, before.positions_S, deviation_C)
-        if not keep_S.all():
-            self._rows = Rows.of(before.positions_S[keep_S], self._runner.geometry.device)
-            self._hidden_1SM = self._hidden_1SM.index_select(1, keep_S.nonzero()[:, 0].to(self._runner.geometry.device))
-        return before.positions_S if projected else None
+        if keep_S.all():
+            return before.positions_S, not projected
+        (kept, kept_1SM), (dropped, dropped_1SM) = (self._part(mask_S) for mask_S in (keep_S, ~keep_S))
+        refreshes = getattr(self._selector, "refreshes_dropped", False) and not projected
+        if refreshes:
+            self._project(layer, whole, cos_sin_N, dropped, dropped_1SM)
+        self._rows, self._hidden_1SM = kept, kept_1SM
+        return before.positions_S if projected or refreshes else kept.positions_S, not projected
+
+    def _part(self, mask_S: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+        """Some of the rows, and their hidden states."""
+        device = self._runner.geometry.device
+        rows = Rows.of(self._rows.positions_S[mask_S], device)
+        return rows, self._hidden_1SM.index_select(1, mask_S.nonzero()[:, 0].to(device))
 
     def _choose(self, layer: int, positions_S: torch.Tensor, deviation_C: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
@@ -184,25 +194,26 @@ class Fusion:
         keep_S[-1] = True  # the prompt's last position, whose output gives the logits
         return keep_S
 
-    def _project(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
-        """Put fresh K and V of all rows into the layer; give the rows' positions."""
-        for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N):
+    def _project(self, layer: int, whole: LayerKV, cos_sin_N: CosSin, rows: Rows, hidden_1SM: torch.Tensor) -> None:
+        """Put fresh K and V of rows into the layer."""
+        for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N, rows, hidden_1SM):
             whole.put(at_P, k_1HPD, v_1HPD)
-        return self._rows.positions_S
 
-    def _fresh_kv(self, layer: int, cos_sin_N: CosSin) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Fresh K, rotated, and V (1, H, P, D) of the rows, P at a time, and their positions (P,)."""
+    def _fresh_kv(
+        self, layer: int, cos_sin_N: CosSin, rows: Rows, hidden_1SM: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Fresh K, rotated, and V (1, H, P, D) of rows, P at a time, and their positions (P,)."""
         done = 0
-        for piece in self._rows.split(PROJECTED_AT_ONCE):
+        for piece in rows.split(PROJECTED_AT_ONCE):
             at_P = piece.on_device_S
-            k_1HPD, v_1HPD = self._runner.project_kv(layer, self._hidden_1SM[:, done : done + len(piece)])
+            k_1HPD, v_1HPD = self._runner.project_kv(layer, hidden_1SM[:, done : done + len(piece)])
             yield at_P, self._runner.rotate(k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
             done += len(piece)
 
     def _compare(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
         """Put fresh K and V of all rows into the layer; give the candidates' deviation (C,) from what stood there."""
         deviations: list[torch.Tensor] = []
-        for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N):
+        for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N, self._rows, self._hidden_1SM):
             stored_k_1HPD, stored_v_1HPD = (x_1HND.index_select(2, at_P) for x_1HND in (whole.k_1HND, whole.v_1HND))
             deviations.append(kv_deviation(k_1HPD, v_1HPD, stored_k_1HPD, stored_v_1HPD))
             whole.put(at_P, k_1HPD, v_1HPD)

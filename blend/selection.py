@@ -107,8 +107,9 @@ class SelectionStep:
 class Selector(Protocol):
     """Picks the reusable tokens that a layer recomputes, from those that the layer before it did.
 
-    Two attributes are optional. `reads_attention`, where true: the question runs over the stored KV first, which gives
-    `SelectionStep.attention_C`. `schedule`: how many tokens the layers run, for the loading controller's predictions.
+    Three attributes are optional. `reads_attention`, where true: the question runs over the stored KV first, which gives
+    `SelectionStep.attention_C`. `refreshes_dropped`, where true: K and V of the candidates that a layer leaves out are
+    projected there once more. `schedule`: how many tokens the layers run, for the loading controller's predictions.
     """
 
     def select(self, step: SelectionStep) -> torch.Tensor:
@@ -147,6 +148,7 @@ class QuestionAttention:
     """
 
     schedule: ClassVar[Schedule] = Schedule(0.9, first_layer=1, asks=True)
+    refreshes_dropped: ClassVar[bool] = True
     ratio: float
 
     @property
@@ -158,8 +160,8 @@ class QuestionAttention:
         """Keep the candidates of highest attention."""
         keep = self.schedule.counts(step.reusable, step.layers, self.ratio)[step.layer]
         is_first = step.layer == 1 and len(step.candidates_C) < step.reusable
-        if step.layer > 0 and (is_first or keep < len(step.candidates_C)):
-            step.deviation_C()  # those that are left out have fresh K and V here once more
+        if is_first:
+            step.deviation_C()  # measured once, for who looks at it: `FusionResult.deviation`
         return step.all() if keep >= len(step.candidates_C) else step.top(step.attention_C, keep)
 
 

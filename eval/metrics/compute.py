@@ -63,7 +63,8 @@ class ModelCompute:
     def fusion(self, fused: FusionResult, selection_rows: Iterable[int] = ()) -> int:
         """Of what brought a prompt's cache about; tokens of exact segments (a cached prefix) cost nothing.
 
-        A layer whose candidates were compared has projected K and V of all of them, and does so again for those that it runs.
+        A layer whose candidates were compared has projected K and V of all of them, and does so again for those that it runs;
+        one that projects those alone that it leaves out is counted as if it had.
         The last layer of a fusion runs the last row alone.
 
         Args:
