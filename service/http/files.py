@@ -6,18 +6,21 @@ its purpose and its name: `file-.../user_data/report.pdf#page=3`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
-from starlette.datastructures import UploadFile
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
 
 from cacheblend.base.errors import InputError, MissingExtraError
 from cacheblend.retriever.document import NO_ID
@@ -48,7 +51,7 @@ async def create(request: Request) -> dict[str, Any]:
     """Read a file, and ingest its text as documents; returns when their KV is durable."""
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
-    async with request.app.state.server.reading[request.state.tenant], request.form(max_files=1, max_fields=8) as form:
+    async with request.app.state.server.reading[request.state.tenant], _form(request) as form:
         name, raw = await _uploaded(form.get("file"))
         if unknown := [field for field in form if field not in FORM_FIELDS]:
             field = shortened(unknown[0])
@@ -119,6 +122,20 @@ async def delete(id_: str, request: Request) -> dict[str, Any]:
 
     await _call(request, remove)
     return {"id": id_, "object": "file", "deleted": True}
+
+
+@asynccontextmanager
+async def _form(request: Request) -> AsyncIterator[FormData]:
+    """The form of a request, whose body is there; parsed in a thread: 30 MiB of almost boundaries take seconds."""
+
+    async def parse() -> FormData:
+        return await request.form(max_files=1, max_fields=8)
+
+    form = await run_in_threadpool(lambda: asyncio.run(parse()))
+    try:
+        yield form
+    finally:
+        await form.close()
 
 
 async def _uploaded(file: object) -> tuple[str, bytes]:

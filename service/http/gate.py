@@ -102,10 +102,18 @@ class Gate:
 
     def _check_origin(self, origin: str, host: str) -> None:
         allowed = self._http.cors_origins
-        if "*" in allowed or origin in allowed or (host and urlsplit(origin).netloc.lower() == host):
+        if "*" in allowed or origin in allowed or (host and _address_of(origin) == host):
             return
         message = f"pages of {shortened(origin)} may not change anything here; name that in cors_origins if they should"
         raise ApiError(403, message, code="foreign_origin")
+
+
+def _address_of(origin: str) -> str:
+    """Host and port of an origin; nothing of what is no address."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # "http://[" and the like
+        return ""
 
 
 def _is_address(name: str) -> bool:

@@ -91,7 +91,9 @@ def test_tenants_may_have_any_name(tenant_address: str) -> None:
     assert httpx.get(f"{tenant_address}/v1/documents", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://localhost.evil.example", "http://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://localhost.evil.example", "http://127.0.0.1:1", "http://["]
+)
 def test_pages_from_elsewhere(client: httpx.Client, origin: str) -> None:
     """A page of another origin changes nothing, though the browser asked for leave, and reads what is open to all."""
     headers = {"Origin": origin}

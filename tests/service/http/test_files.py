@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import httpx
 import openai
 import pytest
 
-pytest.importorskip("python_multipart")
+multipart = pytest.importorskip("python_multipart.multipart")
 TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
 
 
@@ -83,3 +85,26 @@ def test_bad_forms(client: httpx.Client) -> None:
     assert client.post("/v1/documents", data={"purpose": "batch"}, files=file).status_code == 400
     assert client.get("/v1/files/file-0").status_code == 404
     assert client.get("/v1/files").json()["data"] == []
+
+
+def test_a_form_is_parsed_beside_the_others(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a form is parsed, which takes seconds where it is made for that, the service answers others."""
+    begun, answered = threading.Event(), threading.Event()
+    in_time = list[bool]()
+    write = multipart.MultipartParser.write
+
+    def held(self: object, data: bytes) -> int:
+        begun.set()
+        in_time.append(answered.wait(5))
+        written: int = write(self, data)
+        return written
+
+    monkeypatch.setattr(multipart.MultipartParser, "write", held)
+    form = {"data": {"purpose": "user_data"}, "files": {"file": ("a.txt", TEXT.encode())}}
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(client.post, "/v1/files", **form)
+        assert begun.wait(5)
+        assert httpx.get(f"{client.base_url}/healthz").status_code == 200
+        answered.set()
+        assert sent.result().status_code == 200
+    assert all(in_time)
