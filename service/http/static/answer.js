@@ -45,7 +45,8 @@ export function showStrip(chunks) {
 /** The chunks' texts, recomputed tokens shaded. */
 export function showChunks(chunks) {
   const deviations = chunks.flatMap((chunk) => chunk.tokens.filter((t) => t.recomputed > 0).map((t) => t.deviation)).sort((a, b) => a - b);
-  const rank = (deviation) => Math.min(3, Math.floor((4 * deviations.findIndex((d) => d >= deviation)) / Math.max(1, deviations.length)));
+  const quarters = [1, 2, 3].map((quarter) => deviations[Math.ceil((quarter * deviations.length) / 4) - 1]);
+  const rank = (deviation) => quarters.filter((most) => most < deviation).length;
   $("chunks").replaceChildren(
     ...chunks.map((chunk, index) => {
       const item = element("li");
@@ -76,7 +77,7 @@ export function cite(chunks) {
   const of = chunks.map((chunk) => wordsOf(chunk.tokens.map((token) => token.text).join("")));
   const parts = [];
   let cited = false;
-  for (const sentence of $("answer").textContent.match(/[^.!?\n]+[.!?]*\s*|\n+/g) ?? []) {
+  for (const sentence of $("answer").textContent.split(/(?<=[.!?]\s|\n)/)) {
     parts.push(document.createTextNode(sentence));
     const words = [...wordsOf(sentence)];
     const shared = of.map((known) => words.filter((word) => known.has(word)).length);

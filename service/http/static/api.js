@@ -21,7 +21,10 @@ export async function api(path, options = {}) {
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
-  $("key_form").hidden &&= response.status !== 401;
+  if (response.status === 401 && $("key_form").hidden) {
+    $("key_form").hidden = false;
+    $("key").focus();
+  }
   const body = await response.json().catch(() => null);
   const words = body?.error?.message ?? `the service answered ${response.status} ${response.statusText}`;
   throw new Refused(response.status, words, Number(response.headers.get("Retry-After")) || 0);
@@ -33,7 +36,7 @@ export async function* events(response) {
   let waiting = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the answer ended before it was whole; ask again");
     waiting += value;
     const blocks = waiting.split("\n\n");
     waiting = blocks.pop();

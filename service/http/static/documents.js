@@ -2,10 +2,13 @@
 import { $, Refused, api, button, element, problem } from "/api.js";
 
 const LISTED = 20;
+const SHOWN = 100; // chunks of an opened document at first, and at each "Show more"
 const TEXT = /\.(txt|text|md|markdown|rst|csv|tsv|json|jsonl|ya?ml|toml|ini|log|tex|py|js|ts|java|c|h|cpp|go|rs|rb|sh|sql)$/i;
 const MOST_BYTES = 8 * 2 ** 20; // of a text; the service says the same
 const RETRIES = 5;
 let last = null; // id of the last document that is listed
+let lists = 0; // lists asked for: the answer to an earlier one comes too late
+let opens = 0; // and documents opened
 let onChange = () => {};
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
@@ -27,48 +30,70 @@ async function act(work) {
 
 function row(document) {
   const item = element("li");
-  const pin = button(document.pinned ? "Pinned" : "Pin", () =>
+  const pin = button("", () =>
     act(async () => {
       const pinned = pin.getAttribute("aria-pressed") !== "true";
       await api(`${path(document.id)}/pin`, { method: "POST", body: JSON.stringify({ pinned }) });
-      pin.setAttribute("aria-pressed", String(pinned));
-      pin.textContent = pinned ? "Pinned" : "Pin";
+      showPinned(pinned);
     }), "plain");
-  pin.setAttribute("aria-pressed", String(document.pinned));
+  const showPinned = (pinned) => {
+    pin.setAttribute("aria-pressed", String(pinned));
+    pin.textContent = pinned ? "Pinned" : "Pin";
+    pin.setAttribute("aria-label", `${pin.textContent} ${named(document)}`);
+  };
+  showPinned(document.pinned);
   pin.title = "The KV of a pinned document is not evicted";
-  const remove = button("Delete", () => open(document, item, true), "plain");
-  for (const made of [pin, remove]) made.setAttribute("aria-label", `${made.textContent} ${named(document)}`);
-  item.append(button(named(document), () => open(document, item, false), "plain open"), pin, remove);
+  const remove = button("Delete", () => askToDelete(document, item), "plain");
+  remove.setAttribute("aria-label", `Delete ${named(document)}`);
+  item.append(button(named(document), () => open(document), "plain open"), pin, remove);
   item.append(element("span", document.damaged ? "damaged: add it again" : about(document), "about"));
   return item;
 }
 
-async function open(document, item, deletes) {
+/** Show the dialog, with so many of the chunks at first; `confirmed` is what its button does, where it has one. */
+function show(title, words, chunks, confirmed) {
+  const dialog = $("shown");
+  opens++;
+  $("shown_title").textContent = title;
+  $("shown_about").textContent = words;
+  $("shown_text").replaceChildren();
+  $("shown_more").onclick = () => {
+    const from = $("shown_text").children.length;
+    $("shown_text").append(...chunks.slice(from, from + SHOWN).map((chunk) => element("pre", chunk.text)));
+    $("shown_more").hidden = from + SHOWN >= chunks.length;
+  };
+  $("shown_more").onclick();
+  $("confirm").hidden = !confirmed;
+  dialog.returnValue = "";
+  dialog.onclose = () => dialog.returnValue === "yes" && confirmed();
+  if (!dialog.open) dialog.showModal();
+}
+
+async function open(document) {
+  const number = ++opens;
   await act(async () => {
     const shown = await (await api(path(document.id))).json();
-    $("shown_title").textContent = deletes ? `Delete ${named(document)}?` : named(document);
-    $("shown_about").textContent = deletes ? "Its text goes, and the KV that no other document needs." : about(shown);
-    $("shown_text").replaceChildren(...(deletes ? [] : shown.content.map((chunk) => element("pre", chunk.text))));
-    $("confirm").hidden = !deletes;
-    const dialog = $("shown");
-    dialog.returnValue = "";
-    dialog.onclose = () => {
-      if (deletes && dialog.returnValue === "yes") {
-        act(async () => {
-          await api(path(document.id), { method: "DELETE" });
-          item.remove();
-          await list();
-        });
-      }
-    };
-    dialog.showModal();
+    if (number === opens) show(named(document), about(shown), shown.content); // another one was opened meanwhile
   });
+}
+
+/** Ask first; of a damaged document nothing is read for it. */
+function askToDelete(document, item) {
+  show(`Delete ${named(document)}?`, "Its text goes, and the KV that no other document needs.", [], () =>
+    act(async () => {
+      await api(path(document.id), { method: "DELETE" });
+      item.remove();
+      $("documents_title").focus(); // what had the focus is gone
+      await list();
+    }));
 }
 
 /** List the documents anew, or those after the ones that are listed. */
 export async function list(further = false) {
   const after = further && last !== null ? `&after=${encodeURIComponent(last)}` : "";
+  const number = ++lists;
   const page = await (await api(`/v1/documents?limit=${LISTED}${after}`)).json();
+  if (number !== lists) return;
   const rows = page.data.map(row);
   if (further) $("documents").append(...rows);
   else $("documents").replaceChildren(...rows);
@@ -162,17 +187,20 @@ export function startDocuments(changed) {
     add(files);
   });
   const drop = $("drop");
+  const hasFiles = (event) => event.dataTransfer?.types.includes("Files"); // text goes where it is dropped
   for (const name of ["dragenter", "dragover"]) {
     document.addEventListener(name, (event) => {
+      if (!hasFiles(event)) return;
       event.preventDefault();
       drop.classList.add("over");
     });
   }
   document.addEventListener("dragleave", (event) => event.relatedTarget ?? drop.classList.remove("over"));
   document.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
     event.preventDefault();
     drop.classList.remove("over");
-    if (event.dataTransfer.files.length) add(event.dataTransfer.files);
+    add(event.dataTransfer.files);
   });
   $("more").addEventListener("click", () => act(() => list(true)));
 }

@@ -9,6 +9,7 @@ const EXAMPLES = 3;
 let model = "";
 let asking = null;
 let quality = null;
+let readingStore = false;
 const runs = []; // ratio, prompt tokens and TTFT of what was asked here
 
 function body(method, stream) {
@@ -17,7 +18,7 @@ function body(method, stream) {
     messages: [{ role: "user", content: $("question").value }],
     method,
     stream,
-    num_chunks: Number($("num_chunks").value),
+    num_chunks: $("num_chunks").value === "" ? undefined : Number($("num_chunks").value), // left out: the service's default
     max_tokens: $("max_tokens").value === "" ? null : Number($("max_tokens").value),
     recompute_ratio: $("automatic").checked ? null : Number($("ratio").value),
     return_chunks: true,
@@ -109,6 +110,8 @@ async function raceAll(signal) {
 }
 
 async function showStore() {
+  if (readingStore) return; // a browser has few connections to a service, and the questions need them
+  readingStore = true;
   try {
     const store = await (await api("/v1/store")).json();
     const { prefix, ...tiers } = store;
@@ -121,6 +124,8 @@ async function showStore() {
     quality = store.quality;
   } catch {
     $("store").textContent = "Store: cannot be read";
+  } finally {
+    readingStore = false;
   }
 }
 
@@ -156,11 +161,13 @@ $("ask").addEventListener("submit", (event) => {
   during(ask);
 });
 $("question").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     $("ask").requestSubmit();
   }
 });
+// A browser says what is wrong with a field only where the field can be seen.
+$("ask").addEventListener("invalid", () => ($("ask").querySelector("details").open = true), true);
 $("race").addEventListener("click", () => $("ask").reportValidity() && during(raceAll));
 $("stop").addEventListener("click", () => asking?.abort());
 for (const id of ["ratio", "automatic"]) $(id).addEventListener("input", predict);

@@ -4,6 +4,9 @@ import { $, api, element } from "/api.js";
 const NAMES = { full_recompute: "Full recompute", prefix_cache: "Prefix cache", full_reuse: "Full reuse", blend: "Blend" };
 const MARKED_WORDS = 400; // of an answer; the comparison's table has the square of them
 
+/** The words, each with the space around it, so that together they are the text. */
+const wordsOf = (text) => text.match(/\s*\S+\s*/g) ?? [];
+
 /** Which of the words are not in the longest common subsequence with the others. */
 function differing(words, others) {
   const common = Array.from({ length: words.length + 1 }, () => new Uint16Array(others.length + 1));
@@ -35,10 +38,12 @@ function lane(method, { ttft, text, report }, slowest, reference) {
   bar.style.setProperty("--took", ttft);
   track.append(bar);
   const answer = element("p");
-  const words = text.split(/(?<=\s)/).slice(0, MARKED_WORDS);
-  const others = reference?.trim().split(/\s+/).slice(0, MARKED_WORDS);
-  const differs = others ? differing(words.map((word) => word.trim()), others) : words.map(() => false);
-  words.forEach((word, index) => answer.append(differs[index] ? element("mark", word) : document.createTextNode(word)));
+  const words = wordsOf(text);
+  const compared = words.slice(0, MARKED_WORDS);
+  const trimmed = (word) => word.trim();
+  const differs = reference === null ? [] : differing(compared.map(trimmed), wordsOf(reference).slice(0, MARKED_WORDS).map(trimmed));
+  compared.forEach((word, index) => answer.append(differs[index] ? element("mark", word) : document.createTextNode(word)));
+  answer.append(words.slice(MARKED_WORDS).join(""));
   const exact = method === "full_recompute" || method === "prefix_cache";
   const recomputed = exact ? "every token" + (report.hits ? " but a known prefix" : "") : `${Math.round(report.recomputed_tokens)} tokens`;
   item.append(element("strong", NAMES[method] ?? method), track, element("b", ttft < 1 ? `${(1000 * ttft).toFixed(ttft < 0.1 ? 1 : 0)} ms` : `${ttft.toFixed(2)} s`), answer);
@@ -49,6 +54,15 @@ function lane(method, { ttft, text, report }, slowest, reference) {
 
 /** Run the methods on one question; `bodyOf` makes the request of one. Gives what each took and said. */
 export async function race(methods, bodyOf, signal) {
+  try {
+    return await raceAll(methods, bodyOf, signal);
+  } catch (error) {
+    $("speed_up").textContent = "The race was stopped.";
+    throw error;
+  }
+}
+
+async function raceAll(methods, bodyOf, signal) {
   const results = new Map();
   $("raced").hidden = false;
   $("raced").scrollIntoView({ block: "nearest" });

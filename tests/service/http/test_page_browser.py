@@ -340,6 +340,138 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
         assert page.get_by_role("alert").count() == 0
 
 
+ONCE = pytest.mark.parametrize("page", [WIDE], indirect=True, ids=["wide"])
+
+
+@ONCE
+def test_citing_loses_nothing(page: Any, address: str) -> None:
+    """Numbers stand between sentences, not in a figure, and what begins with a full stop keeps it."""
+    open_page(page, address)
+    text = "The lamp of Borealis is 3.5 m high, built in .NET. ...Nothing else!\n\nThe lamp of Borealis."
+    children = page.evaluate(
+        """async (text) => {
+          const { cite } = await import("/answer.js");
+          document.getElementById("answer").textContent = text;
+          cite([{title: "lamps", tokens: [{text: "lamp of Borealis"}]}]);
+          return [...document.getElementById("answer").childNodes].map((n) => n.textContent);
+        }""",
+        text,
+    )
+    first, number, *others = children
+    assert (first, number) == ("The lamp of Borealis is 3.5 m high, built in .NET. ", "[1]")
+    assert "".join([first, *others]).replace("[1]", "") == text
+
+
+@ONCE
+def test_shades_are_quarters(page: Any, address: str) -> None:
+    """The recomputed tokens of all chunks stand in four shades by their rank; those of one deviation have one shade."""
+    open_page(page, address)
+    deviations = [*range(1, 9), 8]
+    shades = page.evaluate(
+        """async (deviations) => {
+          const { showChunks } = await import("/answer.js");
+          const tokens = deviations.map((deviation) => ({text: "x", recomputed: 1, deviation}));
+          showChunks([{title: "t", source: "ram", position: 0, tokens}]);
+          return [...document.querySelectorAll("#chunks mark")].map((mark) => mark.classList[0]);
+        }""",
+        deviations,
+    )
+    order = sorted(deviations)
+    assert shades == [f"d{4 * order.index(deviation) // len(order)}" for deviation in deviations]
+
+
+@ONCE
+def test_a_race_shows_whole_answers_and_its_end(page: Any, address: str) -> None:
+    """Empty lines are no words that differ, a long answer is shown whole, and a race that fails does not stay running."""
+    open_page(page, address)
+    answer = "green lamp\n\n" + "word " * 500 + "end"
+    page.evaluate(
+        """async (content) => {
+          window.fetch = async () => new Response(JSON.stringify(
+            {cacheblend: {ttft_s: 1, recomputed_tokens: 5}, choices: [{message: {content}}], usage: {prompt_tokens: 50}}));
+          const { race } = await import("/race.js");
+          await race(["full_recompute", "blend"], (method) => ({method}), undefined);
+        }""",
+        answer,
+    )
+    lane = page.locator('[data-method="blend"]')
+    assert lane.locator("p").first.evaluate("one => one.textContent") == answer
+    assert "0 words differ" in lane.inner_text()
+    page.evaluate(
+        """async () => {
+          window.fetch = async () => new Response("{}", {status: 500});
+          const { race } = await import("/race.js");
+          await race(["blend"], (method) => ({method}), undefined).catch(() => {});
+        }"""
+    )
+    assert "Running" not in page.locator("#speed_up").inner_text()
+
+
+@ONCE
+def test_an_answer_cut_off_is_an_error(page: Any, address: str) -> None:
+    """A stream that ends without its mark was cut, and the page says so."""
+    open_page(page, address)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, body='data: {"choices":[]}\n\n'))
+    ask(page, QUESTION, 1)
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").filter(has_text="ended before").wait_for()
+
+
+@ONCE
+def test_enter_in_a_composition_sends_nothing(page: Any, address: str) -> None:
+    """The Enter that ends an input method's word is no question; a wrong option is shown, though its field was folded."""
+    open_page(page, address)
+    ask(page, QUESTION, 99)
+    page.locator("#ask details").evaluate("one => one.open = false")
+    enter = "(one) => one.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: %s, cancelable: true}))"
+    assert page.locator("#question").evaluate(enter % "true")
+    assert not page.locator("#ask details").evaluate("one => one.open")
+    page.keyboard.press("Enter")
+    assert page.locator("#ask details").evaluate("one => one.open")
+    assert page.locator("#num_chunks").evaluate("one => one === document.activeElement")
+
+
+@ONCE
+def test_a_key_is_plain(page: Any, address: str) -> None:
+    """A key that no header can carry is refused in its field; kept, it would fail every request of the tab."""
+    open_page(page, address)
+    page.locator("#key_form").evaluate("one => one.hidden = false")
+    for key, taken in (("“cb-key”", False), (" cb-key_9 ", True)):
+        page.locator("#key").fill(key)
+        assert page.locator("#key").evaluate("one => one.checkValidity()") is taken
+
+
+@ONCE
+def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
+    """Two clicks list no document twice, of a long document the first chunks are shown, and to delete one it is not read."""
+    engine = open_engine()
+    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.locator("#more").evaluate("one => { one.click(); one.click(); }")
+        page.locator("#documents li").nth(22).wait_for()
+        page.wait_for_load_state("networkidle")
+        assert page.locator("#documents li").count() == 23
+        content = [{"text": f"chunk {number}"} for number in range(10_000)]
+        shown = {"id": "d00", "chunks": 10_000, "stored_chunks": 0, "stored_bytes": 0, "content": content}
+        page.route("**/v1/documents/d00", lambda route: route.fulfill(json=shown))
+        page.get_by_role("button", name="d00", exact=True).click()
+        page.get_by_role("dialog").wait_for()
+        assert page.locator("#shown_text pre").count() == 100
+        page.get_by_role("dialog").get_by_role("button", name="Show more").click()
+        assert page.locator("#shown_text pre").count() == 200
+        page.keyboard.press("Escape")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.method) if "/d01" in request.url else None)
+        page.get_by_role("button", name="Pin d01").click()
+        page.get_by_role("button", name="Pinned d01").wait_for()
+        page.get_by_role("button", name="Delete d01").click()
+        page.get_by_role("button", name="Delete it").click()
+        page.get_by_role("button", name="d01", exact=True).wait_for(state="detached")
+        assert asked == ["POST", "DELETE"]
+        assert page.locator("#documents_title").evaluate("one => one === document.activeElement")
+
+
 @pytest.mark.skipif(AXE is None, reason="axe is not installed: pip install axe-core-python")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessibility(browser: Any, address: str, scheme: str) -> None:
