@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,17 @@ def test_documents_are_stored_window_by_window(client: TestClient) -> None:
     calls: Any = client.calls  # type: ignore[attr-defined]
     assert all(call[0] == "cacheblend_precompute" and call[3] == "tenant" for call in calls)
     assert client.post(DOCUMENTS, json={"documents": []}).status_code == 400
+
+
+def test_the_docs_command(client: TestClient) -> None:
+    """The `curl` command of docs/vllm.md stores its document, as curl sends it: without saying that it is JSON."""
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith("curl ")]
+    _, address, _, body = shlex.split(line, comments=True)
+    assert address == f"localhost:8000{DOCUMENTS}"
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = client.post(DOCUMENTS, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["documents"]) == (200, 1)
 
 
 def test_without_the_connector_nothing_is_changed(client: TestClient) -> None:

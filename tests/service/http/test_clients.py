@@ -1,0 +1,151 @@
+"""The clients that people have, side by side against one running service: OpenAI's, LangChain's and LlamaIndex's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from api import MODEL
+from engines import QUESTION
+from pydantic import BaseModel
+
+EXTRA = {"num_chunks": 2}
+TOKENS = 12
+MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(autouse=True)
+def _drop_what_they_leave() -> Iterator[None]:
+    """The clients leave connections and event loops open, which a later test would be blamed for."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        asyncio.set_event_loop(None)
+        gc.collect()
+
+
+@pytest.fixture
+def answer(client: httpx.Client) -> str:
+    """What every client must give: the greedy answer, as the plain API has it."""
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": TOKENS, **EXTRA}
+    text = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert text
+    return str(text)
+
+
+def test_openai(answer: str, address: str, openai_client: openai.OpenAI) -> None:
+    """OpenAI's client, and its asynchronous one: chat, stream, responses, completions, embeddings, files and models."""
+    chat = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=TOKENS, extra_body=EXTRA)
+    assert chat.choices[0].message.content == answer
+    response = openai_client.responses.create(
+        model=MODEL, instructions="Be brief.", input=QUESTION, max_output_tokens=TOKENS, extra_body=EXTRA
+    )
+    assert response.output_text == answer
+    assert openai_client.completions.create(model=MODEL, prompt="for x in", max_tokens=3).choices[0].text
+    vectors = openai_client.embeddings.create(model=MODEL, input=["one", "two"])  # base64 on the wire
+    assert len(vectors.data) == 2
+    assert len(vectors.data[0].embedding) == 64
+    file = openai_client.files.create(file=("lunch.txt", b"Lunch is at noon, and free on Fridays."), purpose="user_data")
+    assert openai_client.files.delete(file.id).deleted
+    assert [model.id for model in openai_client.models.list()] == [MODEL]
+
+    async def streamed() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            pieces = await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, max_tokens=TOKENS, stream=True, extra_body=EXTRA
+            )
+            return "".join([piece.choices[0].delta.content or "" async for piece in pieces])
+
+    assert asyncio.run(streamed()) == answer
+
+
+def test_langchain(answer: str, address: str) -> None:
+    """`ChatOpenAI` in an LCEL chain: invoked, in a batch, streamed and asynchronous, with the cached tokens in its usage."""
+    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    from langchain_core.output_parsers import StrOutputParser
+    from langchain_core.prompts import ChatPromptTemplate
+
+    model = langchain_openai.ChatOpenAI(
+        model=MODEL,
+        base_url=f"{address}/v1",
+        api_key="none",
+        max_tokens=TOKENS,
+        max_retries=0,
+        stream_usage=True,
+        extra_body=EXTRA,
+    )
+    prompt = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{question}")])
+    chain = prompt | model | StrOutputParser()
+    asked = {"question": QUESTION}
+    assert chain.invoke(asked) == answer
+    assert chain.batch([asked, asked]) == [answer, answer]
+    assert next(iter(chain.stream(asked))) != "".join(chain.stream(asked)) == answer
+
+    async def both() -> tuple[str, str]:
+        return await chain.ainvoke(asked), "".join([piece async for piece in chain.astream(asked)])
+
+    assert asyncio.run(both()) == (answer, answer)
+    message = (prompt | model).invoke(asked)
+    assert message.usage_metadata["input_token_details"]["cache_read"] > 0
+    assert message.response_metadata["finish_reason"] in ("stop", "length")
+    last = [piece.usage_metadata for piece in (prompt | model).stream(asked) if piece.usage_metadata]
+    assert last[-1]["output_tokens"] > 0
+    embeddings = langchain_openai.OpenAIEmbeddings(
+        model=MODEL, base_url=f"{address}/v1", api_key="none", check_embedding_ctx_length=False
+    )
+    assert [len(vector) for vector in embeddings.embed_documents(["one", "two"])] == [64, 64]
+
+
+class Word(BaseModel):
+    """A keyword and its lines."""
+
+    word: str
+    lines: int
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance (pip install cacheblend[structured])")
+def test_langchain_structured(address: str) -> None:
+    """`with_structured_output` asks by a JSON schema, and gets an object of the class."""
+    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    model = langchain_openai.ChatOpenAI(
+        model=MODEL, base_url=f"{address}/v1", api_key="none", max_tokens=120, max_retries=0, extra_body={"num_chunks": 0}
+    )
+    schema = {
+        "title": "Word",
+        "description": "A keyword.",
+        "type": "object",
+        "properties": {"word": {"enum": ["for", "while"]}, "lines": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["word", "lines"],
+        "additionalProperties": False,
+    }
+    found = model.with_structured_output(schema, method="json_schema").invoke(QUESTION)
+    assert Word.model_validate(found).word in ("for", "while")
+
+
+def test_llamaindex(answer: str, address: str) -> None:
+    """`OpenAILike`: a chat, streamed, asynchronous, and a completion."""
+    openai_like = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed")
+    from llama_index.core.llms import ChatMessage
+
+    options: dict[str, Any] = {"api_base": f"{address}/v1", "api_key": "none", "max_tokens": TOKENS, "temperature": 0.0}
+    llm = openai_like.OpenAILike(model=MODEL, is_chat_model=True, additional_kwargs={"extra_body": EXTRA}, **options)
+    messages = [ChatMessage(**message) for message in MESSAGES]
+    assert llm.chat(messages).message.content == answer
+    assert [piece.message.content for piece in llm.stream_chat(messages)][-1] == answer
+
+    async def both() -> tuple[str | None, str]:
+        streamed = await llm.astream_chat(messages)
+        return (await llm.achat(messages)).message.content, "".join([piece.delta or "" async for piece in streamed])
+
+    assert asyncio.run(both()) == (answer, answer)
+    text = openai_like.OpenAILike(model=MODEL, is_chat_model=False, **options).complete("for x in").text
+    with httpx.Client(base_url=address) as client:
+        plain = client.post("/v1/completions", json={"prompt": "for x in", "max_tokens": TOKENS}).json()
+    assert text == plain["choices"][0]["text"]
