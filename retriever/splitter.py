@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from langchain_text_splitters.base import Tokenizer as TokenSplit
-from langchain_text_splitters.base import split_text_on_tokens
 from tokenizers import Tokenizer
 
 from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.base.extras import needs_extra
 
 from .config import RetrieverConfig
 from .document import Chunk, Document
@@ -117,6 +116,9 @@ class PlainTokenizer:
             spans.append((borders[numbers[0]], borders[numbers[-1] + 1]))
             return ""
 
+        with needs_extra("rag"):  # here, as it takes a quarter of a second that most commands' start can spare
+            from langchain_text_splitters.base import Tokenizer as TokenSplit
+            from langchain_text_splitters.base import split_text_on_tokens
         split = TokenSplit(
             chunk_overlap=overlap_tokens,
             tokens_per_chunk=max_tokens,

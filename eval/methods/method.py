@@ -19,7 +19,7 @@ from cacheblend.service.engine.prompt import PromptTokens
 from cacheblend.service.engine.request import FirstTokenClock
 from cacheblend.store import ChunkKV
 
-CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")
+from .registry import CONTEXTS
 
 
 class StoredContexts:

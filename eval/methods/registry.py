@@ -1,24 +1,21 @@
-"""The methods by name."""
+"""The methods by name. The methods themselves, and with them the model libraries, are imported where one is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import DEFAULT_SELECTOR, SELECTORS, FusionConfig, Fusor
-from cacheblend.eval.data import Wording
+from cacheblend.blend import DEFAULT_SELECTOR, SELECTORS, FusionConfig
 
-from .map_reduce import MapReduce, MapRerank
-from .method import CONTEXTS, Method
-from .reuse import Blend, FullRecompute, OracleBlend, PrefixCache
+if TYPE_CHECKING:
+    from cacheblend.blend import Fusor
+    from cacheblend.eval.data import Wording
 
+    from .method import Method
 
-def _selecting(selector: str) -> Callable[[Fusor, float, str], Method]:
-    return lambda fusor, ratio, context: Blend(fusor, FusionConfig(recompute_ratio=ratio, selector=selector), context)
-
-
+CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")  # what chunks' KV is computed after
 # Blending by the selector that picks the tokens; "blend" has the default one, and a selector without a name here its own.
 _NAMED = {
     "blend": DEFAULT_SELECTOR,
@@ -29,20 +26,12 @@ _NAMED = {
     "random_tokens": "random",
 }
 _SELECTORS = {**_NAMED, **{f"blend_{name}": name for name in SELECTORS if name not in _NAMED.values()}}
-# Methods that a recompute ratio and a context of the chunks' KV apply to; full reuse takes a context alone.
-_AT_A_RATIO: dict[str, Callable[[Fusor, float, str], Method]] = {
-    **{name: _selecting(selector) for name, selector in _SELECTORS.items()},
-    "oracle": lambda fusor, ratio, context: OracleBlend(fusor, FusionConfig(recompute_ratio=ratio), context),
-}
 METHOD_OF_SELECTOR = {selector: name for name, selector in reversed(_SELECTORS.items())}
 FULL_REUSE = "full_reuse"
-_PLAIN: dict[str, Callable[[Fusor, Wording], Method]] = {
-    "full_recompute": lambda fusor, _: FullRecompute(fusor),
-    "prefix_cache": lambda fusor, _: PrefixCache(fusor),
-    "map_reduce": MapReduce,
-    "map_rerank": lambda fusor, _: MapRerank(fusor),
-}
-METHODS = ("full_recompute", "prefix_cache", FULL_REUSE, *_AT_A_RATIO, "map_reduce", "map_rerank")
+ORACLE = "oracle"
+# What no recompute ratio and no context of the chunks' KV applies to; full reuse takes a context alone.
+_PLAIN = ("full_recompute", "prefix_cache", "map_reduce", "map_rerank")
+METHODS = (*_PLAIN[:2], FULL_REUSE, *_SELECTORS, ORACLE, *_PLAIN[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +45,22 @@ class PlannedMethod:
 
     def make(self, fusor: Fusor, wording: Wording) -> Method:
         """The method itself."""
+        from .map_reduce import MapReduce, MapRerank
+        from .reuse import Blend, FullRecompute, OracleBlend, PrefixCache
+
         if self.name == FULL_REUSE:
             return Blend(fusor, FusionConfig(recompute_ratio=0.0), self.context)
         if self.ratio is None:
-            return _PLAIN[self.name](fusor, wording)
-        return _AT_A_RATIO[self.name](fusor, self.ratio, self.context)
+            plain: dict[str, Callable[[], Method]] = {
+                "full_recompute": lambda: FullRecompute(fusor),
+                "prefix_cache": lambda: PrefixCache(fusor),
+                "map_reduce": lambda: MapReduce(fusor, wording),
+                "map_rerank": lambda: MapRerank(fusor),
+            }
+            return plain[self.name]()
+        if self.name == ORACLE:
+            return OracleBlend(fusor, FusionConfig(recompute_ratio=self.ratio), self.context)
+        return Blend(fusor, FusionConfig(recompute_ratio=self.ratio, selector=_SELECTORS[self.name]), self.context)
 
 
 def plan_methods(

@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.blend import Fusor
-from cacheblend.eval.data import RequestSource
 from cacheblend.eval.methods import CONTEXTS, DEFAULT_RATIO, METHODS, PlannedMethod, plan_methods
 from cacheblend.service.engine.config import DTYPES, check_max_tokens
+
+if TYPE_CHECKING:
+    from cacheblend.blend import Fusor
+    from cacheblend.eval.data import RequestSource
 
 SETUP, ROWS, SUMMARY = "setup.json", "rows.jsonl", "summary.json"
 Row = dict[str, Any]

@@ -38,9 +38,7 @@ def test_help_is_light(arguments: tuple[str, ...]) -> None:
 LOADED = {"torch._C", "transformers.utils", "faiss.loader", "sentence_transformers", "fastapi", "langchain_text_splitters"}
 
 
-@pytest.mark.parametrize(
-    "command", [*COMMANDS, next(one for one in EVALUATION if one.name == "demo")], ids=lambda one: one.name
-)
+@pytest.mark.parametrize("command", [*COMMANDS, *EVALUATION], ids=lambda one: one.name)
 def test_help_of_a_command_is_light(command: Command) -> None:
     """A command's help loads no model library, no retriever and no server."""
     assert not _modules_after(command.name, "--help") & LOADED
