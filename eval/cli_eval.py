@@ -242,7 +242,7 @@ def report(
     from .figures.quality_ttft import draw_losses
     from .load import is_load_run, load_report, read_summary
     from .run import RunFolder, summarize
-    from .run import report as make_report
+    from .run.report import report as make_report
 
     loads = [run for run in runs if is_load_run(run)]
     others = [run for run in runs if run not in loads]
@@ -325,7 +325,8 @@ def _config(
 
 
 def _run(config: EvalConfig, out: Path | None, resume: bool, as_json: bool) -> None:
-    from .run import evaluate, report
+    from .run import evaluate
+    from .run.report import report
 
     if resume and out is None:
         raise ConfigError("resume", resume, "only with --out, the folder of the run to go on with")

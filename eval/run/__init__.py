@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from .calibration import calibration_config as calibration_config
     from .folder import EvalConfig as EvalConfig
     from .folder import RunFolder as RunFolder
-    from .report import report as report
     from .report import summarize as summarize
     from .runner import evaluate as evaluate
     from .runner import load_fusor as load_fusor
 
+# Not `report`: its module has that name too.
 _MODULES = {
     ".calibration": (
         "CalibrationRun",
