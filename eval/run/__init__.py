@@ -27,10 +27,7 @@ _MODULES = {
         "EvalConfig",
         "RunFolder",
     ),
-    ".report": (
-        "report",
-        "summarize",
-    ),
+    ".report": ("summarize",),
     ".runner": (
         "evaluate",
         "load_fusor",
