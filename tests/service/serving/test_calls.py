@@ -149,6 +149,7 @@ def test_turns_between_batches(pool: CallPool) -> None:
     assert begun.wait(10)
     for call in calls[1:]:
         pool.submit(call)
+    wait_until(lambda: all(call.waits_for_turn for call in calls[1:]))
     gate.set()
     for call in calls:
         call.future.result(10)
