@@ -105,7 +105,7 @@ class Server:
                 limits.max_waiting,
                 one_at_a_time=True,
                 ready=lambda tenant: scheduler.waiting(tenant) < PREPARED_AHEAD,
-                behind=True,
+                behind=lambda tenant: self.preparing.asks_most(tenant),
             )
             self.uploads = CallPool(
                 "uploads",
@@ -113,7 +113,7 @@ class Server:
                 one_at_a_time=True,
                 gives_way=lambda: scheduler.is_busy or preparing.is_busy,
                 share=limits.ingest_share,
-                behind=True,
+                behind=lambda _: True,
             )
             self.document_calls = CallPool("calls about documents", limits.max_document_calls, per_tenant=2)
             self.texts = CallPool(
@@ -122,7 +122,7 @@ class Server:
                 one_at_a_time=True,
                 gives_way=lambda: scheduler.is_busy or preparing.is_busy,
                 share=limits.ingest_share,
-                behind=True,
+                behind=lambda _: True,
             )
             self.scrapes = CallPool("scrapes", MAX_SCRAPES)
             self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time

@@ -16,6 +16,7 @@ from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, 
 from cacheblend.base.process import run_behind
 
 LOOK_EVERY_S = 0.02  # for the end of what work in a pool gives way to
+PRESENT_S = 10.0  # a tenant counts as there for so long after it called
 TURN_S = 2.0  # a turn that takes longer, in a read of a disk that hangs, say, is no reason for others to wait
 _Result = TypeVar("_Result")
 Check = Callable[[], None]
@@ -137,6 +138,7 @@ class Call(Generic[_Result]):
         self.begun: float | None = None  # seconds of `time.perf_counter`, when its last batch began
         self.worked_s = 0.0
         self.waits_for_turn = False
+        self.is_behind = False  # whether its thread runs at a lower priority; told when it begins
 
     def give_up(self, error: ServiceError) -> None:
         """Have whoever waits see an error now, and the work end at its next check; the first one counts."""
@@ -183,11 +185,12 @@ class CallPool:
         max_calls: of one tenant, waiting and running; the next one is refused.
         per_tenant: calls of one tenant that run at once.
         one_at_a_time: of those that run, one works, and at each check, or after `TURN_S`, the next tenant's has its turn. Else
-            all work.
+            all work. A call behind others and one that is not do not wait for each other.
         gives_way: tells whether more important work goes on; while it does, what runs here takes `share` of the time.
         share: 0..1.
         ready: whether a tenant's next call is worth beginning; until then it waits, and others have their turns.
-        behind: the threads take the processor where the scheduler's do not want it; see `run_behind`.
+        behind: whether a tenant's call, as it begins, shall take the processor only where other threads do not want it; see
+            `run_behind`.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class CallPool:
         gives_way: Callable[[], bool] = lambda: False,
         share: float = 1.0,
         ready: Callable[[str], bool] = lambda _: True,
-        behind: bool = False,
+        behind: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._name, self._max_calls, self._per_tenant, self._one_at_a_time = name, max_calls, per_tenant, one_at_a_time
         self._gives_way, self._rest, self._ready = gives_way, 1 / share - 1, ready
@@ -208,7 +211,9 @@ class CallPool:
         self._changed = threading.Condition()
         self._queue: FairQueue[Call[Any]] = FairQueue(max_calls)
         self._running: list[Call[Any]] = []
-        self._turns: deque[Call[Any]] = deque()  # those of them that have begun, or may; the first one has its turn
+        # Those of them that have begun, or may, by whether they are behind; the first one of each has its turn.
+        self._turns: dict[bool, deque[Call[Any]]] = {False: deque(), True: deque()}
+        self._came: dict[str, float] = {}  # seconds of `time.perf_counter`, by tenant: its last call
         self._threads: set[threading.Thread] = set()
         self._mean_s: dict[str, float] = {}  # a running mean of a call's work, by tenant, for Retry-After
         self._closing = False
@@ -223,6 +228,7 @@ class CallPool:
         with self._changed:
             if self._closing:
                 raise _stopping()
+            self._came[call.tenant] = time.perf_counter()
             if (own := self._count(call.tenant)) >= self._max_calls:
                 retry_after_s = max(1, math.ceil(own * self._mean_s.get(call.tenant, 1.0)))
                 raise QueueFullError(
@@ -236,6 +242,13 @@ class CallPool:
         """How many calls of a tenant wait or run."""
         with self._changed:
             return self._count(tenant)
+
+    def asks_most(self, tenant: str) -> bool:
+        """Whether another tenant that called in the last `PRESENT_S` has fewer calls here."""
+        since = time.perf_counter() - PRESENT_S
+        with self._changed:
+            own = self._count(tenant)
+            return any(came > since and self._count(other) < own for other, came in self._came.items() if other != tenant)
 
     @property
     def is_busy(self) -> bool:
@@ -290,10 +303,10 @@ class CallPool:
             thread.start()
 
     def _run(self, call: Call[Any]) -> None:
-        if self._behind:
-            run_behind()
         try:
             self._wait_until_ready(call)
+            if call.is_behind:
+                run_behind()
             self._wait_for_turn(call)
             if call.over is None:
                 call.run(lambda: self._between_batches(call))
@@ -306,7 +319,7 @@ class CallPool:
                     before_s = self._mean_s.get(call.tenant, worked_s)
                     self._mean_s[call.tenant] = before_s + 0.2 * (worked_s - before_s)
                 self._running.remove(call)
-                self._turns.remove(call)
+                self._turns[call.is_behind].remove(call)
                 self._threads.discard(threading.current_thread())
                 self._start()
                 self._changed.notify_all()
@@ -322,9 +335,10 @@ class CallPool:
             call.begun = time.perf_counter()
             time.sleep(min(LOOK_EVERY_S, self._rest * batch_s))
             call.check()
+        turns = self._turns[call.is_behind]
         with self._changed:
-            if self._one_at_a_time and self._turns[0] is call:
-                self._turns.rotate(-1)
+            if self._one_at_a_time and turns[0] is call:
+                turns.rotate(-1)
                 self._changed.notify_all()
         self._wait_for_turn(call)
         call.check()
@@ -333,15 +347,17 @@ class CallPool:
         with self._changed:
             while call.over is None and not self._ready(call.tenant):
                 self._changed.wait(LOOK_EVERY_S)
-            self._turns.append(call)
+            call.is_behind = self._behind(call.tenant)
+            self._turns[call.is_behind].append(call)
 
     def _wait_for_turn(self, call: Call[Any]) -> None:
+        turns = self._turns[call.is_behind]
         with self._changed:
             call.waits_for_turn = True
-            while self._one_at_a_time and (first := self._turns[0]) is not call and call.over is None:
+            while self._one_at_a_time and (first := turns[0]) is not call and call.over is None:
                 took_s = 0.0 if first.begun is None or first.waits_for_turn else time.perf_counter() - first.begun
                 if took_s > TURN_S:
-                    self._turns.rotate(-1)
+                    turns.rotate(-1)
                     self._changed.notify_all()
                 else:
                     self._changed.wait(TURN_S / 10)

@@ -15,7 +15,7 @@ from engines import wait_until
 from cacheblend.base.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.base.process import BEHIND_NICENESS
 from cacheblend.service.serving import Call, CallPool, Check
-from cacheblend.service.serving.calls import FairQueue
+from cacheblend.service.serving.calls import TURN_S, FairQueue
 
 
 @dataclass(frozen=True)
@@ -297,10 +297,41 @@ def test_not_before_it_is_worth_it() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux alone")
 def test_threads_behind_others() -> None:
     """A pool behind others computes at a higher niceness, and the thread that submits keeps its own."""
-    pool = CallPool("calls", 4, behind=True)
+    pool = CallPool("calls", 4, behind=lambda _: True)
     own = os.getpriority(os.PRIO_PROCESS, 0)
     call = Call(lambda _: os.getpriority(os.PRIO_PROCESS, 0))
     pool.submit(call)
     assert call.future.result(10) >= BEHIND_NICENESS
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+    pool.close()
+
+
+def test_a_call_ahead_does_not_wait_for_one_behind() -> None:
+    """While a call at the lower priority keeps its turn, another tenant's ahead of it is done at once."""
+    pool = CallPool(NAME, 4, one_at_a_time=True, behind={"a": True, "b": False}.__getitem__)
+    _, gate = held(pool, "a")
+    began = time.perf_counter()
+    ahead = Call(lambda _: "done", tenant="b")
+    pool.submit(ahead)
+    assert ahead.future.result(10) == "done"
+    assert time.perf_counter() - began < TURN_S / 2
+    gate.set()
+    pool.close()
+
+
+def test_who_asks_most() -> None:
+    """A tenant asks most while another that was there lately has fewer calls; alone, or equal, it does not."""
+    pool = CallPool(NAME, 4)
+    _, gate = held(pool, "a")
+    pool.submit(Call(lambda _: None, tenant="a"))
+    assert not pool.asks_most("a")  # nobody else is there
+    other, other_gate = held(pool, "b")
+    assert (pool.asks_most("a"), pool.asks_most("b")) == (True, False)
+    other_gate.set()
+    other.future.result(10)
+    wait_until(lambda: pool.count("b") == 0)
+    assert pool.asks_most("a")  # it was there a moment ago
+    pool._came["b"] -= 60
+    assert not pool.asks_most("a")
+    gate.set()
     pool.close()
