@@ -44,9 +44,7 @@ def test_html_is_converted(openai_client: openai.OpenAI) -> None:
 def _bomb() -> bytes:
     archive = BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr(
-            zipfile.ZipInfo("word/document.xml"), "no document"
-        )  # of a fixed time: workers must collect the same test
+        file.writestr(zipfile.ZipInfo("word/document.xml"), "no document")  # whose time is fixed: workers collect the same test
     return archive.getvalue()
 
 
