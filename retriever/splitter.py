@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,10 @@ class PlainTokenizer:
         """Token ids of `text` alone."""
         ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids if self._controls.isdisjoint(ids) else [token for token, _ in self._encode(text)]
+
+    def has_controls(self, token_ids: Iterable[int]) -> bool:
+        """Whether one of the ids is a control token."""
+        return not self._controls.isdisjoint(token_ids)
 
     def cut(self, text: str, max_tokens: int, overlap_tokens: int = 0, *, at_sentences: bool = False) -> list[str]:
         """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.

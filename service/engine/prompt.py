@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -112,10 +114,33 @@ class PromptLayout:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat: `role` is "system", "user" or "assistant"."""
+    """One turn of a chat.
+
+    Args:
+        role: "system", "user", "assistant" or "tool".
+        content: its text; "" for an assistant that only calls tools.
+        tool_calls: what an assistant calls, as chat templates have it: `{"id", "type", "function": {"name", "arguments"}}`,
+            the arguments an object.
+        tool_call_id: the call that a tool's result is of.
+        name: of that tool.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def turn(self, content: str) -> dict[str, Any]:
+        """The turn as a chat template has it, with `content` in place of its text."""
+        turn: dict[str, Any] = {"role": self.role, "content": content}
+        if self.tool_calls:
+            turn["tool_calls"] = [dict(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+        if self.role == "tool" and self.name is not None:
+            turn["name"] = self.name
+        return turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +169,7 @@ class PromptRenderer:
 
     Attributes:
         prefix: what the prompt of every question begins with.
+        takes_tools: whether the chat template writes tools into the prompt.
 
     Raises:
         InputError: the chat template cannot be rendered, or drops the user's text.
@@ -163,6 +189,7 @@ class PromptRenderer:
         self._plain = PlainTokenizer(tokenizer)
         self._bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         self._has_template = chat and tokenizer.chat_template is not None
+        self.takes_tools = self._has_template and _mentions_tools(tokenizer)
         self._before_question, self._after_question = before_question, "" if self._has_template else after_question
         self._question_frame = self._frame([Message("user", "")], instruction)
         self.prefix = self._question_frame.prefix
@@ -179,22 +206,30 @@ class PromptRenderer:
         check_characters(len(question), self._max_positions)
         return self._layout(self._question_frame, self._before_question, question)
 
-    def chat(self, messages: Sequence[Message], *, with_chunks: bool) -> PromptLayout:
-        """The prompt of a chat whose last message asks; `with_chunks` where chunks will stand before that.
+    def chat(self, messages: Sequence[Message], *, with_chunks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> PromptLayout:
+        """The prompt of a chat whose last message asks; `with_chunks` where chunks will stand before the user's last message.
 
         A later turn has its own chunks before its question, and an earlier one's nowhere. A chat of one question over chunks
-        has the prompt of `question`.
+        has the prompt of `question`. What tools answered to a question stands after it.
+
+        Args:
+            messages: the turns; the last one is the user's or a tool's.
+            with_chunks: leave a place for chunks.
+            tools: that the model may call, as chat templates have them: `{"type": "function", "function": {"name", ...}}`.
 
         Raises:
-            InputError: the last message is not the user's, one is empty, or the model's template refuses the turns.
+            InputError: the last message is another's, one is empty, the model's template refuses the turns, there are tools
+                and it takes none, or one of them has the text of a control token.
             PromptTooLongError: they cannot be within the model's positions.
         """
         self._check_chat(messages)
-        if with_chunks and len(messages) == 1:
+        self._check_tools(messages, tools)
+        if with_chunks and len(messages) == 1 and not tools:
             return self.question(messages[0].content)
         has_system = any(message.role == "system" for message in messages)
-        frame = self._frame(messages, self._instruction if with_chunks and not has_system else "")
-        return self._layout(frame, self._before_question if with_chunks else "", messages[-1].content)
+        instruction = self._instruction if with_chunks and not has_system else ""
+        frame = self._frame(messages, instruction, tools)
+        return self._layout(frame, self._before_question if with_chunks else "", messages[question_place(messages)].content)
 
     def chat_around(
         self, messages: Sequence[Message], parts: Sequence[Sequence[str | Chunk]]
@@ -215,7 +250,7 @@ class PromptRenderer:
         # 1. What the template puts around the texts.
         if self._has_template:
             marks = [secrets.token_hex(16) for _ in messages]
-            around = self._around([message.role for message in messages], marks, marks)
+            around = self._around([Message.turn(message, mark) for message, mark in zip(messages, marks, strict=True)], marks)
         else:
             around = ["", *("\n" for _ in messages[1:]), self._after_question]
         # 2. Each text and each chunk by itself, so that chunks begin and end where tokens do.
@@ -265,37 +300,75 @@ class PromptRenderer:
 
     def _check_chat(self, messages: Sequence[Message]) -> None:
         check_characters(sum(len(message.content) for message in messages), self._max_positions)
-        if not messages or messages[-1].role != "user":
-            raise InputError("messages: the last one must be the user's question")
+        if not messages or messages[-1].role not in ("user", "tool"):
+            raise InputError("messages: the last one must be the user's question, or what a tool answered to it")
+        if not any(message.role == "user" for message in messages):
+            raise InputError("messages: one must be the user's question; give it before the tools' results")
         for place, message in enumerate(messages):
-            if not message.content.strip():
+            if not message.content.strip() and not message.tool_calls and message.role != "tool":
                 raise InputError(f"messages[{place}].content is empty; leave the message out")
+
+    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools that the template does not take, and those whose words it would make control tokens."""
+        told: list[tuple[str, Any]] = [("tools", tools)] if tools else []
+        for place, message in enumerate(messages):
+            if message.role == "tool" or message.tool_calls:
+                told.append((f"messages[{place}]", message.turn("")))
+        for field, value in told:
+            if not self.takes_tools:
+                raise InputError(
+                    f"{field}: the model's chat template takes no tools; leave them out, or use a model that calls tools"
+                )
+            text = json.dumps(value, ensure_ascii=False)
+            check_characters(len(text), self._max_positions)
+            if self._plain.has_controls(self._template_ids(text)):
+                raise InputError(f"{field}: has the text of a control token of the model; write it in other words")
 
     def _layout(self, frame: _Frame, before_question: str, question: str) -> PromptLayout:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
         asked = self._ids(f"{frame.before_question}{before_question}{question.strip()}{self._after_question}")
         return PromptLayout(frame.prefix, (*asked, *frame.ending), cache_suffix=False)
 
-    def _frame(self, messages: Sequence[Message], instruction: str) -> _Frame:
-        """Render the turns, the last one's chunks and question left out."""
+    def _frame(self, messages: Sequence[Message], instruction: str, tools: Sequence[Mapping[str, Any]] = ()) -> _Frame:
+        """Render the turns, the chunks and the question left out."""
+        asks = question_place(messages)
         if not self._has_template:
-            earlier = "".join(f"{message.content.strip()}\n" for message in messages[:-1])
+            earlier = "".join(f"{message.content.strip()}\n" for message in messages[:asks])
             return _Frame((*self._bos, *self._ids(instruction), *self._ids(earlier)), "", ())
-        marks = [secrets.token_hex(16) for _ in range(len(messages) + 1)]  # of the earlier turns, the chunks, the question
-        contents = [*marks[:-2], marks[-2] + marks[-1]]
-        between = self._around([message.role for message in messages], contents, marks)
-        prefix: tuple[int, ...] = ()
-        for opening, text in zip(between[:-2], [*(message.content for message in messages[:-1]), instruction], strict=True):
-            prefix = (*prefix, *self._template_ids(opening), *self._ids(text))
-        return _Frame(prefix, between[-2], self._template_ids(between[-1]))
+        # 1. A mark for each text that there is, and one for the chunks before the question.
+        marks: list[str] = []
+        texts: list[str] = []
+        turns: list[dict[str, Any]] = []
+        for place, message in enumerate(messages):
+            own = [instruction, message.content] if place == asks else [message.content] if message.content else []
+            new = [secrets.token_hex(16) for _ in own]
+            if place == asks:
+                question = len(marks) + 1
+            marks, texts = [*marks, *new], [*texts, *own]
+            turns.append(message.turn("".join(new)))
+        # 2. What the template puts around them.
+        between = self._around(turns, marks, tools)
+        prefix = self._joined(between[:question], texts[:question])
+        ending = self._joined(between[question + 1 : -1], texts[question + 1 :])
+        return _Frame(prefix, between[question], (*ending, *self._template_ids(between[-1])))
 
-    def _around(self, roles: Sequence[str], contents: Sequence[str], marks: Sequence[str]) -> list[str]:
+    def _joined(self, openings: Sequence[str], texts: Sequence[str]) -> tuple[int, ...]:
+        """The ids of texts, each after what the template puts before it."""
+        pairs = zip(openings, texts, strict=True)
+        return tuple(token for opening, text in pairs for token in (*self._template_ids(opening), *self._ids(text)))
+
+    def _around(
+        self, turns: Sequence[dict[str, Any]], marks: Sequence[str], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[str]:
         """What the template puts before each mark of the turns' contents, and after the last."""
-        turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        own = [dict(tool) for tool in tools] or None
         try:
-            rendered: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            rendered: str = self._tokenizer.apply_chat_template(
+                list(turns), tools=own, tokenize=False, add_generation_prompt=True
+            )
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"messages: the model's chat template refuses these turns: {error}") from error
+        check_characters(len(rendered), self._max_positions)
         between: list[str] = []
         for mark in marks:
             if rendered.count(mark) != 1:
@@ -318,6 +391,19 @@ def _runs(pieces: Sequence[_Piece], places: Sequence[int]) -> list[Sequence[_Pie
     """What stands before the first of the places, between every two, and after the last."""
     borders = [-1, *places, len(pieces)]
     return [pieces[first + 1 : last] for first, last in pairwise(borders)]
+
+
+def question_place(messages: Sequence[Message]) -> int:
+    """Which message is the user's last one, which asks."""
+    return max(place for place, message in enumerate(messages) if message.role == "user")
+
+
+def _mentions_tools(tokenizer: Any) -> bool:
+    """Whether the chat template, where there are several the one for tools, has the variable `tools`."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default") or ""
+    return re.search(r"\btools\b", template) is not None
 
 
 def check_characters(characters: int, max_positions: int | None) -> None:

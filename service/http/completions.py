@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prompt import Message
+from cacheblend.service.engine.prompt import Message, PromptRenderer, question_place
 from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.engine.request import chunk_origin
 
@@ -21,8 +21,9 @@ from ..serving.request import TextStream
 from .body import JsonRoute
 from .errors import ApiError, error_body
 from .generation import EventStream, Generation, Prepare, prepare_prompt, server_event
-from .schemas import ChatBody, CompletionBody, GenerationBody
+from .schemas import ChatBody, CompletionBody, GenerationBody, NamedTool
 from .server import Server
+from .tools import CallReader
 
 DEFAULT_NUM_CHUNKS = 6
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -34,9 +35,36 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
+    engine: Engine = request.state.engine
+    _check_tools(body, engine.prompts)
     messages = [message.message() for message in body.messages]
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return await _respond(body, request, ChatShape(), prepare_chat(request.state.engine, body, messages, max_tokens))
+    tools = [tool.tool() for tool in body.called_tools]
+    shape = ChatShape([tool.function.name for tool in body.called_tools], 1 if body.parallel_tool_calls is False else None)
+    return await _respond(body, request, shape, prepare_chat(engine, body, messages, max_tokens, tools))
+
+
+def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
+    """Refuse tools that cannot be called.
+
+    Raises:
+        ApiError: the model takes none, or fields are against each other.
+    """
+    names = [tool.function.name for tool in body.called_tools]
+    if names and not prompts.takes_tools:
+        message = (
+            "tools: the model's chat template takes none; leave them out, ask for JSON with response_format, "
+            "or use a model that calls tools"
+        )
+        raise ApiError(400, message, param="tools", code="unsupported_value")
+    if body.tool_choice not in (None, "none", "auto") and not names:
+        raise ApiError(400, "tool_choice: there are no tools to call; give tools, or leave it out", param="tool_choice")
+    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
+        message = f"tool_choice: {body.tool_choice.function.name!r} is none of the tools; name one of them"
+        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+    if names and body.response_format is not None and body.response_format.type != "text":
+        message = 'response_format: an answer held to JSON calls no tools; leave it out, or set tool_choice to "none"'
+        raise ApiError(400, message, param="response_format", code="invalid_value")
 
 
 @router.post("/v1/completions", responses=ANSWERS)
@@ -58,10 +86,13 @@ class Shape(Protocol):
     kind: str
     stream_kind: str
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def calls(self) -> CallReader:
+        """Finds the calls of tools in one answer."""
+
+    def whole(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The choice of a whole answer."""
 
-    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+    def piece(self, text: str, calls: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
         """The choice of a piece."""
 
     def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
@@ -69,19 +100,37 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    """A chat completion."""
+    """A chat completion.
+
+    Args:
+        tools: names of those that may be called.
+        most_calls: of one answer.
+    """
 
     prefix = "chatcmpl"
     kind = "chat.completion"
     stream_kind = "chat.completion.chunk"
 
-    def whole(self, text: str) -> dict[str, Any]:
-        """See `Shape`."""
-        return {"message": {"role": "assistant", "content": text}}
+    def __init__(self, tools: Collection[str] = (), most_calls: int | None = None) -> None:
+        self._tools, self._most_calls = tools, most_calls
 
-    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+    def calls(self) -> CallReader:
         """See `Shape`."""
-        return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
+        return CallReader(self._tools, self._most_calls)
+
+    def whole(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """See `Shape`."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": list(calls)}
+        return {"message": message}
+
+    def piece(self, text: str, calls: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
+        """See `Shape`."""
+        delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
+        if calls:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        return {"delta": delta}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
         """See `Shape`."""
@@ -103,11 +152,15 @@ class TextShape:
     prefix = "cmpl"
     kind = stream_kind = "text_completion"
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def calls(self) -> CallReader:
+        """See `Shape`."""
+        return CallReader(())
+
+    def whole(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """See `Shape`."""
         return {"text": text}
 
-    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+    def piece(self, text: str, calls: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
         """See `Shape`."""
         return {"text": text}
 
@@ -125,13 +178,20 @@ class TextShape:
         }
 
 
-def prepare_chat(engine: Engine, body: GenerationBody, messages: Sequence[Message], max_tokens: int | None) -> Prepare:
+def prepare_chat(
+    engine: Engine,
+    body: GenerationBody,
+    messages: Sequence[Message],
+    max_tokens: int | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Prepare:
     """How a chat is laid out, over the chunks or documents that its body asks for."""
 
     def prepare(check: Check) -> PromptRequest:
         num_chunks = _num_chunks(engine, body, DEFAULT_NUM_CHUNKS)
-        layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None)
-        return prepare_prompt(engine, body, layout, messages[-1].content, num_chunks, max_tokens, check)
+        layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None, tools=tools)
+        question = messages[question_place(messages)].content
+        return prepare_prompt(engine, body, layout, question, num_chunks, max_tokens, check)
 
     return prepare
 
@@ -153,15 +213,17 @@ async def _respond(body: GenerationBody, request: Request, shape: Shape, prepare
         return EventStream(_stream(body, shape, generation, *await generation.first(), head), generation)
     done = await generation.whole()
     tokenizer = generation.served[0].engine.fusor.tokenizer
-    choices = [
-        {
-            "index": index,
-            **shape.whole(one.answer.text),
-            "logprobs": None if body.told_logprobs is None else shape.logprobs(one.logprobs, tokenizer, 0),
-            "finish_reason": one.finish_reason,
-        }
-        for index, one in enumerate(done)
-    ]
+    choices = []
+    for index, one in enumerate(done):
+        text, calls = shape.calls().finish(one.answer.text)
+        choices.append(
+            {
+                "index": index,
+                **shape.whole(text, calls),
+                "logprobs": None if body.told_logprobs is None else shape.logprobs(one.logprobs, tokenizer, 0),
+                "finish_reason": "tool_calls" if calls else one.finish_reason,
+            }
+        )
     report = answer_report(body, generation.served[0], done[0])
     return JSONResponse({**head, "object": shape.kind, "choices": choices, "usage": usage(done), "cacheblend": report})
 
@@ -174,6 +236,7 @@ async def _stream(
     tokenizer = generation.served[0].engine.fusor.tokenizer
     told: list[list[TokenLogprob]] = [[] for _ in generation.served]  # of tokens whose text is held back
     offsets: list[int | None] = [None for _ in generation.served]  # characters so far; None before the first piece
+    readers = [shape.calls() for _ in generation.served]
     done: dict[int, Done] = {}
     async for place, following in generation.rest(index, event):
         if isinstance(following, Failed):
@@ -181,15 +244,16 @@ async def _stream(
             return
         offset = offsets[place]
         if isinstance(following, Done):
-            text, reason = following.rest, following.finish_reason
+            text, calls = readers[place].finish(following.rest)
+            reason = "tool_calls" if calls else following.finish_reason
             done[place] = following
         else:
-            text, reason = following.text, None
+            text, calls, reason = readers[place].add(following.text), [], None
             told[place] += [following.logprob] if following.logprob is not None else []
             if not text and offset is not None:
                 continue
         offsets[place] = (offset or 0) + len(text)
-        choice = {"index": place, **shape.piece(text, first=offset is None), "logprobs": None, "finish_reason": reason}
+        choice = {"index": place, **shape.piece(text, calls, first=offset is None), "logprobs": None, "finish_reason": reason}
         if body.told_logprobs is not None:
             choice["logprobs"] = shape.logprobs(told[place], tokenizer, offset or 0)
             told[place] = []

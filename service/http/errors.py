@@ -25,7 +25,7 @@ from cacheblend.base.errors import (
     StoreFullError,
 )
 
-from .schemas import LIST_TAG, TEXT_TAG
+from .schemas import LIST_TAG, OBJECT_TAG, TEXT_TAG
 
 logger = logging.getLogger(__name__)
 MOST_SHOWN = 80
@@ -132,6 +132,7 @@ REMEDIES = {
     "dict_type": "must be an object",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
+    "string_pattern_mismatch": "must match {pattern}",
     "too_long": "is too long; at most {max_length}",
     "too_short": "is too short; at least {min_length}",
     "value_error": "{error}",
@@ -141,11 +142,8 @@ FIELD_REMEDIES = {
     "prompt": "is one text, or a list of one; ask for several in several requests",
     "input": "must be a text or a list; token ids are other models' (in LangChain: check_embedding_ctx_length=False)",
     "modalities": 'only ["text"] is supported; leave it out',
-    "tools": "the model cannot call tools here; leave them out, or ask for JSON with response_format",
-    "tool_choice": 'only "none" and "auto" are supported; leave it out',
-    "functions": "the model cannot call functions here; leave them out, or ask for JSON with response_format",
+    "functions": "are OpenAI's older form of tools; give them as tools",
     "function_call": 'only "none" and "auto" are supported; leave it out',
-    "tool_calls": "the model cannot call tools here; leave them out of the conversation",
     "previous_response_id": "no response is kept here; send the earlier turns as input",
     "conversation": "no conversation is kept here; send the earlier turns as input",
     "background": "an answer comes with its response alone; leave it out",
@@ -157,7 +155,7 @@ FIELD_REMEDIES = {
 
 def validation_error(first: Mapping[str, Any]) -> ApiError:
     """The error of a field, from the first that pydantic found."""
-    names = [part for part in first["loc"] if part not in ("body", "query", "path", TEXT_TAG, LIST_TAG)]
+    names = [part for part in first["loc"] if part not in ("body", "query", "path", TEXT_TAG, LIST_TAG, OBJECT_TAG)]
     place = [str(name)[:MOST_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
     param = ".".join(place) or None
     given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"

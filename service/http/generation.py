@@ -19,6 +19,7 @@ from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
 
 from ..serving import Check, Done, Event, Failed, Piece, Sampling, ServedRequest
+from ..serving.sampling import ANY_OBJECT
 from .errors import ApiError
 from .schemas import GenerationBody
 from .server import LOOK_FOR_CLIENT_S, Server, arrived, run_call
@@ -221,14 +222,15 @@ def sampling_of(body: GenerationBody, server: Server) -> Sampling:
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
         message = f"logit_bias: {wrong[0][:40]!a} is no token id of this model, which has {words}; `/tokenize` tells them"
         raise ApiError(400, message, param="logit_bias", code="invalid_value")
-    grammar = None
-    if body.answer_format is not None and body.answer_format.type != "text":
-        schema = body.answer_format.json_schema
-        try:
-            grammar = server.grammars.json() if schema is None else server.grammars.json(schema.schema_)
-        except MissingExtraError as error:
-            remedy = "response_format: JSON needs the extra `structured` where the service runs; leave it out"
-            raise ApiError(400, remedy, param="response_format") from error
+    field, schema = "tool_choice", body.forced_call
+    if schema is None and body.answer_format is not None and body.answer_format.type != "text":
+        own = body.answer_format.json_schema
+        field, schema = "response_format", ANY_OBJECT if own is None else own.schema_
+    try:
+        grammar = None if schema is None else server.grammars.json(schema, field)
+    except MissingExtraError as error:
+        remedy = f"{field}: JSON needs the extra `structured` where the service runs; leave it out"
+        raise ApiError(400, remedy, param=field) from error
     return Sampling(
         seed=body.seed,
         presence_penalty=body.presence_penalty or 0.0,

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cacheblend.service.engine.prompt import Message
+
+from .tools import MOST_TOOLS, call_schema, check_bounds, read_arguments
 
 MOST_STOP_STRINGS = 4
 MOST_NUM_CHUNKS = 1000
@@ -16,7 +29,7 @@ MOST_CHOICES = 16
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
 MOST_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
-TEXT_TAG, LIST_TAG = "<text>", "<list>"  # which part of a union a value is read as; no names of fields
+TEXT_TAG, LIST_TAG, OBJECT_TAG = "<text>", "<list>", "<object>"  # which part of a union a value is read as; no names of fields
 MOST_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 
 
@@ -39,6 +52,18 @@ Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_
 StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS, fail_fast=True)]
 # Says which of two forms a value has, so that an error speaks of that one.
 TextOrList = Discriminator(lambda value: LIST_TAG if isinstance(value, list) else TEXT_TAG)
+TextOrObject = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict) else TEXT_TAG)
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+CallId = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
+
+
+def _no_tools(given: list[Any] | None) -> list[Any] | None:
+    if given:
+        raise ValueError("tools are called in chat completions alone; leave them out, or ask /v1/chat/completions")
+    return given
+
+
+NoTools = Annotated[list[Any] | None, AfterValidator(_no_tools)]
 
 
 class StrictModel(BaseModel):
@@ -84,24 +109,130 @@ class TextPart(StrictModel):
 Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
 
 
+class CalledFunction(StrictModel):
+    """What a call calls; the arguments are JSON in a text."""
+
+    name: FunctionName
+    arguments: Text
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, text: str) -> str:
+        read_arguments(text)
+        return text
+
+
+class CallBody(StrictModel):
+    """A call of an earlier answer, which comes back in the conversation."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Any = None  # of a stream's pieces; ignored
+
+    def call(self) -> dict[str, Any]:
+        """The call as chat templates have it."""
+        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+Content = Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Parts, Tag(LIST_TAG)], TextOrList]
+
+
 class MessageBody(StrictModel):
     """One turn of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Parts, Tag(LIST_TAG)], TextOrList]
-    name: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[list[CallBody], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[CallId | None, Field(validate_default=True)] = None
+    content: Annotated[Content | None, Field(validate_default=True)] = None
+    name: Annotated[Text, StringConstraints(max_length=256)] | None = None
     # Of an answer of OpenAI's or another service's that comes back in a conversation: what says nothing is ignored.
     refusal: None = None
     audio: None = None
     annotations: Any = None
     reasoning_content: Any = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _are_the_assistants(cls, calls: list[CallBody] | None, info: ValidationInfo) -> list[CallBody] | None:
+        if calls and info.data.get("role") != "assistant":
+            raise ValueError("are the assistant's alone; leave them out")
+        return calls
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _is_of_a_result(cls, call: str | None, info: ValidationInfo) -> str | None:
+        if (info.data.get("role") == "tool") != (call is not None):
+            raise ValueError("say with a tool's result, and with nothing else, which call it is of")
+        return call
+
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, content: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
+        if content is None and not info.data.get("tool_calls"):
+            raise ValueError("is missing; give it")
+        return content
 
     def message(self) -> Message:
         """The turn in the service's words."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message("system" if self.role == "developer" else self.role, text)
+        content = self.content or ""
+        return Message(
+            "system" if self.role == "developer" else self.role,
+            content if isinstance(content, str) else "".join(part.text for part in content),
+            tuple(call.call() for call in self.tool_calls or ()),
+            self.tool_call_id,
+            self.name,
+        )
+
+
+class FunctionBody(StrictModel):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # where a call must come its arguments always have their schema
+
+
+class ToolBody(StrictModel):
+    """A tool; functions alone are taken."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+    def tool(self) -> dict[str, Any]:
+        """The tool as chat templates have it."""
+        return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
+
+
+class NamedFunction(StrictModel):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedTool(StrictModel):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _differ(tools: list[ToolBody]) -> list[ToolBody]:
+    """Refuse two tools of one name, and tools that are too much together."""
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError("two have the same name; give each its own")
+    check_bounds([tool.tool() for tool in tools])
+    return tools
+
+
+Tools = Annotated[list[ToolBody], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(_differ)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[NamedTool, Tag(OBJECT_TAG)], TextOrObject
+]
 
 
 class StreamOptions(StrictModel):
@@ -188,6 +319,11 @@ class GenerationBody(IgnoredFields):
         return self.response_format
 
     @property
+    def forced_call(self) -> dict[str, Any] | None:
+        """The JSON schema of the call that the answer must be; None where it may be a text."""
+        return None
+
+    @property
     def told_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told with each; None for nothing of it."""
         return None
@@ -225,10 +361,25 @@ class ChatBody(OpenWebUiFields, GenerationBody):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None  # without one "auto"
+    parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
+
+    @property
+    def called_tools(self) -> list[ToolBody]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_call(self) -> dict[str, Any] | None:
+        """See `GenerationBody`."""
+        if self.tool_choice in (None, "none", "auto"):
+            return None
+        only = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        functions = [tool.function for tool in self.called_tools]
+        return call_schema([(one.name, one.parameters) for one in functions if only in (None, one.name)])
 
     @property
     def told_logprobs(self) -> int | None:
@@ -263,6 +414,9 @@ class CompletionBody(GenerationBody):
 
 class InputItem(MessageBody):
     """One turn of `POST /v1/responses`; an earlier answer may come back as it was given."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    tool_calls: Annotated[list[CallBody], Field(max_length=0)] | None = None
 
     type: Literal["message"] | None = None
     id: Any = None
@@ -313,7 +467,7 @@ class ResponsesBody(GenerationBody):
     conversation: None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
     top_logprobs: Literal[0] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: NoTools = None
     tool_choice: Literal["none", "auto"] | None = None
 
     @property

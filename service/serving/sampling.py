@@ -33,7 +33,7 @@ GRAMMAR_LIMITS: dict[str, Any] = {
 }
 # Models that are asked for JSON may go on with white space for ever.
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8})"}
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,9 @@ class Draws:
         assert self._matcher is not None
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise InputError("response_format: the answer cannot be held to this schema; make it simpler")
+            assert self._sampling.grammar is not None
+            field = self._sampling.grammar.field
+            raise InputError(f"{field}: the answer cannot be held to this schema; make it simpler")
         allowed = np.unpackbits(mask, count=min(words, 8 * len(mask)), bitorder="little").astype(bool)
         return torch.from_numpy(np.pad(allowed, (0, words - len(allowed))))
 
@@ -150,10 +152,11 @@ class Grammar:
 
     Args:
         matcher: at the start of a text.
+        field: of the request that asked for it.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._start = matcher
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._start, self.field = matcher, field
 
     def matcher(self) -> LLMatcher:
         """A matcher at the start."""
@@ -177,8 +180,12 @@ class GrammarCompiler:
         self._vocabulary: Any = None
         self.words = int(model.config.get_text_config().vocab_size)
 
-    def json(self, schema: Mapping[str, Any] = ANY_OBJECT) -> Grammar:
+    def json(self, schema: Mapping[str, Any] = ANY_OBJECT, field: str = "response_format") -> Grammar:
         """The grammar of JSON that has a schema.
+
+        Args:
+            schema: what the JSON has.
+            field: of the request that asked for it; errors name it.
 
         Raises:
             InputError: the schema is too long, too deep, or uses what cannot be enforced.
@@ -189,9 +196,9 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
         text = json.dumps(schema)
         if len(text) > MOST_SCHEMA_CHARACTERS:
-            raise InputError(f"response_format: a schema has at most {MOST_SCHEMA_CHARACTERS} characters; make it simpler")
+            raise InputError(f"{field}: a schema has at most {MOST_SCHEMA_CHARACTERS} characters; make it simpler")
         if _depth(schema) > MOST_SCHEMA_DEPTH:
-            raise InputError(f"response_format: a schema is at most {MOST_SCHEMA_DEPTH} levels deep; make it simpler")
+            raise InputError(f"{field}: a schema is at most {MOST_SCHEMA_DEPTH} levels deep; make it simpler")
         with self._lock:
             if self._vocabulary is None:
                 stop = getattr(self._model.generation_config, "eos_token_id", None)
@@ -203,8 +210,8 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             why = matcher.get_error().strip().partition("\n")[0][:200]
-            raise InputError(f"response_format: this schema cannot be enforced ({why}); leave that out of it")
-        return Grammar(matcher)
+            raise InputError(f"{field}: this schema cannot be enforced ({why}); leave that out of it")
+        return Grammar(matcher, field)
 
 
 def _depth(value: Any) -> int:

@@ -76,7 +76,12 @@ def test_wrong_values(client: httpx.Client) -> None:
     ("messages", "named"),
     [
         ([], "messages"),
-        ([{"role": "tool", "content": "x"}], "messages.0.role"),
+        ([{"role": "tool", "content": "x"}], "messages.0.tool_call_id"),
+        (
+            [USER, {"role": "tool", "tool_call_id": "1", "content": "x"}],
+            "messages[1]: the model's chat template takes no tools",
+        ),
+        ([{"role": "function", "content": "x"}], "messages.0.role"),
         ([{"role": "", "content": "x"}], "messages.0.role"),
         ([{"role": None, "content": "x"}], "messages.0.role"),
         ([{"content": "x"}], "messages.0.role"),
@@ -86,7 +91,7 @@ def test_wrong_values(client: httpx.Client) -> None:
         ([USER, {"role": "system", "content": "x"}], "user's question"),
         ([USER, {"role": "assistant", "content": "x"}], "user's question"),
         ([{"role": "assistant", "content": ""}, USER], "messages[0].content is empty"),
-        ([{**USER, "tool_calls": [{}]}], "messages.0.tool_calls: the model cannot call tools"),
+        ([{**USER, "tool_calls": [{}]}], "messages.0.tool_calls.0.id: is missing"),
     ],
 )
 def test_wrong_messages(client: httpx.Client, messages: list[object], named: str) -> None:

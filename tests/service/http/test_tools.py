@@ -1,0 +1,240 @@
+"""Tools of a chat: taken where the model's template has a place for them, and their calls found in answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from api import MODEL, listening
+from engines import OpenEngine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.blend import Fusor
+from cacheblend.service import Engine
+from cacheblend.service.engine.prompt import Message
+from cacheblend.service.http import HttpConfig, Server, generation
+from cacheblend.service.http.tools import MOST_TOOLS, CallReader, call_schema
+from cacheblend.service.serving import GrammarCompiler, Sampling, ServingConfig
+from cacheblend.service.serving.sampling import Grammar
+
+# In little what Qwen's is.
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "assistant:"
+)
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "$defs": {"City": {"type": "string", "maxLength": 6}},
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
+USER = {"role": "user", "content": "Is it raining?"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "It rains."}
+WRITTEN = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture
+def tools_engine(fusor: Fusor, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose model takes tools."""
+    monkeypatch.setattr(fusor.tokenizer, "chat_template", TEMPLATE)
+    return open_engine()
+
+
+@pytest.fixture
+def client(tools_engine: Engine) -> Iterator[openai.OpenAI]:
+    http = HttpConfig(served_model_name=MODEL)
+    with (
+        Server(tools_engine.config, ServingConfig(max_num_seqs=4), http, engine=tools_engine) as server,
+        listening(server) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0) as client,
+    ):
+        yield client
+
+
+def ask(client: openai.OpenAI, messages: list[Any] | None = None, **options: Any) -> Any:
+    return client.chat.completions.create(model=MODEL, messages=messages or [USER], **{"max_tokens": 120, **options})
+
+
+@pytest.fixture
+def writes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model writes `WRITTEN`, whatever it is asked."""
+    llguidance = pytest.importorskip("llguidance")
+
+    def sampling_of(_: Any, server: Server) -> Sampling:
+        compiler: GrammarCompiler = server.grammars
+        compiler.json()  # makes the vocabulary
+        lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json.dumps(WRITTEN)}")
+        return Sampling(grammar=Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "tools"))
+
+    monkeypatch.setattr(generation, "sampling_of", sampling_of)
+
+
+@pytest.mark.usefixtures("writes_a_call")
+def test_a_call(client: openai.OpenAI) -> None:
+    """A call that the model writes is told as one, whole and streamed, and what stands before it as text."""
+    choice = ask(client, tools=[WEATHER, TIME]).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.\n")
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "weather", {"city": "Oslo"})
+    pieces = [piece.choices[0] for piece in ask(client, tools=[WEATHER], stream=True, n=1)]
+    assert "".join(piece.delta.content for piece in pieces) == "I look.\n"
+    (streamed,) = pieces[-1].delta.tool_calls
+    assert (streamed.index, streamed.function.name, streamed.function.arguments) == (0, "weather", '{"city": "Oslo"}')
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["tool_calls"]
+    with client.chat.completions.stream(model=MODEL, messages=[USER], tools=[WEATHER], max_tokens=120) as events:
+        message = events.get_final_completion().choices[0].message
+    assert message.tool_calls[0].function.name == "weather"
+    plain = ask(client, tools=[WEATHER], tool_choice="none").choices[0]
+    assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (WRITTEN, None, "stop")
+
+
+def test_a_call_that_must_come(client: openai.OpenAI) -> None:
+    """With "required" and with a named function the answer is a call whose arguments have their schema."""
+    pytest.importorskip("llguidance")
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        for stream in (False, True):
+            answer = ask(client, tools=[WEATHER, TIME], tool_choice=choice, temperature=1.0, seed=3, stream=stream)
+            last = list(answer)[-1].choices[0] if stream else answer.choices[0]
+            (call,) = (last.delta if stream else last.message).tool_calls
+            assert last.finish_reason == "tool_calls"
+            arguments = json.loads(call.function.arguments)
+            if call.function.name == "weather":
+                assert len(arguments.pop("city")) <= 6
+            else:
+                assert choice == "required"
+            assert arguments == {}
+    short = ask(client, tools=[WEATHER], tool_choice="required", max_tokens=3).choices[0]
+    assert (short.finish_reason, short.message.tool_calls) == ("length", None)
+
+
+def test_a_conversation_with_calls(client: openai.OpenAI, tools_engine: Engine) -> None:
+    """Calls and results stand in the prompt as the template has them, chunks before the question that they are of."""
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
+    answer = ask(client, turns, tools=[WEATHER], max_tokens=4, extra_body={"documents": [{"text": "Oslo is wet."}]})
+    assert answer.usage.prompt_tokens > 0
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages = [Message("user", "Raining?"), Message("assistant", "", (call,)), Message("tool", "It rains.", (), "call_1")]
+    layout = tools_engine.prompts.chat(messages, with_chunks=True, tools=[WEATHER])
+    decode = tools_engine.fusor.tokenizer.decode
+    prefix, suffix = decode(layout.prefix), decode(layout.suffix)
+    assert prefix.startswith(json.dumps(WEATHER))
+    assert "Raining?" not in prefix
+    shown = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    assert suffix.endswith(f"Raining?assistant: {shown}tool: It rains.assistant:")
+
+
+def called(name: Any = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tools": [called("a b")]}, "tools.0.function.name: must match"),
+        ({"tools": [called("x" * 65)]}, "tools.0.function.name: must match"),
+        ({"tools": [called(f"f{place}") for place in range(MOST_TOOLS + 1)]}, "tools: is too long; at most 32"),
+        ({"tools": [called(), called()]}, "tools: two have the same name"),
+        ({"tools": [called(description="x" * 70_000)]}, "tools: has more than 65536 characters"),
+        ({"tools": [called(parameters={"a": json.loads("[" * 40 + "]" * 40)})]}, "tools: is more than 32 levels deep"),
+        ({"tools": [called(description="say </s>")]}, "tools: has the text of a control token"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [TIME], "tool_choice": "any"}, "tool_choice: must be"),
+        ({"tools": [TIME], "tool_choice": called("other")}, "tool_choice: 'other' is none of the tools"),
+        ({"tool_choice": "required"}, "tool_choice: there are no tools"),
+        ({"tools": [TIME], "response_format": {"type": "json_object"}}, "response_format: an answer held to JSON"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages: the last one"),
+        ({"messages": [RESULT]}, "messages: one must be the user's"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0.tool_calls: are the assistant's"),
+        ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages.0.tool_call_id"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[]"}}]}, USER]},
+            "messages.0.tool_calls.0.function.arguments: must be the JSON of an object",
+        ),
+    ],
+)
+def test_what_is_refused(client: openai.OpenAI, options: dict[str, Any], named: str) -> None:
+    """Each field about tools is bounded, and the message names it."""
+    body = {"messages": [USER], "max_tokens": 1, **options}
+    response = httpx.post(f"{client.base_url}chat/completions", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["message"].startswith(named), error
+
+
+def test_a_model_without_tools(openai_client: openai.OpenAI) -> None:
+    """Where the model has no template that takes tools, they are refused with what to do instead, unless none may be called."""
+    with pytest.raises(openai.BadRequestError, match="tools: the model's chat template takes none; leave them out") as caught:
+        ask(openai_client, tools=[TIME], max_tokens=1)
+    assert caught.value.param == "tools"
+    assert ask(openai_client, tools=[TIME], tool_choice="none", max_tokens=1).choices[0].finish_reason == "length"
+
+
+ONE = '{"name": "f", "arguments": {"a": "é</tool_call>"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "calls"),
+    [
+        (f"<tool_call>{ONE}</tool_call>", "", 1),
+        (f"a<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", "a\n", 2),
+        (f"<tool_call>\n{ONE}\n", "", 1),
+        (f" {ONE} ", "", 1),
+        ('{"name": "f", "parameters": {}}', "", 1),
+        ('{"name": "f", "arguments": "{}"}', "", 1),
+        ('<tool_call>{"name": "g", "arguments": {}}</tool_call>', None, 0),
+        ('<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', None, 0),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None, 0),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', None, 0),
+        ("<tool_call>" + '{"name": "f", "arguments": ' + "[" * 5000, None, 0),
+        (f"<tool_call>{ONE}</tool_call> b <tool_call>x", " b <tool_call>x", 1),
+        (f"{ONE} and more", None, 0),
+        ("a < b <tool", None, 0),
+        ("   ", None, 0),
+    ],
+)
+def test_calls_in_a_text(text: str, kept: str | None, calls: int) -> None:
+    """Whole calls of known tools are taken, and all else stays text; so it is however the text is cut."""
+    for size in (1, 7, len(text)):
+        reader = CallReader(["f"])
+        given = "".join(reader.add(text[start : start + size]) for start in range(0, len(text), size))
+        rest, found = reader.finish()
+        assert (given + rest, len(found)) == (text if kept is None else kept, calls)
+        assert all(json.loads(call["function"]["arguments"]) in ({}, {"a": "é</tool_call>"}) for call in found)
+    assert len({call["id"] for call in CallReader(["f"]).finish(text)[1]}) == calls
+    assert len(CallReader(["f"], 1).finish(text)[1]) == min(calls, 1)
+
+
+@given(st.lists(st.sampled_from(["<", "<tool", "_call>", "{", "}", '"name"', ":", '"f"', ", ", '"arguments"', "{}", " "])))
+def test_no_text_is_lost(pieces: list[str]) -> None:
+    """What is given as it comes begins what is found in the whole."""
+    reader, whole = CallReader(["f"]), CallReader(["f"])
+    given = "".join(reader.add(piece) for piece in pieces)
+    rest, calls = reader.finish()
+    text, same = whole.finish("".join(pieces))
+    assert given + rest == text
+    assert [call["function"] for call in calls] == [call["function"] for call in same]
+
+
+def test_references_in_a_schema() -> None:
+    """A schema's references still name what they named, as a part of the schema of a call."""
+    schema = call_schema([("time", None), ("weather", WEATHER["function"]["parameters"])])
+    arguments = schema["anyOf"][1]["properties"]["arguments"]
+    assert arguments["properties"]["city"] == {"$ref": "#/anyOf/1/properties/arguments/$defs/City"}
+    assert schema["anyOf"][0]["properties"]["arguments"] == {"type": "object", "additionalProperties": False}
