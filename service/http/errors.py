@@ -142,7 +142,7 @@ FIELD_REMEDIES = {
     "prompt": "is one text, or a list of one; ask for several in several requests",
     "input": "must be a text or a list; token ids are other models' (in LangChain: check_embedding_ctx_length=False)",
     "modalities": 'only ["text"] is supported; leave it out',
-    "functions": "are OpenAI's older form of tools; give them as tools",
+    "functions": "are OpenAI's older form of tools; leave them out, and give tools",
     "function_call": 'only "none" and "auto" are supported; leave it out',
     "previous_response_id": "no response is kept here; send the earlier turns as input",
     "conversation": "no conversation is kept here; send the earlier turns as input",

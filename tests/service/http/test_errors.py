@@ -32,7 +32,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"model": "other"}, 404, "model", "tiny"),
         ({"model": 7}, 400, "model", "must be a text"),
         ({"messages": []}, 400, "messages", "at least 1"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "user"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.tool_call_id", "tool"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, None, "user's question"),
         ({"messages": [{"role": "user", "content": " "}]}, 400, None, "messages[0].content is empty"),
         ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
