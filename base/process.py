@@ -11,14 +11,15 @@ from typing import ParamSpec, TypeVar
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 FREED_BYTES = 2**30  # that the C library may hold
 OWN_MAPPING_BYTES = 32 * 2**20  # the largest value that glibc takes
+ARENAS = 2  # of memory; glibc's eight a processor each keep what threads that have ended freed there
 BEHIND_NICENESS = 10  # a tenth of the weight of a thread at 0
 
 
 def hold_freed_memory() -> None:
-    """Have the C library hold up to `FREED_BYTES` of freed memory, but for large blocks, for the next request.
+    """Have the C library hold up to `FREED_BYTES` of freed memory, but for large blocks, for any thread's next request.
 
     A prefill frees its activations layer by layer, and the first touch of new memory is dear (docs/lab-notes). Does nothing
     where the C library is not glibc.
@@ -29,6 +30,7 @@ def hold_freed_memory() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     mallopt(M_TRIM_THRESHOLD, FREED_BYTES)
+    mallopt(M_ARENA_MAX, ARENAS)
 
 
 def return_freed_memory() -> None:
