@@ -67,7 +67,7 @@ def ls(
             "yes" if status.pinned else "",
         )
     terminal.stdout.print(table)
-    terminal.stdout.print(f"{len(found)} documents{'; there are more' if has_more else ''}")
+    terminal.stdout.print(f"{len(found)} document{'' if len(found) == 1 else 's'}{'; there are more' if has_more else ''}")
 
 
 @app.command("show")

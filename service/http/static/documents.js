@@ -16,7 +16,7 @@ const named = (document) => document.title || document.id;
 
 function about(document) {
   const stored = document.stored_chunks >= document.chunks ? "ready" : `${document.stored_chunks} ready`;
-  return `${document.chunks} chunks, ${stored}, ${(document.stored_bytes / 2 ** 20).toFixed(1)} MiB`;
+  return `${document.chunks} ${document.chunks === 1 ? "chunk" : "chunks"}, ${stored}, ${(document.stored_bytes / 2 ** 20).toFixed(1)} MiB`;
 }
 
 async function act(work) {

@@ -172,12 +172,15 @@ def test_documents(run: CommandLine, passages: Path) -> None:
     assert len(others) == 2
     assert first["stored_chunks"] > 0
     assert first["title"] in run("documents", "ls", *store).out
+    assert "3 documents" in run("documents", "ls", *store).out
     shown = run("documents", "show", first["id"], *store, "--json").json
     assert len(shown["texts"]) == first["chunks"]
     assert shown["texts"][0]["text"] in run("documents", "show", first["id"], *store).out
     assert run("documents", "pin", first["id"], *store, "--json").json["pinned"] is True
     assert run("documents", "unpin", first["id"], *store).code == 0
     assert run("documents", "delete", first["id"], *store, "--yes", "--json").json["id"] == first["id"]
+    run("documents", "delete", others.pop()["id"], *store, "--yes")
+    assert "1 document\n" in run("documents", "ls", *store).out
     assert run("documents", "ls", *store, "--json").json["documents"] == others
     assert run("store", "verify", *store).code == 0
     unknown = run("documents", "delete", first["id"], *store, "--yes")
