@@ -157,7 +157,8 @@ async function upload(file) {
       bar.remove();
       state.className = "failed";
       clearInterval(tick);
-      state.textContent = `${file.name}: ${error.message} `;
+      const why = error.message.replace(/^file: /, "");
+      state.textContent = why.startsWith(`${file.name}:`) ? `${why} ` : `${file.name}: ${why} `;
       item.append(
         button("Try again", async () => {
           item.remove();

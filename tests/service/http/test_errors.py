@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from engines import DOCUMENTS, QUESTION, wait_until
 from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.serving import ServedRequest, ServingConfig
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 
@@ -179,8 +180,15 @@ def test_no_room_says_nothing_of_the_inside(
     assert "/srv/tenants/acme/kv" in caplog.text
 
 
-def test_disconnecting_cancels(client: httpx.Client, server: Server) -> None:
+def test_disconnecting_cancels(client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that goes away in the middle of a stream frees its place at once."""
+    step = server.scheduler._step
+
+    def slow_step(batch: list[ServedRequest]) -> None:
+        time.sleep(0.02)  # so that the answer is far from its end when the client goes
+        step(batch)
+
+    monkeypatch.setattr(server.scheduler, "_step", slow_step)
     body = {**CHAT, "max_tokens": 380, "stream": True, "num_chunks": 1}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         next(response.iter_lines())
