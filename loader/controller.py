@@ -124,7 +124,7 @@ class LoadingController:
             precomputed: tokens of each of those reusable chunks whose KV is missing and precomputed first.
         """
         tokens = reusable + fresh + exact
-        by_tier = {tier: took_s * self._tiers[tier].factor for tier, took_s in self._load.seconds(reads).items()}
+        by_tier = {tier: took_s * self._factor(tier) for tier, took_s in self._load.seconds(reads).items()}
         lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
         copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
         request = _Request(sum(by_tier.values()) - copy_s, reusable, fresh, exact, lookahead, copy_s)
@@ -165,11 +165,17 @@ class LoadingController:
             moved = compute_s is not None and self._compute.observe(expected_s / self._compute.factor, compute_s)
             if plan.full_recompute or (len(plan.load_s_by_tier) == 1 and not plan.precompute_s):
                 for tier, tier_s in plan.load_s_by_tier.items():
-                    measured_s = tier_s / self._tiers[tier].factor
-                    moved |= self._tiers[tier].observe(measured_s, measured_s if plan.full_recompute else load_s)
+                    correction = self._tiers.setdefault(tier, Correction())
+                    measured_s = tier_s / correction.factor
+                    moved |= correction.observe(measured_s, measured_s if plan.full_recompute else load_s)
             if moved:
                 factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in self._tiers.items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
+
+    def _factor(self, tier: str) -> float:
+        """The correction of a tier; 1 for one that neither the profile nor a request has measured."""
+        correction = self._tiers.get(tier)
+        return 1.0 if correction is None else correction.factor
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
         """The largest ratio, from r* to the cap, at which loading is still the longer side and TTFT that of r*."""

@@ -55,7 +55,7 @@ class KVTier(Protocol):
     """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
 
     name: ClassVar[str]  # in placements, statistics and profiles
-    in_memory: ClassVar[bool]  # whether reading a layer is a copy, which waits for no device
+    in_memory: ClassVar[bool]  # whether reading a layer is no more than a copy: no device to wait for, nothing to decompress
     budget: TierBudget
     evictions: int
 
