@@ -358,15 +358,15 @@ def _agreed(
     if codec_is_free and tokens * token_bytes[codec] > room:
         codec = next((name for name in LOSSY if tokens * token_bytes[name] <= room), LOSSY[-1])
     need = max(0.0, tokens * token_bytes[codec] - stored)
-    told = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
+    estimate = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
     if size:
-        told += f": about {tokens:,.0f} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
+        estimate += f": about {tokens:,.0f} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
     if codec != config.kv_cache_dtype:
-        told += f"; raw KV, which is exact, would take {tokens * token_bytes['raw'] / 1e9:.1f} GB"
+        estimate += f"; raw KV, which is exact, would take {tokens * token_bytes['raw'] / 1e9:.1f} GB"
     if need + stored > room:
-        told += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
+        estimate += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
     if need > ASK_FROM_BYTES and not yes:
-        terminal.confirm(f"{told}. Go on?")
+        terminal.confirm(f"{estimate}. Go on?")
     else:
-        terminal.stderr.print(told, highlight=False, soft_wrap=True)
+        terminal.stderr.print(estimate, highlight=False, soft_wrap=True)
     return replace(config, kv_cache_dtype=codec)

@@ -95,13 +95,13 @@ def verify(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Mend what is found: damaged files are set aside, lost ones entered."),
+        typer.Option("--repair", help="Repair what is found: damaged files are set aside, lost ones entered."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Check every file and every checksum, of KV and index; exits with 1 if something is wrong and was not repaired.
 
-    A document that is damaged in the index cannot be mended: --repair removes it there. Its KV stays for when it is ingested
+    A document that is damaged in the index cannot be repaired: --repair removes it there. Its KV stays for when it is ingested
     again, or until it is deleted.
 
     Example: cacheblend store verify --store-dir ./store --repair
@@ -125,7 +125,7 @@ def verify(
         if index is not None:
             _print_index(index)
         if not ok:
-            terminal.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
+            terminal.stdout.print("repaired" if report.repaired else "run again with --repair")
     if not ok and not report.repaired:
         raise typer.Exit(1)
 

@@ -24,7 +24,7 @@ from .ingest import IngestReport
 RECORD_FILE = "watched.json"
 QUIET_MS = 500  # without a change, before changes are followed: a file that is being written is left alone
 MOST_WAIT_MS = 5000  # for that
-RESCAN_MS = 60_000  # also without a word from the system: shares of other machines tell nothing
+RESCAN_MS = 60_000  # also without an event: network shares send none
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ async def ls(
     limit: Annotated[int, Query(ge=1, le=MOST_LISTED, description="At most so many documents.")] = LISTED,
     after: Annotated[str | None, Query(description="List those after the document of this id: the `last_id` before.")] = None,
 ) -> Response:
-    """A page of the documents, in the order of adding; `has_more` tells whether to ask for the one after `last_id`."""
+    """A page of the documents, in the order of adding; `has_more` says whether to ask for the one after `last_id`."""
     engine: Engine = request.state.engine
 
     def list_page() -> Response:  # written out here too: of many documents that takes long
