@@ -50,8 +50,8 @@ class FollowReport:
     def __str__(self) -> str:
         one = self.ingested
         return (
-            f"{one.added} new, {one.replaced} changed, {self.deleted} deleted documents; KV of {one.computed} chunks computed "
-            f"({one.seconds:.1f} s)"
+            f"documents: {one.added} new, {one.replaced} changed, {self.deleted} deleted; chunks whose KV was computed: "
+            f"{one.computed} ({one.seconds:.1f} s)"
         )
 
 
