@@ -1,6 +1,7 @@
 # make demo    set up .venv and run the main job: SmolLM2-135M, fetched once, asked about a handbook by three methods; DEMO_ARGS=--reader
 #              for the packaged reader, which needs no network; MODEL=dir [PASSAGES=file] for a model of yours
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
+# make install set up .venv with everything that users need, for `.venv/bin/cacheblend`
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
 # make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
@@ -12,7 +13,13 @@ LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
 WORKERS ?= 2
 
-.PHONY: demo check check-lowest check-vllm lint types imports test docs wheel format bench figures clean
+.PHONY: install demo check check-lowest check-vllm lint types imports test docs wheel format bench figures clean
+
+# Where the developers' environment is, that has it all.
+install: | $(BIN)/python
+	@echo "setting up .venv: PyTorch and some hundred packages, a few minutes"
+	@test -e $(BIN)/.installed || { scripts/install_torch.sh $(BIN)/python && $(BIN)/python -m pip install --quiet ".[all]"; }
+	@echo "done: $(BIN)/cacheblend --help"
 
 demo: $(BIN)/.linked
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"

@@ -66,7 +66,7 @@ class LoadingPlan:
         prefill_s: the way that was chosen, loading beside computing, chunks precomputed first included.
         precompute_s: the missing chunks that are precomputed first.
         full_s: full prefill.
-        full_recompute: full prefill is predicted to be sooner than blending, or no more than `DELAY_ALLOWED` later than one
+        full_recompute: full prefill is predicted to be faster than blending, or no more than `DELAY_ALLOWED` slower than one
             that waits for its loading, so that is what was chosen.
     """
 

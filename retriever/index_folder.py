@@ -62,7 +62,7 @@ class IndexedDocuments:
         return self._catalog.ids()
 
     def verify(self, *, repair: bool = False) -> IndexReport:
-        """Check every row; with `repair`, mend what can be mended. See `IndexReport`.
+        """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.
 
         Raises:
             RetrieverError: the file's own structure is broken.

@@ -18,6 +18,7 @@ from cacheblend.service.engine.ingest import merge_stores
 from cacheblend.store import KVStore, StoreConfig
 
 from . import options, terminal
+from .terminal import counted
 
 app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
 UNBOUNDED = 2**62  # looking at a store must not evict from it
@@ -59,7 +60,7 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
             str(row["last_used"]),
         )
     terminal.stdout.print(table)
-    terminal.stdout.print(f"{len(rows)} entries")
+    terminal.stdout.print(counted(len(rows), "entry"))
 
 
 @app.command("stat")
@@ -85,9 +86,10 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
     if as_json:
         terminal.print_json(summary)
         return
-    terminal.stdout.print(f"{summary['entries']} entries, {summary['tokens']:,} tokens, {summary['bytes']:,} bytes")
+    tokens, size = sum(entry.tokens for entry in entries), sum(entry.bytes for entry in entries)
+    terminal.stdout.print(f"{counted(len(entries), 'entry')}, {counted(tokens, 'token')}, {counted(size, 'byte')}")
     for model, total in by_model.items():
-        terminal.stdout.print(f"  model {model[:16]}: {total['entries']} entries, {total['bytes']:,} bytes")
+        terminal.stdout.print(f"  model {model[:16]}: {counted(total['entries'], 'entry')}, {counted(total['bytes'], 'byte')}")
 
 
 @app.command("verify")
@@ -95,13 +97,13 @@ def verify(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Mend what is found: damaged files are set aside, lost ones entered."),
+        typer.Option("--repair", help="Repair what is found: damaged files are set aside, lost ones entered."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Check every file and every checksum, of KV and index; exits with 1 if something is wrong and was not repaired.
 
-    A document that is damaged in the index cannot be mended: --repair removes it there. Its KV stays for when it is ingested
+    A document that is damaged in the index cannot be repaired: --repair removes it there. Its KV stays for when it is ingested
     again, or until it is deleted.
 
     Example: cacheblend store verify --store-dir ./store --repair
@@ -118,25 +120,24 @@ def verify(
     else:
         found = (
             f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.mismatched)} listed wrongly, "
-            f"{len(report.orphans)} files without an entry, {report.leftovers} half written"
+            f"{counted(len(report.orphans), 'file')} without an entry, {report.leftovers} half written"
             f"{', totals miscounted' if report.miscounted else ''}"
         )
-        terminal.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
+        size = f"{counted(report.entries, 'entry')}, {counted(report.bytes, 'byte')}"
+        terminal.stdout.print(f"{size}: {'none damaged' if report.ok else found}")
         if index is not None:
             _print_index(index)
         if not ok:
-            terminal.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
+            terminal.stdout.print("repaired" if report.repaired else "run again with --repair")
     if not ok and not report.repaired:
         raise typer.Exit(1)
 
 
 def _print_index(index: IndexReport) -> None:
-    found = (
-        f"{len(index.damaged)} damaged, {index.strays} chunks of no document{', its structure broken' if index.broken else ''}"
-    )
-    terminal.stdout.print(
-        f"index: {index.documents} documents, {index.chunks} chunks: {'all whole' if index.ok else found}", highlight=False
-    )
+    strays = counted(index.strays, "chunk")
+    found = f"{len(index.damaged)} damaged, {strays} of no document{', its structure broken' if index.broken else ''}"
+    size = f"{counted(index.documents, 'document')}, {counted(index.chunks, 'chunk')}"
+    terminal.stdout.print(f"index: {size}: {'none damaged' if index.ok else found}", highlight=False)
     for id_ in index.damaged:
         what = "removed from the index; ingest it again" if index.repaired else "damaged in the index; ingest it again"
         terminal.stdout.print(f"  {id_}: {what}", highlight=False, markup=False)
@@ -155,12 +156,12 @@ def clear(
     with open_store(store_dir) as store:
         entries = len(store.ls())
         if not yes:
-            terminal.confirm(f"Remove {entries} entries from {store_dir}?")
+            terminal.confirm(f"Remove {counted(entries, 'entry')} from {store_dir}?")
         store.clear()
     if as_json:
         terminal.print_json({"removed": entries})
     else:
-        terminal.stdout.print(f"{entries} entries removed")
+        terminal.stdout.print(f"{counted(entries, 'entry')} removed")
 
 
 @app.command("merge")
@@ -184,8 +185,8 @@ def merge(
         terminal.print_json({"indexed": indexed, **kv.as_dict()})
         return
     terminal.stdout.print(
-        f"{kv.entries} entries copied ({kv.bytes:,} bytes), {kv.already_stored} there before, {kv.damaged} damaged; "
-        f"{kv.documents} documents, {indexed} of them new in the index",
+        f"{counted(kv.entries, 'entry')} copied ({counted(kv.bytes, 'byte')}), {kv.already_stored} there before, "
+        f"{kv.damaged} damaged; {counted(kv.documents, 'document')}, {indexed} of them new in the index",
         highlight=False,
     )
 

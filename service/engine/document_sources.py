@@ -39,7 +39,7 @@ MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 _BOM = b"\xef\xbb\xbf"
 _BOMS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
 _BOMS[codecs.BOM_UTF16_BE] = "utf-16"  # after UTF-32's, which begin as UTF-16's
-# Tried where a text is no UTF-8: one of each script, since close relatives are told apart by chance.
+# Tried where a text is no UTF-8: one of each script, since close relatives are distinguished by chance.
 _ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
 _CONTROL_BYTES = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
 
@@ -317,7 +317,7 @@ def file_documents(
 
     Args:
         path: the file.
-        id_: of its document; parts of it have their place behind that.
+        id_: of its document; parts of it have their place appended.
         converter: of PDF and Office files.
         skipped: takes a file of an unknown kind that is no text; without it that is a fault.
         title: in place of the file's name.

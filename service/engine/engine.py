@@ -277,7 +277,7 @@ class Engine:
         )
 
     def complete(self, request: Request, on_token: Callable[[int], None] | None = None) -> Answer:
-        """Answer a prepared request; `on_token` is told of each token as soon as it is there."""
+        """Answer a prepared request; `on_token` is called with each token as soon as it is there."""
         with self.foreground:
             # 4. Prefill: look the chunks' KV up, load it layer by layer, blend it.
             for _ in self.prefill_steps(request):

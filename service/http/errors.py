@@ -172,7 +172,7 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """The response to an error; what nobody foresaw is logged, and not told."""
+    """The response to an error; what nobody foresaw is logged, and not sent."""
     status = status_of(error)
     if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError):
         logger.error("a request met an error", exc_info=error)

@@ -89,8 +89,8 @@ def test_recompute_hides_behind_loading(rate: float, reusable: int, fresh: int) 
 
 @given(rate=rates, reusable=tokens, fresh=tokens, layers=st.integers(2, 40))
 @settings(deadline=None, max_examples=60)
-def test_the_sooner_way_is_taken(rate: float, reusable: int, fresh: int, layers: int) -> None:
-    """Full prefill is taken exactly where blending takes longer, or waits for its loading and is hardly sooner."""
+def test_the_faster_way_is_taken(rate: float, reusable: int, fresh: int, layers: int) -> None:
+    """Full prefill is taken exactly where blending takes longer, or waits for its loading and is hardly faster."""
     controller = controller_of(rate, layers)
     made = controller.plan(reads(reusable), reusable, fresh)
     blended = blend_s(controller, made.ratio, reusable, fresh)
@@ -110,7 +110,7 @@ def test_the_papers_example() -> None:
 @given(fresh=tokens, layers=st.integers(1, 40))
 @settings(deadline=None, max_examples=30)
 def test_nothing_to_reuse(fresh: int, layers: int) -> None:
-    """Without stored KV a request is not called slower than a prefill, so that its holes are noted."""
+    """Without stored KV a request is not called slower than a prefill, so that its misses are noted."""
     made = controller_of(1e9, layers).plan([], 0, fresh)
     assert (made.ratio, made.load_s, made.full_recompute) == (R_STAR, 0, False)
     assert made.prefill_s == made.recompute_s == pytest.approx(ROW_S * (fresh if layers == 1 else (layers - 1) * fresh + 1))
