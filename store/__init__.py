@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .prefix_blocks import PrefixStats as PrefixStats
     from .prefix_blocks import chain_root as chain_root
     from .tiers import CACHE_TIERS as CACHE_TIERS
+    from .tiers import REMOTE as REMOTE
     from .tiers import CacheTier as CacheTier
     from .tiers import KVTier as KVTier
     from .tiers import Placement as Placement
@@ -68,7 +69,7 @@ _MODULES = {
     ".key": ("ChunkKey", "context_digest"),
     ".kv_store": ("KVStore", "StoreStats", "TierStats"),
     ".prefix_blocks": ("BLOCK_TOKENS", "BlockChain", "PrefixBlocks", "PrefixRun", "PrefixStats", "chain_root"),
-    ".tiers": ("CACHE_TIERS", "CacheTier", "KVTier", "Placement", "tiers_in_memory"),
+    ".tiers": ("CACHE_TIERS", "REMOTE", "CacheTier", "KVTier", "Placement", "tiers_in_memory"),
     ".verify": ("VerifyReport",),
     ".write_queue": ("DocumentVersion",),
 }

@@ -32,6 +32,7 @@ from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
 if TYPE_CHECKING:
+    from .remote.address import RemoteAddress
     from .remote.read_through import ReadThrough
     from .remote.remote_entry import RemoteEntry
     from .remote.remote_tier import RemoteStats, RemoteTier
@@ -111,12 +112,20 @@ class KVStore:
         self._pins = Pins()
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
-        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
+        self._remote: RemoteTier | None = None
+        self._read_through: ReadThrough | None = None
+        if (address := config.remote_address()) is not None:
+            self._open_remote(address)
+        try:
+            folder = StoreFolder(Path(config.directory))
+            self._nvme = NvmeTier(folder, nvme_budget, self._pins, direct_reads=config.direct_reads)
+        except BaseException:
+            self._close_remote()
+            raise
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()  # hits by tier, misses, failed writes
-        self._remote, self._read_through = self._open_remote()
         self._closed = False
 
     def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True, *, document: DocumentVersion | None = None) -> Future[bool]:
@@ -355,28 +364,28 @@ class KVStore:
             self._close_tiers()
 
     def _close_tiers(self) -> None:
-        if self._remote is not None and self._read_through is not None:
-            self._read_through.close(self.config.remote_timeout_s)
-            self._remote.close()
+        self._close_remote()
         for tier in self._tiers:
             tier.close()
 
-    def _open_remote(self) -> tuple[RemoteTier, ReadThrough] | tuple[None, None]:
-        address, config = self.config.remote_address(), self.config
-        if address is None:
-            return None, None
+    def _close_remote(self) -> None:
+        if self._remote is not None and self._read_through is not None:
+            self._read_through.close(self.config.remote_timeout_s)
+            self._remote.close()
+
+    def _open_remote(self, address: RemoteAddress) -> None:
         from .remote.backend import BackendLimits  # not loaded where there is no remote tier
         from .remote.read_through import ReadThrough
         from .remote.remote_tier import RemoteTier
 
+        config, budget_bytes = self.config, self.config.nvme_budget_bytes
         limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
-        remote = RemoteTier(address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes)
-        budget_bytes = config.nvme_budget_bytes
+        self._remote = RemoteTier(address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes)
 
         def has_room(nbytes: int) -> bool:
             return self._nvme.size()[1] + nbytes <= budget_bytes
 
-        return remote, ReadThrough(self._store_copy, has_room, budget_bytes)
+        self._read_through = ReadThrough(self._store_copy, has_room, budget_bytes)
 
     def _open_all(
         self, digests: Sequence[str], *, remote: bool = True, copies: dict[str, RemoteEntry] | None = None
@@ -387,8 +396,8 @@ class KVStore:
         if self._remote is None or self._read_through is None or not remote or not missing:
             return opened
         there = self._remote.open_all(missing)
-        for digest, entry in there.items() if copies is not None else ():
-            if self._read_through.admits(digest, entry.info.nbytes):
+        for digest, entry in there.items():
+            if copies is not None and self._read_through.admits(digest, entry.info.nbytes):
                 entry.keep()
                 copies[digest] = entry
         return [
@@ -397,7 +406,8 @@ class KVStore:
         ]
 
     def _placement(self, entry: StoredEntry, tier: ReadTier) -> Placement:
-        return Placement(entry, tier, self._remote.open_stream if self._remote is not None and tier is self._remote else None)
+        remote = self._remote
+        return Placement(entry, tier, remote.open_stream if remote is not None and tier is remote else None)
 
     def _store_copy(self, entry: EncodedEntry) -> None:
         """Write what was read from the remote tier to the tiers here, unless it was deleted meanwhile."""

@@ -160,7 +160,8 @@ class RemoteTier:
         for at in range(0, len(digests), LOAD_ENTRIES):
             entries = list(self.open_all(digests[at : at + LOAD_ENTRIES]).values())
             while entries:
-                group, count = [], 0
+                group: list[RemoteEntry] = []
+                count = 0
                 while entries and (not group or count + entries[0].info.nbytes <= LOAD_BYTES):
                     group.append(entry := entries.pop(0))
                     count += entry.info.nbytes
@@ -308,8 +309,12 @@ class RemoteTier:
                 opened.append(reader)
                 return self._read_prefixes(reader, [self.format.name(digest) for digest in digests])
 
+        def abort() -> None:
+            for reader in opened:
+                reader.abort()
+
         try:
-            prefixes = self._within(patience_s, read, lambda: [reader.abort() for reader in opened] and None)
+            prefixes = self._within(patience_s, read, abort)
         except RemoteError:
             self._lookup_s = 2 * patience_s / LOOKUPS  # more patience next time
             raise
