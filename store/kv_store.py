@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,14 +18,15 @@ from cacheblend.base.errors import StoreError, StoreFullError
 
 from .catalog import CatalogEntry
 from .chunk import ChunkKV
-from .config import RAM, StoreConfig
+from .config import StoreConfig
 from .documents import StoreDocuments
 from .entry import EncodedEntry
 from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .tiers import CACHE_TIERS, NVME, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
+from .stats import StoreStats, TierStats
+from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
@@ -35,61 +34,10 @@ if TYPE_CHECKING:
     from .remote.address import RemoteAddress
     from .remote.read_through import ReadThrough
     from .remote.remote_entry import RemoteEntry
-    from .remote.remote_tier import RemoteStats, RemoteTier
+    from .remote.remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 _MISSES, _FAILED_WRITES = "misses", "failed_writes"
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """One tier: what it holds now, and hits and evictions since the store was opened by this process."""
-
-    entries: int
-    bytes: int
-    budget_bytes: int
-    hits: int
-    evictions: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """A store's tiers, and what happened since it was opened by this process.
-
-    Args:
-        tiers: by name, the fastest first; RAM's hits include entries that wait to be written.
-        misses: keys that `get` and `pin` did not find.
-        damaged: entries that were set aside.
-        pending_writes: entries that wait to be written in the background.
-        pending_bytes: their bytes.
-        failed_writes: entries that the background could not write.
-        remote: what the remote tier did; None where there is none.
-    """
-
-    tiers: Mapping[str, TierStats]
-    misses: int
-    damaged: int
-    pending_writes: int
-    pending_bytes: int
-    failed_writes: int
-    remote: RemoteStats | None = None
-
-    @property
-    def ram(self) -> TierStats:
-        """Copies in RAM."""
-        return self.tiers[RAM]
-
-    @property
-    def nvme(self) -> TierStats:
-        """Entries on NVMe, whichever process wrote them."""
-        return self.tiers[NVME]
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain numbers and dicts, for JSON: a tier by its name."""
-        plain = dataclasses.asdict(self)
-        tiers: dict[str, object] = plain.pop("tiers")
-        remote = plain.pop(REMOTE)
-        return tiers | ({} if remote is None else {REMOTE: remote}) | plain
 
 
 class KVStore:
@@ -205,11 +153,20 @@ class KVStore:
         missing = [key.digest for key in keys if key not in self]
         if self._remote is None or not missing:
             return 0
+        return self.store_copies(self._remote.load_all(missing))
+
+    def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
+        """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
         writes = []
-        for entry in self._remote.load_all(missing):
+        for entry in entries:
             writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
             self._queue.wait_for_room()
         return sum(write.stored.result() for write in writes)
+
+    def load(self, key: ChunkKey) -> EncodedEntry | None:
+        """An entry of NVMe as it is stored, which is no use of it; None for a miss."""
+        self._check_open()
+        return self._nvme.load(key.digest, is_use=False)
 
     @contextmanager
     def pin(self, keys: Iterable[ChunkKey], *, remote: bool = True) -> Iterator[list[Placement | None]]:
