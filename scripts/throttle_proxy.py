@@ -2,8 +2,8 @@
 
     python scripts/throttle_proxy.py 127.0.0.1:7001 127.0.0.1:6379 --rate 20e6 --latency 0.05
 
-What the server sends comes through `--latency` later, at `--rate` bytes a second over all connections. Port 0 takes any free one;
-the first line of stdout is the port.
+What the server sends comes through `--latency` later, at `--rate` bytes a second over all connections. Port 0 takes any free
+one; the first line of stdout is the port.
 """
 
 from __future__ import annotations
