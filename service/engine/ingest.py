@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError, PromptTooLongError
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError, PromptTooLongError
 from cacheblend.retriever import Document
 from cacheblend.retriever.index_folder import merge_indexes
 from cacheblend.store.merge import check_stores, merge
@@ -163,7 +163,8 @@ class Ingester:
     def _ingest(self, batch: _Batch) -> IngestReport:
         started, given, retriever = time.perf_counter(), batch.documents, self._retriever
         self._check_lengths(given)
-        versions = {document.id: retriever.version(document.id) for document in given}
+        # What a document may be at the end: what it is now, or what another upload of this very text has made it.
+        expected = {document.id: (retriever.version(document.id), document.version) for document in given}
         # 1. Embed what is new. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         embedded: dict[str, EmbeddedDocument] = {}
         done = len(given) - len(new := retriever.changed(given))
@@ -185,12 +186,9 @@ class Ingester:
             # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
             while True:
                 with self._changing, self._store.exclusive():
-                    for document in given:
-                        if retriever.version(document.id) not in (versions[document.id], document.version):
-                            raise DocumentChangedError(document.id)
                     gone = {key for key in found if key not in self._store}
                     if not gone:
-                        replaced = sum(retriever.put(one) for one in embedded.values())
+                        replaced = retriever.put(list(embedded.values()), expected)
                         dropped = self._store.documents.put(
                             (*document, list(dict.fromkeys(keys))) for document, keys in batch.keys.items()
                         )
