@@ -14,15 +14,15 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from cacheblend.base.checks import MIB, check_share, check_whole
+from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.memory import host_bytes
 from cacheblend.blend import DEFAULT_RATIO, LayerKV, check_shape
@@ -109,58 +109,6 @@ class Staging:
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all loaders: the allocator keeps free memory apart by stream, and their copies share a bus in any case."""
     return torch.cuda.Stream(device)
-
-
-class DaemonThreads:
-    """Runs each task at once, in an idle thread or a new one; a task never waits for another's end.
-
-    A thread without a task for `idle_s` seconds ends. They are daemons: a task that waits for a consumer who is gone does not
-    keep the process from ending.
-    """
-
-    def __init__(self, name: str, idle_s: float = 5.0) -> None:
-        self._name, self._idle_s = name, idle_s
-        self._tasks: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
-        self._changing = threading.Lock()
-        self._idle = 0
-        self._busy = 0
-
-    @property
-    def busy(self) -> int:
-        """Tasks that have not ended."""
-        return self._busy
-
-    def run(self, task: Callable[[], None]) -> threading.Event:
-        """Begin a task that raises nothing; the event is set at its end."""
-        ended = threading.Event()
-        with self._changing:
-            self._busy += 1
-            is_new = not self._idle
-            if not is_new:
-                self._idle -= 1
-            self._tasks.put((task, ended))
-        if is_new:
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        return ended
-
-    def _work(self) -> None:
-        while True:
-            try:
-                task, ended = self._tasks.get(timeout=self._idle_s)
-            except Empty:
-                with self._changing:
-                    if self._tasks.empty():
-                        self._idle -= 1
-                        return
-                continue
-            try:
-                task()
-            finally:
-                del task  # what it holds may be large
-                with self._changing:
-                    self._busy -= 1
-                    self._idle += 1
-                ended.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The store: chunks' KV by key, in RAM over NVMe (paper §5.1: KV on storage cheap enough to keep every chunk's)."""
+"""The store: chunks' KV by key, in RAM, on NVMe and remote (paper §5.1: storage cheap enough to keep every chunk's)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import StoreError, StoreFullError
 
@@ -26,9 +27,14 @@ from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .tiers import CACHE_TIERS, NVME, CacheTier, KVTier, Placement, StoredEntry, read_entry
+from .tiers import CACHE_TIERS, NVME, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
+
+if TYPE_CHECKING:
+    from .remote.read_through import ReadThrough
+    from .remote.remote_entry import RemoteEntry
+    from .remote.remote_tier import RemoteStats, RemoteTier
 
 logger = logging.getLogger(__name__)
 _MISSES, _FAILED_WRITES = "misses", "failed_writes"
@@ -56,6 +62,7 @@ class StoreStats:
         pending_writes: entries that wait to be written in the background.
         pending_bytes: their bytes.
         failed_writes: entries that the background could not write.
+        remote: what the remote tier did; None where there is none.
     """
 
     tiers: Mapping[str, TierStats]
@@ -64,6 +71,7 @@ class StoreStats:
     pending_writes: int
     pending_bytes: int
     failed_writes: int
+    remote: RemoteStats | None = None
 
     @property
     def ram(self) -> TierStats:
@@ -79,7 +87,8 @@ class StoreStats:
         """Plain numbers and dicts, for JSON: a tier by its name."""
         plain = dataclasses.asdict(self)
         tiers: dict[str, object] = plain.pop("tiers")
-        return tiers | plain
+        remote = plain.pop(REMOTE)
+        return tiers | ({} if remote is None else {REMOTE: remote}) | plain
 
 
 class KVStore:
@@ -88,8 +97,11 @@ class KVStore:
     Every entry is a file on NVMe; RAM, and further tiers of the configuration, hold copies of those used last. Each tier drops
     what was used least recently to stay within its budget; an entry dropped from NVMe is gone. Whatever happens to a file,
     `get` and placements give the bytes that were put, or none: a damaged entry is a miss that is logged, counted and set aside.
+    With `StoreConfig.remote`, what is written goes to a tier behind NVMe too, in the background, and is found there by every
+    store that has it. A remote that is away makes misses, and nothing waits for it longer than its time-out.
 
     Raises:
+        MissingExtraError: the remote tier's library is not installed.
         StoreDirectoryError: the directory is not a store, cannot be written, or is of another format.
     """
 
@@ -104,6 +116,7 @@ class KVStore:
         self._queue = WriteQueue()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()  # hits by tier, misses, failed writes
+        self._remote, self._read_through = self._open_remote()
         self._closed = False
 
     def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True, *, document: DocumentVersion | None = None) -> Future[bool]:
@@ -156,56 +169,90 @@ class KVStore:
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """A chunk's KV on the CPU, the caller's own copy; None for a miss. An entry read from NVMe is cached in RAM."""
         self._check_open()
-        if (found := self._open(key.digest)) is not None and (entry := read_entry(*found)) is not None:
+        (found,) = self._open_all([key.digest])
+        if found is not None and (entry := read_entry(*found)) is not None:
             _, tier = found
             self._count(tier.name)
-            return entry.chunk(copy=tier.in_memory or self._cache(entry))
+            if self._read_through is not None and tier.name == REMOTE and self._read_through.admits(key.digest, entry.nbytes):
+                self._read_through.offer(entry.nbytes, lambda: entry)
+                return entry.chunk(copy=True)
+            return entry.chunk(copy=tier.in_memory or (tier.name != REMOTE and self._cache(entry)))
         self._count(_MISSES)
         return None
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether `get` would find the key, unless its file is damaged; reads no file and is not a use."""
+        """Whether NVMe has the key, or will, unless its file is damaged; reads no file and is not a use. See `fetch`."""
         self._check_open()
         return key.digest in self._queue or key.digest in self._nvme
 
+    def fetch(self, keys: Iterable[ChunkKey]) -> int:
+        """Copy entries that the remote tier has and NVMe does not, durable on return; gives how many.
+
+        Raises:
+            StoreFullError: the disk is full, or the NVMe budget less what is pinned has no room.
+            StoreDirectoryError: the folder cannot be written.
+        """
+        self._check_open()
+        missing = [key.digest for key in keys if key not in self]
+        if self._remote is None or not missing:
+            return 0
+        writes = []
+        for entry in self._remote.load_all(missing):
+            writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
+            self._queue.wait_for_room()
+        return sum(write.stored.result() for write in writes)
+
     @contextmanager
-    def pin(self, keys: Iterable[ChunkKey]) -> Iterator[list[Placement | None]]:
+    def pin(self, keys: Iterable[ChunkKey], *, remote: bool = True) -> Iterator[list[Placement | None]]:
         """Spare entries from eviction, and give a placement for each key, in order, or None for a miss.
 
         No budget evicts them until the block ends; `delete` and other processes may remove them, which leaves the placements
         readable. Entries that were read from a slow tier are copied to faster ones in the background after the block where that
-        is worth it; see `CacheTier.admits`.
+        is worth it; see `CacheTier.admits` and `ReadThrough`. Those of the remote tier stay there by its own rules: reading one
+        may raise `RemoteError`.
+
+        Args:
+            keys: the entries'.
+            remote: whether to look into the remote tier for what is not here.
         """
         self._check_open()
-        keys = list(keys)
+        digests = [key.digest for key in keys]
         placements: list[Placement | None] = []
-        with self._pins.hold([key.digest for key in keys]):
+        copies: dict[str, RemoteEntry] = {}
+        with self._pins.hold(digests):
             try:
-                for key in keys:
-                    found = self._open(key.digest)
+                for found in self._open_all(digests, remote=remote, copies=copies):
                     self._count(_MISSES if found is None else found[1].name)
-                    placements.append(None if found is None else Placement(*found))
+                    placements.append(None if found is None else self._placement(*found))
                 yield placements
             finally:
                 placed = [placement for placement in placements if placement is not None]
                 for placement in placed:
                     placement.release()
-        if wanted := [placement.key.digest for placement in placed if self._is_worth_a_copy(placement)]:
+                for entry in copies.values():
+                    assert self._read_through is not None, "only that admits copies"
+                    self._read_through.offer(entry.info.nbytes, entry.load)
+        local = [placement for placement in placed if placement.tier != REMOTE]
+        if wanted := [placement.key.digest for placement in local if self._is_worth_a_copy(placement)]:
             self._queue.offer(partial(self._promote, wanted))
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove an entry, pinned or not, for every process; False where there was none."""
+        """Remove an entry, pinned or not, for every process; False where there was none here.
+
+        The remote tier is told in the background, and again until it answers.
+        """
         self._check_open()
         with self._nvme.exclusive():
             waits = key.digest in self._queue
             removed = self._nvme.remove([key.digest])
-            self._forget([key.digest])
+            self._forget_everywhere([key.digest])
         return bool(removed) or waits
 
     def clear(self) -> None:
         """Remove every entry, pinned ones and those of other processes too, and the files that were set aside.
 
-        Documents stay known, so that what is stored of them later is still pinned, and dropped with them.
+        Documents stay known, so that what is stored of them later is still pinned, and dropped with them. The remote tier keeps
+        what it has.
         """
         self._check_open()
         with self._nvme.exclusive():
@@ -230,7 +277,13 @@ class KVStore:
     def documents(self) -> StoreDocuments:
         """The documents that the chunks belong to."""
         self._check_open()
-        return StoreDocuments(self._nvme, self._forget)
+        return StoreDocuments(self._nvme, self._forget_everywhere)
+
+    @property
+    def remote(self) -> RemoteTier | None:
+        """The remote tier; None where the configuration has none."""
+        self._check_open()
+        return self._remote
 
     def ls(self) -> list[CatalogEntry]:
         """Every entry on NVMe, the least recently used first."""
@@ -255,12 +308,23 @@ class KVStore:
         self._check_open()
         counts = self._counts
         tiers = {one.name: TierStats(*one.size(), one.budget.bytes, counts[one.name], one.evictions) for one in self._tiers}
-        return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES])
+        remote = None if self._remote is None else self._remote.stats()
+        return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES], remote)
 
     def flush(self) -> None:
-        """Wait until what was put before is on NVMe, or has failed: what `put` returned tells which."""
+        """Wait until what was put before is on NVMe, or has failed: what `put` returned tells which.
+
+        Waits for copies of what was read from the remote tier, too.
+        """
         self._check_open()
+        if self._read_through is not None:
+            self._read_through.flush()
         self._queue.flush()
+
+    def flush_remote(self, timeout_s: float | None = None) -> bool:
+        """Wait until the remote tier has what was put before, or was given up; False after the time. See `RemoteStats`."""
+        self.flush()
+        return self._remote is None or self._remote.uploads.flush(timeout_s)
 
     def close(self) -> None:
         """Write what waits, and close. A second call does nothing.
@@ -291,8 +355,55 @@ class KVStore:
             self._close_tiers()
 
     def _close_tiers(self) -> None:
+        if self._remote is not None and self._read_through is not None:
+            self._read_through.close(self.config.remote_timeout_s)
+            self._remote.close()
         for tier in self._tiers:
             tier.close()
+
+    def _open_remote(self) -> tuple[RemoteTier, ReadThrough] | tuple[None, None]:
+        address, config = self.config.remote_address(), self.config
+        if address is None:
+            return None, None
+        from .remote.backend import BackendLimits  # not loaded where there is no remote tier
+        from .remote.read_through import ReadThrough
+        from .remote.remote_tier import RemoteTier
+
+        limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
+        remote = RemoteTier(address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes)
+        budget_bytes = config.nvme_budget_bytes
+
+        def has_room(nbytes: int) -> bool:
+            return self._nvme.size()[1] + nbytes <= budget_bytes
+
+        return remote, ReadThrough(self._store_copy, has_room, budget_bytes)
+
+    def _open_all(
+        self, digests: Sequence[str], *, remote: bool = True, copies: dict[str, RemoteEntry] | None = None
+    ) -> list[tuple[StoredEntry, ReadTier] | None]:
+        """Each entry in the fastest tier that has it; `copies` gets those that are to be copied from the remote tier."""
+        opened: list[tuple[StoredEntry, ReadTier] | None] = list(map(self._open, digests))
+        missing = [digest for digest, found in zip(digests, opened, strict=True) if found is None]
+        if self._remote is None or self._read_through is None or not remote or not missing:
+            return opened
+        there = self._remote.open_all(missing)
+        for digest, entry in there.items() if copies is not None else ():
+            if self._read_through.admits(digest, entry.info.nbytes):
+                entry.keep()
+                copies[digest] = entry
+        return [
+            (there[digest], self._remote) if found is None and digest in there else found
+            for digest, found in zip(digests, opened, strict=True)
+        ]
+
+    def _placement(self, entry: StoredEntry, tier: ReadTier) -> Placement:
+        return Placement(entry, tier, self._remote.open_stream if self._remote is not None and tier is self._remote else None)
+
+    def _store_copy(self, entry: EncodedEntry) -> None:
+        """Write what was read from the remote tier to the tiers here, unless it was deleted meanwhile."""
+        with self._nvme.exclusive():
+            if self._remote is not None and not self._remote.uploads.is_removing(entry.info.key.digest):
+                self._write([PendingWrite(entry, is_copy=True)])
 
     def _check_open(self) -> None:
         if self._closed:
@@ -336,6 +447,13 @@ class KVStore:
             self._queue.discard([digest])
             self._uncache(digest)
 
+    def _forget_everywhere(self, digests: Iterable[str]) -> None:
+        """Let go of what was deleted, in the remote tier too."""
+        digests = list(digests)
+        self._forget(digests)
+        if self._remote is not None:
+            self._remote.delete(digests)
+
     def _is_worth_a_copy(self, placement: Placement) -> bool:
         """Whether a tier before the one that a placement was read from admits the entry; each of them notes the read."""
         faster = self._caches[: [tier.name for tier in self._tiers].index(placement.tier)]
@@ -356,6 +474,8 @@ class KVStore:
         for write in writes:
             if write.digest in self._nvme:
                 self._cache(write.entry)
+                if self._remote is not None and not write.is_copy:
+                    self._remote.put(write.entry)
                 self._queue.end(write.digest, True)
             else:  # its document is gone
                 self._forget([write.digest])
