@@ -246,9 +246,9 @@ class Catalog(ABC):
         rows = self._rows(f"{SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
         return document_of(rows[0]) if rows else None
 
-    def ids(self) -> set[str]:
-        """Every document's id."""
-        return {id_ for (id_,) in self._rows("SELECT id FROM documents")}
+    def versions(self) -> dict[str, str]:
+        """Every document's id and version."""
+        return dict(self._rows("SELECT id, version FROM documents"))
 
     def is_whole(self, document_id: str) -> bool:
         """Whether all rows of a document are there, and are what was written."""

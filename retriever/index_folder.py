@@ -82,7 +82,7 @@ class IndexedDocuments:
 
     def ids(self) -> set[str]:
         """Every document's id."""
-        return self._catalog.ids()
+        return set(self._catalog.versions())
 
     def verify(self, *, repair: bool = False) -> IndexReport:
         """Check every row; with `repair`, mend what can be mended. See `IndexReport`.

@@ -247,8 +247,12 @@ class Retriever:
 
     def ids(self) -> set[str]:
         """Every document's id."""
+        return set(self.versions())
+
+    def versions(self) -> dict[str, str]:
+        """Every document's id and version."""
         with self._lock:
-            return self._catalog.ids()
+            return self._catalog.versions()
 
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of one document, or all, in the order of adding.

@@ -167,7 +167,7 @@ class ChunkContexts:
                 return self._known[document]
         try:
             chunks = [chunk for chunk in self._retriever.chunks(document[0]) if chunk.version == document[1]]
-        except InputError:
+        except (InputError, IndexUnreachableError):  # texts that a request brings need no index
             chunks = []
         ingested = {chunk.position: chunk.token_ids for chunk in chunks}
         if any(ingested.get(chunk.position) != chunk.token_ids for chunk in given):
