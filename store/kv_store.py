@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,75 +18,26 @@ from cacheblend.base.errors import StoreError, StoreFullError
 
 from .catalog import CatalogEntry
 from .chunk import ChunkKV
-from .config import RAM, StoreConfig
+from .config import StoreConfig
 from .documents import StoreDocuments
 from .entry import EncodedEntry
 from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .tiers import CACHE_TIERS, NVME, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
+from .stats import StoreStats, TierStats
+from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
 if TYPE_CHECKING:
+    from .remote.address import RemoteAddress
     from .remote.read_through import ReadThrough
     from .remote.remote_entry import RemoteEntry
-    from .remote.remote_tier import RemoteStats, RemoteTier
+    from .remote.remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 _MISSES, _FAILED_WRITES = "misses", "failed_writes"
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """One tier: what it holds now, and hits and evictions since the store was opened by this process."""
-
-    entries: int
-    bytes: int
-    budget_bytes: int
-    hits: int
-    evictions: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """A store's tiers, and what happened since it was opened by this process.
-
-    Args:
-        tiers: by name, the fastest first; RAM's hits include entries that wait to be written.
-        misses: keys that `get` and `pin` did not find.
-        damaged: entries that were set aside.
-        pending_writes: entries that wait to be written in the background.
-        pending_bytes: their bytes.
-        failed_writes: entries that the background could not write.
-        remote: what the remote tier did; None where there is none.
-    """
-
-    tiers: Mapping[str, TierStats]
-    misses: int
-    damaged: int
-    pending_writes: int
-    pending_bytes: int
-    failed_writes: int
-    remote: RemoteStats | None = None
-
-    @property
-    def ram(self) -> TierStats:
-        """Copies in RAM."""
-        return self.tiers[RAM]
-
-    @property
-    def nvme(self) -> TierStats:
-        """Entries on NVMe, whichever process wrote them."""
-        return self.tiers[NVME]
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain numbers and dicts, for JSON: a tier by its name."""
-        plain = dataclasses.asdict(self)
-        tiers: dict[str, object] = plain.pop("tiers")
-        remote = plain.pop(REMOTE)
-        return tiers | ({} if remote is None else {REMOTE: remote}) | plain
 
 
 class KVStore:
@@ -111,12 +60,20 @@ class KVStore:
         self._pins = Pins()
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
-        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
+        self._remote: RemoteTier | None = None
+        self._read_through: ReadThrough | None = None
+        if (address := config.remote_address()) is not None:
+            self._open_remote(address)
+        try:
+            folder = StoreFolder(Path(config.directory))
+            self._nvme = NvmeTier(folder, nvme_budget, self._pins, direct_reads=config.direct_reads)
+        except BaseException:
+            self._close_remote()
+            raise
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()  # hits by tier, misses, failed writes
-        self._remote, self._read_through = self._open_remote()
         self._closed = False
 
     def put(self, key: ChunkKey, kv: ChunkKV, flush: bool = True, *, document: DocumentVersion | None = None) -> Future[bool]:
@@ -196,11 +153,20 @@ class KVStore:
         missing = [key.digest for key in keys if key not in self]
         if self._remote is None or not missing:
             return 0
+        return self.store_copies(self._remote.load_all(missing))
+
+    def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
+        """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
         writes = []
-        for entry in self._remote.load_all(missing):
+        for entry in entries:
             writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
             self._queue.wait_for_room()
         return sum(write.stored.result() for write in writes)
+
+    def load(self, key: ChunkKey) -> EncodedEntry | None:
+        """An entry of NVMe as it is stored, which is no use of it; None for a miss."""
+        self._check_open()
+        return self._nvme.load(key.digest, is_use=False)
 
     @contextmanager
     def pin(self, keys: Iterable[ChunkKey], *, remote: bool = True) -> Iterator[list[Placement | None]]:
@@ -355,28 +321,28 @@ class KVStore:
             self._close_tiers()
 
     def _close_tiers(self) -> None:
-        if self._remote is not None and self._read_through is not None:
-            self._read_through.close(self.config.remote_timeout_s)
-            self._remote.close()
+        self._close_remote()
         for tier in self._tiers:
             tier.close()
 
-    def _open_remote(self) -> tuple[RemoteTier, ReadThrough] | tuple[None, None]:
-        address, config = self.config.remote_address(), self.config
-        if address is None:
-            return None, None
+    def _close_remote(self) -> None:
+        if self._remote is not None and self._read_through is not None:
+            self._read_through.close(self.config.remote_timeout_s)
+            self._remote.close()
+
+    def _open_remote(self, address: RemoteAddress) -> None:
         from .remote.backend import BackendLimits  # not loaded where there is no remote tier
         from .remote.read_through import ReadThrough
         from .remote.remote_tier import RemoteTier
 
+        config, budget_bytes = self.config, self.config.nvme_budget_bytes
         limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
-        remote = RemoteTier(address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes)
-        budget_bytes = config.nvme_budget_bytes
+        self._remote = RemoteTier(address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes)
 
         def has_room(nbytes: int) -> bool:
             return self._nvme.size()[1] + nbytes <= budget_bytes
 
-        return remote, ReadThrough(self._store_copy, has_room, budget_bytes)
+        self._read_through = ReadThrough(self._store_copy, has_room, budget_bytes)
 
     def _open_all(
         self, digests: Sequence[str], *, remote: bool = True, copies: dict[str, RemoteEntry] | None = None
@@ -387,8 +353,8 @@ class KVStore:
         if self._remote is None or self._read_through is None or not remote or not missing:
             return opened
         there = self._remote.open_all(missing)
-        for digest, entry in there.items() if copies is not None else ():
-            if self._read_through.admits(digest, entry.info.nbytes):
+        for digest, entry in there.items():
+            if copies is not None and self._read_through.admits(digest, entry.info.nbytes):
                 entry.keep()
                 copies[digest] = entry
         return [
@@ -397,7 +363,8 @@ class KVStore:
         ]
 
     def _placement(self, entry: StoredEntry, tier: ReadTier) -> Placement:
-        return Placement(entry, tier, self._remote.open_stream if self._remote is not None and tier is self._remote else None)
+        remote = self._remote
+        return Placement(entry, tier, remote.open_stream if remote is not None and tier is remote else None)
 
     def _store_copy(self, entry: EncodedEntry) -> None:
         """Write what was read from the remote tier to the tiers here, unless it was deleted meanwhile."""

@@ -173,13 +173,14 @@ class Ingester:
         for one in retriever.embed(new, batch.check):
             embedded[one.document.id] = one
             batch.on_progress("index", done + len(embedded), len(given))
-        # 2. Compute and store chunks' KV that is not stored yet.
+        # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.
         for document in {document.id: document for document in given}.values():
             of_document = embedded[document.id].chunks if document.id in embedded else self._chunks(document)
             own: list[Sequence[int]] = [chunk.token_ids for chunk in of_document]
             batch.chunks[document.id, document.version] = own
             batch.keys[document.id, document.version] = list(map(self._encoder.key, own, self._encoder.context.earlier(own)))
         every = dict.fromkeys(key for keys in batch.keys.values() for key in keys)
+        self._store.fetch(every)
         found = {key for key in every if key in self._store}
         try:
             self._compute(batch, every.keys() - found)

@@ -130,7 +130,7 @@ class ObjectBackend:
         async def get() -> Bytes | None:
             try:
                 found = await obstore.get_async(self._store, path_of(one.name), options={"range": (one.start, one.stop)})
-                return np.frombuffer(await found.bytes_async(), np.uint8)
+                return np.frombuffer(memoryview(await found.bytes_async()), np.uint8)
             except FileNotFoundError:
                 return None
 

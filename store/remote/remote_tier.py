@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -158,23 +158,38 @@ class RemoteTier:
     def load_all(self, digests: Sequence[str]) -> Iterator[EncodedEntry]:
         """Those of the entries that are there, whole, asked for ahead; ends early where the remote stops answering."""
         for at in range(0, len(digests), LOAD_ENTRIES):
-            entries = list(self.open_all(digests[at : at + LOAD_ENTRIES]).values())
-            while entries:
-                group, count = [], 0
-                while entries and (not group or count + entries[0].info.nbytes <= LOAD_BYTES):
-                    group.append(entry := entries.pop(0))
-                    count += entry.info.nbytes
+            try:
+                yield from self.load_each(list(self.open_all(digests[at : at + LOAD_ENTRIES]).values()))
+            except RemoteError:
+                return
+
+    def load_each(self, entries: Sequence[RemoteEntry]) -> Iterator[EncodedEntry]:
+        """Entries whole, but those that are damaged or gone by now; raises `RemoteError`."""
+        left = deque(entries)
+        while left:
+            group = [left.popleft()]
+            while left and sum(entry.info.nbytes for entry in (*group, left[0])) <= LOAD_BYTES:
+                group.append(left.popleft())
+            for entry, data in zip(group, self.read([entry.layout.whole() for entry in group]), strict=True):
                 try:
-                    found = self.read([entry.layout.whole() for entry in group])
-                except RemoteError:
-                    return
-                for entry, data in zip(group, found, strict=True):
-                    try:
-                        yield entry.assemble(data)
-                    except EvictedEntryError:
-                        continue
-                    except DamagedEntryError:
-                        self.set_aside(entry.info.key.digest)
+                    yield entry.assemble(data)
+                except EvictedEntryError:
+                    continue
+                except DamagedEntryError:
+                    self.set_aside(entry.info.key.digest)
+
+    def entries(self, names: Sequence[str]) -> list[RemoteEntry | None]:
+        """The entries of objects by name, None for what is no entry of this deployment; raises `RemoteError`."""
+        with self._guarding(), self.reader() as reader:
+            prefixes = self.read_prefixes(reader, names)
+        found: list[RemoteEntry | None] = []
+        for name, prefix in zip(names, prefixes, strict=True):
+            try:
+                found.append(None if prefix is None else RemoteEntry(self, self.format.parse(name, prefix)))
+            except DamagedEntryError as error:
+                logger.debug("%s", error)
+                found.append(None)
+        return found
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         """See `KVTier`: the entry is a miss for a while, and whoever computes it writes it anew."""
@@ -306,10 +321,14 @@ class RemoteTier:
         def read() -> list[Bytes | None]:
             with self.reader() as reader:
                 opened.append(reader)
-                return self._read_prefixes(reader, [self.format.name(digest) for digest in digests])
+                return self.read_prefixes(reader, [self.format.name(digest) for digest in digests])
+
+        def abort() -> None:
+            for reader in opened:
+                reader.abort()
 
         try:
-            prefixes = self._within(patience_s, read, lambda: [reader.abort() for reader in opened] and None)
+            prefixes = self._within(patience_s, read, abort)
         except RemoteError:
             self._lookup_s = 2 * patience_s / LOOKUPS  # more patience next time
             raise
@@ -331,7 +350,7 @@ class RemoteTier:
                 self._layouts.popitem(last=False)
         return found
 
-    def _read_prefixes(self, reader: RangeReader, names: Sequence[str]) -> list[Bytes | None]:
+    def read_prefixes(self, reader: RangeReader, names: Sequence[str]) -> list[Bytes | None]:
         """What stands before each object's first layer; what is no object's is given as it is."""
         reader.request([ObjectRange(name, 0, PREFIX_BYTES) for name in names])
         prefixes = [reader.receive() for _ in names]

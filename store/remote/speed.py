@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 MIN_BYTES = 128 * 1024  # fewer say nothing of the throughput
 WEIGHT = 0.5  # of the last reads
+FRESH_S = 60.0  # for which a speed holds
 
 
 class RemoteSpeed(NamedTuple):
@@ -19,17 +20,22 @@ class RemoteSpeed(NamedTuple):
 
 
 class SpeedMeter:
-    """Learns a remote tier's speed from streams of reads; the last ones count most. Thread-safe."""
+    """Learns a remote tier's speed from streams of reads; the last ones count most. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._observed_at = clock, 0.0
         self._lock = threading.Lock()
         self._latency_s: float | None = None
         self._byte_s: float | None = None
 
     def speed(self) -> RemoteSpeed | None:
-        """The speed; None before anything was read."""
+        """The speed; None before anything was read, and a while after: a remote that was slow is tried again."""
         with self._lock:
-            if self._byte_s is None:
+            if self._byte_s is None or self._clock() - self._observed_at > FRESH_S:
                 return None
             return RemoteSpeed(self._latency_s or 0.0, 1 / self._byte_s)
 
@@ -45,6 +51,7 @@ class SpeedMeter:
                 self._latency_s = _mixed(self._latency_s, latency_s)
             if count >= MIN_BYTES and seconds > 0:
                 self._byte_s = _mixed(self._byte_s, seconds / count)
+                self._observed_at = self._clock()
 
 
 class StreamClock:
