@@ -17,16 +17,17 @@ from rich.table import Table
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus
 from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
+from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
 from .profile import load_fusor
-from .store import UNBOUNDED, open_store
+from .store import UNBOUNDED, open_index, open_store
 
 if TYPE_CHECKING:
     from cacheblend.blend import KVGeometry
@@ -37,17 +38,20 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `do
 
 
 @app.command("ls")
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def ls(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many; left out, all.")] = None,
     after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed after this document.")] = None,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """List the documents, and how much of each one's KV is stored.
 
     Example: cacheblend documents ls --store-dir ./store --limit 100 --json
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         if limit is None and after is None:
             found, has_more = documents.ls(), False
         else:
@@ -71,12 +75,19 @@ def ls(
 
 
 @app.command("show")
-def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def show(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
     """Show a document and the chunks that it was split into.
 
     Example: cacheblend documents show handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         status, chunks = documents.show(id_)
         places = documents.places(chunks)
     if as_json:
@@ -94,17 +105,20 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
 
 
 @app.command("delete")
+@options.takes(RetrieverConfig, StoreConfig, only=(*options.OF_INDEX, *options.OF_REMOTES))
 def delete(
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Remove a document and the KV of the chunks that no other document has.
 
     Example: cacheblend documents delete handbook/travel.md --store-dir ./store --yes
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         if not yes:
             status = documents.status(id_)
             terminal.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?")
@@ -112,30 +126,44 @@ def delete(
 
 
 @app.command("pin")
-def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def pin(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
     """Keep the KV of a document's chunks from being evicted.
 
     Example: cacheblend documents pin handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         documents.pin(id_)
         _tell(documents.status(id_), "pinned", as_json)
 
 
 @app.command("unpin")
-def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def unpin(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
     """Let the KV of a document's chunks be evicted again.
 
     Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         documents.unpin(id_)
         _tell(documents.status(id_), "unpinned", as_json)
 
 
 @contextmanager
-def _open(store_dir: Path) -> Iterator[Documents]:
-    with open_store(store_dir) as store, IndexedDocuments(store_dir / "index") as index:
+def _open(store_dir: Path, settings: options.Settings) -> Iterator[Documents]:
+    with open_store(store_dir, settings.make(StoreConfig)) as store, open_index(store_dir, settings) as index:
         yield Documents(index, store)
 
 

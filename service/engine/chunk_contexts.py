@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError, IndexUnreachableError, InputError
 from cacheblend.blend import ChunkContext
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.retriever.config import SEPARATOR

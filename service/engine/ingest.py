@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError, PromptTooLongError
-from cacheblend.retriever import Document
+from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.retriever.index_folder import merge_indexes
 from cacheblend.store.merge import check_stores, merge
 
@@ -386,7 +386,10 @@ class ReadingProgress:
 
 
 def merge_stores(
-    sources: Sequence[Path], target: Path, on_progress: Callable[[str, int, int], None] | None = None
+    sources: Sequence[Path],
+    target: Path,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    index: RetrieverConfig | None = None,
 ) -> tuple[int, MergeReport]:
     """Copy index and KV of store folders into one, as if their documents had been ingested into it in this order.
 
@@ -397,6 +400,7 @@ def merge_stores(
         sources: the `--store-dir` folders to copy from.
         target: the folder to copy into; made when missing.
         on_progress: called with the stage ("index" or "copy"), documents or entries done, and how many in all.
+        index: names the database that documents are copied into, where it is not the target folder's own.
 
     Returns:
         Documents copied into the index, without those it had already, and what was done to the KV.
@@ -406,11 +410,14 @@ def merge_stores(
         RetrieverError: the indexes were built with different settings; see `merge_indexes`.
     """
     report = on_progress or (lambda *_: None)
+    index = index or RetrieverConfig()
     kv = [source / KV_FOLDER for source in sources]
     check_stores(kv, target / KV_FOLDER)
     indexed = merge_indexes(
         [source / INDEX_FOLDER for source in sources],
         target / INDEX_FOLDER,
+        index=index.index,
+        schema=index.index_schema,
         on_progress=lambda done, total: report("index", done, total),
     )
     return indexed, merge(kv, target / KV_FOLDER, on_progress=lambda done, total: report("copy", done, total))
