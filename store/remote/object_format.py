@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cacheblend.base.errors import DamagedEntryError
+from cacheblend.base.errors import DamagedEntryError, InputError
 from cacheblend.base.memory import Bytes
 from cacheblend.store.entry import (
     BLOCK_BYTES,
@@ -170,19 +170,21 @@ class ObjectFormat:
             raise DamagedEntryError(f"layer {layer} of object {layout.name} is not what was written")
 
     def _check_key(self, name: str, info: EntryInfo) -> None:
-        """Hold the header against the key: without a secret it says which tokens of which tenant these layers are of."""
-        if info.model is not None:
-            key = info.key
+        """Hold the header against the key: it says which tokens of which tenant and model these layers are of."""
+        key = info.key
+        try:
             own = ChunkKey.of(
                 info.token_ids,
                 prefix_ids=info.prefix_ids,
                 context=info.context,
-                model=info.model,
+                model=key.model,
                 codec=key.codec,
                 namespace=key.namespace,
             )
-            if own != key:
-                raise DamagedEntryError(f"the header of object {name} is not that of its key")
+        except InputError as error:
+            raise DamagedEntryError(f"the header of object {name} has no key: {error}") from error
+        if own != key or info.model not in (None, key.model):
+            raise DamagedEntryError(f"the header of object {name} is not that of its key")
 
     def _seal(self, entry: EncodedEntry, header: bytes) -> bytes:
         if self._keys is None:

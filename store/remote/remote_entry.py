@@ -27,8 +27,8 @@ class EntrySource(Protocol):
     def read(self, ranges: Sequence[ObjectRange]) -> list[Bytes | None]:
         """The bytes of ranges; raises `RemoteError`."""
 
-    def forget(self, digest: str) -> None:
-        """Look an entry up again at its next use."""
+    def miss(self, digest: str) -> None:
+        """Take an entry for missing for a while."""
 
 
 class RemoteEntry:
@@ -50,7 +50,7 @@ class RemoteEntry:
             EvictedEntryError: there is no object any more.
         """
         if data is None:
-            self._tier.forget(self.info.key.digest)
+            self._tier.miss(self.info.key.digest)
             raise EvictedEntryError(f"object {self.layout.name} is not in the remote tier any more")
         if self._kept is not None:
             self._kept[layer] = data

@@ -32,8 +32,8 @@ T = TypeVar("T")
 THREADS = DaemonThreads("cacheblend-remote")
 MAX_LAYOUTS = 4096
 LAYOUT_S = 60.0  # for which an entry's header is taken to be as it was
-DAMAGED_S = 60.0  # for which an entry whose bytes were wrong is not looked up again
-MAX_DAMAGED = 65_536
+MISSING_S = 60.0  # for which an entry whose bytes were wrong, or that went, is not looked up again
+MAX_MISSING = 65_536
 LOAD_ENTRIES, LOAD_BYTES = 64, 64 * 2**20  # that are asked for together
 LOOKUPS = 8  # a look-up is given so many times what the last ones took
 
@@ -100,7 +100,7 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._layouts: OrderedDict[str, tuple[ObjectLayout, float]] = OrderedDict()
-        self._damaged: OrderedDict[str, float] = OrderedDict()
+        self._missing: OrderedDict[str, float] = OrderedDict()
         self._lookup_s: float | None = None
 
     def open_all(self, digests: Sequence[str]) -> dict[str, RemoteEntry]:
@@ -194,17 +194,19 @@ class RemoteTier:
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         """See `KVTier`: the entry is a miss for a while, and whoever computes it writes it anew."""
         with self._lock:
-            self._layouts.pop(digest, None)
-            self._damaged[digest] = time.monotonic()
-            while len(self._damaged) > MAX_DAMAGED:
-                self._damaged.popitem(last=False)
+            self._miss(digest)
             self._counts["damaged"] += 1
             count = self._counts["damaged"]
         level = logging.WARNING if count == 1 else logging.DEBUG  # one line, and the counter
         logger.log(level, "entry %s in the remote tier at %s is not what was written, and is a miss", digest, self.address)
 
+    def miss(self, digest: str) -> None:
+        """Take an entry for missing for a while: it went, or part of it, while it was read."""
+        with self._lock:
+            self._miss(digest)
+
     def forget(self, digest: str) -> None:
-        """Look an entry up again at its next use: it is not there any more."""
+        """Look an entry up anew at its next use."""
         with self._lock:
             self._layouts.pop(digest, None)
 
@@ -266,6 +268,12 @@ class RemoteTier:
         if self.reads.fail():
             logger.warning("the remote tier is not asked for a while, its entries are misses: %s", error)
 
+    def _miss(self, digest: str) -> None:
+        self._layouts.pop(digest, None)
+        self._missing[digest] = time.monotonic()
+        while len(self._missing) > MAX_MISSING:
+            self._missing.popitem(last=False)
+
     def _count(self, name: str, by: int = 1) -> None:
         with self._lock:
             self._counts[name] += by
@@ -297,9 +305,9 @@ class RemoteTier:
 
     def _is_out(self, digest: str) -> bool:
         with self._lock:
-            since = self._damaged.get(digest)
-            if since is not None and time.monotonic() - since > DAMAGED_S:
-                del self._damaged[digest]
+            since = self._missing.get(digest)
+            if since is not None and time.monotonic() - since > MISSING_S:
+                del self._missing[digest]
                 since = None
         return since is not None or self.uploads.is_removing(digest)
 
@@ -375,13 +383,13 @@ class RemoteTier:
         there = self.backend.sizes(names)
         for entry, name, size in zip(entries, names, there, strict=True):
             digest = entry.info.key.digest
-            if size is None or digest in self._damaged:
+            if size is None or digest in self._missing:
                 parts = self.format.pack(entry)
                 self.backend.put(name, parts)
                 self._count("sent")
                 self._count("sent_bytes", sum(map(len, parts)))
                 with self._lock:
-                    self._damaged.pop(digest, None)
+                    self._missing.pop(digest, None)
                     self._layouts.pop(digest, None)
 
     def _remove(self, digests: Sequence[str]) -> None:

@@ -1,0 +1,166 @@
+"""Servers of a remote tier for tests: a Redis on a Unix socket, an S3-compatible server, and one that answers badly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cacheblend.store import KVStore
+from cacheblend.store.remote.remote_tier import RemoteTier
+
+OpenShared = Callable[..., KVStore]
+SECRET = "the deployment's secret"
+
+
+def needs(module: str, extra: str) -> None:
+    """Skip the test where an extra is not installed."""
+    if find_spec(module) is None:
+        pytest.skip(f"{module} is not installed; the extra [{extra}] brings it")
+
+
+def remote_of(store: KVStore) -> RemoteTier:
+    """The store's remote tier, which it has."""
+    assert store.remote is not None
+    return store.remote
+
+
+def wait_until(holds: Callable[[], bool], what: str = "it did not happen") -> None:
+    """Wait for what another thread or process does; gives up after ten seconds."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+class RedisServer:
+    """A `redis-server` on a Unix socket, which can be killed, paused and started again."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        needs("redis", "redis")
+        self._command = shutil.which("redis-server") or shutil.which("valkey-server")
+        if self._command is None:
+            pytest.skip("no redis-server is installed: apt-get install redis-server")
+        self._folder, self._options = folder, options
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it, empty."""
+        command = [
+            str(self._command),
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket),
+            "--save",
+            "",
+            "--dir",
+            str(self._folder),
+        ]
+        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
+
+        def answers() -> bool:
+            with socket.socket(socket.AF_UNIX) as probe:
+                try:
+                    probe.connect(str(self.socket))
+                    probe.sendall(b"PING\r\n")
+                    return probe.recv(16) == b"+PONG\r\n"
+                except OSError:
+                    return False
+
+        wait_until(answers, "redis-server did not start")
+
+    def kill(self) -> None:
+        """Kill it, paused or not."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Stop it where it is."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """An S3-compatible server in a process of its own, and a bucket; gives the bucket's URL. Sets the environment."""
+    needs("obstore", "objects")
+    needs("moto", "dev")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    end_point = f"http://127.0.0.1:{port}"
+    names = {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": end_point,
+    }
+    with pytest.MonkeyPatch.context() as patch, (folder / "moto.log").open("wb") as log:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        with subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": "ignore"}) as server:
+            try:
+
+                def makes_bucket() -> bool:
+                    try:
+                        urllib.request.urlopen(urllib.request.Request(f"{end_point}/bucket", method="PUT")).close()
+                    except OSError:
+                        return False
+                    return True
+
+                wait_until(makes_bucket, "the S3 server did not start")
+                yield "s3://bucket/kv"
+            finally:
+                server.kill()
+
+
+@contextmanager
+def bad_server(folder: Path, answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server on a Unix socket that does with each connection what it is told; gives its URL."""
+    path = folder / "bad.sock"
+    ended = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+
+        def serve() -> None:
+            while not ended.is_set():
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                threading.Thread(target=handle, args=(connection,), daemon=True).start()
+
+        def handle(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield f"unix://{path}"
+        finally:
+            ended.set()
+            listening.shutdown(socket.SHUT_RDWR)

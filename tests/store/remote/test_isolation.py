@@ -1,0 +1,138 @@
+"""Isolation in a shared remote tier: no tenant finds, names, makes or uses another's entries."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chunks import MODEL, make_chunk, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from remote_servers import SECRET, OpenShared, remote_of
+
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store.entry import EncodedEntry
+from cacheblend.store.remote.object_format import ObjectFormat
+
+NAMESPACES = st.sampled_from(["", "a", "b", "a\0b"])
+TEXTS = st.integers(0, 2)
+STEP = st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(0, 1), NAMESPACES, TEXTS)
+
+
+def chunk_of(namespace: str, text: int) -> tuple[ChunkKey, ChunkKV]:
+    """A chunk whose values depend on its namespace, so that another's would be seen."""
+    seed = 10 * ["", "a", "b", "a\0b"].index(namespace) + text
+    _, kv = make_chunk(seed)
+    ids = list(range(100 * text, 100 * text + 5))
+    own = ChunkKV(kv.layers, ids, (1,), MODEL)
+    return ChunkKey.of(ids, prefix_ids=(1,), model=MODEL, namespace=namespace), own
+
+
+@given(steps=st.lists(STEP, max_size=12), secret=st.sampled_from([None, SECRET]))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_request_finds_another_namespaces_entry(
+    steps: list[tuple[str, int, str, int]], secret: str | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever tenants put, get and delete at two replicas, each gets its own bytes or a miss, and counts its hits alone."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    folder = tmp_path_factory.mktemp("shared")
+    there: set[tuple[str, int]] = set()
+    replicas = [
+        KVStore(StoreConfig(directory=folder / name, remote=f"file://{folder}/objects", remote_secret=secret)) for name in "ab"
+    ]
+    try:
+        for step, at, namespace, text in steps:
+            store, (key, kv) = replicas[at], chunk_of(namespace, text)
+            if step == "put":
+                store.put(key, kv)
+                there.add((namespace, text))
+            elif step == "delete":
+                store.delete(key)
+                replicas[1 - at].delete(key)
+                there.discard((namespace, text))
+            else:
+                before = hits(store)
+                found = store.get(key)
+                assert same(found, kv) if (namespace, text) in there else found is None
+                assert hits(store) - before == (found is not None)
+            for each in replicas:
+                assert each.flush_remote(10)
+    finally:
+        for store in replicas:
+            store.close()
+
+
+def hits(store: KVStore) -> int:
+    stats = store.stats()
+    return sum(tier.hits for tier in stats.tiers.values()) + (stats.remote.hits if stats.remote else 0)
+
+
+@given(a=NAMESPACES, b=NAMESPACES, text=TEXTS, other=TEXTS, secrets=st.tuples(st.binary(min_size=16), st.binary(min_size=16)))
+@settings(max_examples=100, deadline=None)
+def test_names_are_equal_for_equal_keys_and_secrets_alone(
+    a: str, b: str, text: int, other: int, secrets: tuple[bytes, bytes]
+) -> None:
+    """An object's name follows from tenant, text and the deployment's secret, and is another for any other of them."""
+    one, two = (ObjectFormat(secret) for secret in secrets)
+    first, second = chunk_of(a, text)[0].digest, chunk_of(b, other)[0].digest
+    assert (one.name(first) == one.name(second)) == ((a, text) == (b, other))
+    assert (one.name(first) == two.name(first)) == (secrets[0] == secrets[1])
+    assert one.name(first) != first
+
+
+def test_who_has_no_secret_cannot_name_list_or_poison(open_shared: OpenShared, tmp_path: Path) -> None:
+    """With write access and no secret: keys do not give objects' names, and objects that were made or moved are not used."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    url = f"file://{tmp_path}/objects"
+    store = open_shared("owner", url, remote_secret=SECRET)
+    (key, kv), (other_key, other_kv) = make_chunk(1), make_chunk(2)
+    store.put(key, kv)
+    store.put(other_key, other_kv)
+    assert store.flush_remote(10)
+    attacker = remote_of(open_shared("attacker", url))
+    names = dict(attacker.backend.ls())
+    owner = remote_of(store).format
+    assert attacker.backend.sizes([key.digest]) == [None]
+    assert key.digest not in names
+    # 1. An entry of the attacker's own making, in every form that can be made without the secret.
+    zeros = ChunkKV([(torch.zeros_like(k), torch.zeros_like(v)) for k, v in kv.layers], kv.token_ids, kv.prefix_ids, kv.model)
+    poison = EncodedEntry.of(key, zeros)
+    forged = [attacker.format.pack(poison), ObjectFormat(b"a guessed secret").pack(poison)]
+    # 2. Another entry's object, and this one's header before another's layers.
+    with attacker.reader() as reader:
+        from cacheblend.store.remote.backend import ObjectRange
+
+        reader.request([ObjectRange(owner.name(each.digest), 0, 2**20) for each in (key, other_key)])
+        mine, others = reader.receive(), reader.receive()
+    assert mine is not None
+    assert others is not None
+    front = len(mine) - poison.nbytes
+    forged += [[others], [mine[:front], others[front:]], [mine[:front], *poison.pieces]]
+    for at, parts in enumerate(forged):
+        attacker.backend.put(owner.name(key.digest), [np.ascontiguousarray(part) for part in parts])
+        victim = open_shared(f"victim{at}", url, remote_secret=SECRET)
+        assert victim.get(key) is None
+        stats = victim.stats().remote
+        assert stats is not None
+        assert stats.damaged == 1
+    # 3. The bytes that were written, put back: that is all that can be replayed.
+    attacker.backend.put(owner.name(key.digest), [mine])
+    assert same(open_shared("last", url, remote_secret=SECRET).get(key), kv)
+
+
+def test_a_header_that_is_not_its_keys_is_no_entry(open_shared: OpenShared, tmp_path: Path) -> None:
+    """Without a secret too, an object whose header names other tokens or another tenant than its key is damaged."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    url = f"file://{tmp_path}/objects"
+    store = open_shared("owner", url)
+    _, kv = make_chunk(1)
+    mine = ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=MODEL, namespace="mine")
+    lie = EncodedEntry.of(ChunkKey(mine.digest, MODEL, "raw", "yours"), ChunkKV(kv.layers, kv.token_ids, kv.prefix_ids))
+    other = ChunkKV(kv.layers, [9, *kv.token_ids[1:]], kv.prefix_ids)
+    lies = [lie, EncodedEntry.of(mine, other)]
+    for at, lie in enumerate(lies):
+        remote_of(store).backend.delete([mine.digest])
+        remote_of(store).send([lie])
+        reader = open_shared(f"reader{at}", url)
+        assert reader.get(mine) is None
+        assert remote_of(reader).stats().damaged == 1
