@@ -17,16 +17,17 @@ from rich.table import Table
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus
 from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
+from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
 from .profile import load_fusor
-from .store import UNBOUNDED, open_store
+from .store import UNBOUNDED, open_index, open_store
 from .terminal import counted
 
 if TYPE_CHECKING:
@@ -38,18 +39,21 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `do
 
 
 @app.command("ls")
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def ls(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many; left out, all.")] = None,
     after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed after this document.")] = None,
     parts: Annotated[bool, typer.Option("--parts", help="Each page, slide and sheet of a file, and not the file.")] = False,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """List the documents, and how much of each one's KV is stored. The pages of a file are one.
 
     Example: cacheblend documents ls --store-dir ./store --limit 100 --json
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         if not parts:
             found, has_more = documents.files(limit, after)
         elif limit is None and after is None:
@@ -77,12 +81,19 @@ def ls(
 
 
 @app.command("show")
-def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def show(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
     """Show a document and the chunks that it was split into.
 
     Example: cacheblend documents show handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         status, chunks = documents.show(id_)
         places = documents.places(chunks)
     if as_json:
@@ -108,17 +119,20 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
 
 
 @app.command("delete")
+@options.takes(RetrieverConfig, StoreConfig, only=(*options.OF_INDEX, *options.OF_REMOTES))
 def delete(
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Remove a document, or a file with all its pages, and the KV of the chunks that no other document has.
 
     Example: cacheblend documents delete handbook/travel.md --store-dir ./store --yes
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         if not yes:
             status = documents.status(id_)
             parts = f"{counted(status.parts, 'part')}, " if status.id != id_ or status.parts > 1 else ""
@@ -128,28 +142,42 @@ def delete(
 
 
 @app.command("pin")
-def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def pin(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
     """Keep the KV of the chunks of a document, or a file, from being evicted.
 
     Example: cacheblend documents pin handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         _print_status(documents.pin(id_), "pinned", as_json)
 
 
 @app.command("unpin")
-def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def unpin(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
     """Let the KV of the chunks of a document, or a file, be evicted again.
 
     Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         _print_status(documents.unpin(id_), "unpinned", as_json)
 
 
 @contextmanager
-def _open(store_dir: Path) -> Iterator[Documents]:
-    with open_store(store_dir) as store, IndexedDocuments(store_dir / "index") as index:
+def _open(store_dir: Path, settings: options.Settings) -> Iterator[Documents]:
+    with open_store(store_dir, settings.make(StoreConfig)) as store, open_index(store_dir, settings) as index:
         yield Documents(index, store)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError, PromptTooLongError
-from cacheblend.retriever import Document
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError, PromptTooLongError
+from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.retriever.index_folder import merge_indexes
 from cacheblend.store.merge import check_stores, merge
 
@@ -163,7 +163,8 @@ class Ingester:
     def _ingest(self, batch: _Batch) -> IngestReport:
         started, given, retriever = time.perf_counter(), batch.documents, self._retriever
         self._check_lengths(given)
-        versions = {document.id: retriever.version(document.id) for document in given}
+        # What a document may be at the end: what it is now, or what another upload of this very text has made it.
+        expected = {document.id: (retriever.version(document.id), document.version) for document in given}
         # 1. Embed what is new. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         embedded: dict[str, EmbeddedDocument] = {}
         done = len(given) - len(new := retriever.changed(given))
@@ -186,12 +187,9 @@ class Ingester:
             # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
             while True:
                 with self._changing, self._store.exclusive():
-                    for document in given:
-                        if retriever.version(document.id) not in (versions[document.id], document.version):
-                            raise DocumentChangedError(document.id)
                     gone = {key for key in found if key not in self._store}
                     if not gone:
-                        replaced = sum(retriever.put(one) for one in embedded.values())
+                        replaced = retriever.put(list(embedded.values()), expected)
                         dropped = self._store.documents.put(
                             (*document, list(dict.fromkeys(keys))) for document, keys in batch.keys.items()
                         )
@@ -388,7 +386,10 @@ class ReadingProgress:
 
 
 def merge_stores(
-    sources: Sequence[Path], target: Path, on_progress: Callable[[str, int, int], None] | None = None
+    sources: Sequence[Path],
+    target: Path,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    index: RetrieverConfig | None = None,
 ) -> tuple[int, MergeReport]:
     """Copy index and KV of store folders into one, as if their documents had been ingested into it in this order.
 
@@ -399,6 +400,7 @@ def merge_stores(
         sources: the `--store-dir` folders to copy from.
         target: the folder to copy into; made when missing.
         on_progress: called with the stage ("index" or "copy"), documents or entries done, and how many in all.
+        index: names the database that documents are copied into, where it is not the target folder's own.
 
     Returns:
         Documents copied into the index, without those it had already, and what was done to the KV.
@@ -408,11 +410,14 @@ def merge_stores(
         RetrieverError: the indexes were built with different settings; see `merge_indexes`.
     """
     report = on_progress or (lambda *_: None)
+    index = index or RetrieverConfig()
     kv = [source / KV_FOLDER for source in sources]
     check_stores(kv, target / KV_FOLDER)
     indexed = merge_indexes(
         [source / INDEX_FOLDER for source in sources],
         target / INDEX_FOLDER,
+        index=index.index,
+        schema=index.index_schema,
         on_progress=lambda done, total: report("index", done, total),
     )
     return indexed, merge(kv, target / KV_FOLDER, on_progress=lambda done, total: report("copy", done, total))
