@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import InputError, StoreFullError
+from cacheblend.base.errors import DocumentChangedError, InputError, StoreFullError
 from cacheblend.retriever import CatalogedDocument
 from cacheblend.store import StoredDocument
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from cacheblend.retriever import Chunk, Retriever
     from cacheblend.retriever.index_folder import IndexedDocuments
     from cacheblend.retriever.places import ChunkPlace
-    from cacheblend.store import KVStore
+    from cacheblend.store import ChunkKey, KVStore
+
+    from .document_encoder import EncodedDocuments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,59 @@ class DocumentStatus:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutReport:
+    """What `DocumentWriter.put` did.
+
+    Args:
+        replaced: documents that took another's place.
+        dropped: chunks that no document has any more; their KV was removed.
+    """
+
+    replaced: int
+    dropped: int
+
+
+class DocumentWriter:
+    """Puts encoded documents into index and store together.
+
+    Args:
+        retriever: the index that takes their text.
+        store: where their chunks' KV is.
+        changing: held while documents change; see `Documents`.
+    """
+
+    def __init__(self, retriever: Retriever, store: KVStore, changing: AbstractContextManager[object]) -> None:
+        self._retriever, self._store, self._changing = retriever, store, changing
+
+    def put(
+        self, encoded: EncodedDocuments, versions: Mapping[str, str | None], needed: Collection[ChunkKey] = ()
+    ) -> PutReport | None:
+        """Add a batch of documents, in place of those of their ids, in index and store together, all at once.
+
+        Args:
+            encoded: the documents, whose KV is stored.
+            versions: of each document when its encoding began; None where there was none.
+            needed: chunks whose KV must be stored still.
+
+        Returns:
+            What was done; None where the KV of a needed chunk is gone, and nothing is changed then.
+
+        Raises:
+            DocumentChangedError: one of them was deleted or replaced meanwhile; nothing is changed then.
+            StoreError, RetrieverError: store or index cannot be written.
+        """
+        with self._changing, self._store.exclusive():
+            for document in encoded.documents:
+                if self._retriever.version(document.id) not in (versions[document.id], document.version):
+                    raise DocumentChangedError(document.id)
+            if any(key not in self._store for key in needed):
+                return None
+            replaced = sum(map(self._retriever.put, encoded.embedded.values()))
+            dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in encoded.keys.items())
+        return PutReport(replaced=replaced, dropped=dropped)
 
 
 class Documents:
