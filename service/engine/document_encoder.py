@@ -67,6 +67,13 @@ class EncodedDocuments:
         """The keys of all chunks, each once."""
         return list(dict.fromkeys(key for keys in self.keys.values() for key in keys))
 
+    def leave_out(self, id_: str) -> None:
+        """Take a document out of the batch; the KV of its chunks stays stored."""
+        self.documents = [document for document in self.documents if document.id != id_]
+        self.embedded.pop(id_, None)
+        for version in [version for version in self.keys if version[0] == id_]:
+            del self.keys[version]
+
 
 class DocumentEncoder:
     """Splits, embeds and precomputes documents; what is stored already is found by its key and not computed again.

@@ -212,11 +212,11 @@ class IngestProgress:
 
     Args:
         console: where to.
-        stream: the documents being read.
+        stream: the documents being read; None where others read them.
         size: of the stream; None where that is not known, and no time left can be shown.
     """
 
-    def __init__(self, console: Console, stream: DocumentStream, size: StreamSize | None) -> None:
+    def __init__(self, console: Console, stream: DocumentStream | None, size: StreamSize | None) -> None:
         self._console, self._stream, self._size = console, stream, size
         self._skipped_characters = self._done_characters = 0
         self._done_documents = self._done_tokens = self._tokens = 0
@@ -229,17 +229,21 @@ class IngestProgress:
         """What was done so far; `StreamProgress`."""
         now, self._tokens = time.monotonic(), tokens
         if not tokens:
-            self._skipped_characters, self._started = self._stream.characters * (documents > 0), now
+            self._skipped_characters, self._started = self._characters * (documents > 0), now
         if documents != self._done_documents:  # a batch ended, and the next one is not read yet
-            self._done_documents, self._done_characters, self._done_tokens = documents, self._stream.characters, tokens
+            self._done_documents, self._done_characters, self._done_tokens = documents, self._characters, tokens
         self._show(self.line(documents, tokens, now), now)
 
     def check(self) -> None:
         """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
-        if self._tokens == self._done_tokens and (characters := self._stream.characters - self._done_characters) > 0:
+        if self._tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
             now = time.monotonic()
             line = self.line(self._done_documents, self._tokens, now)
             self._show(f"{line}, embedding {characters:,} characters", now)
+
+    @property
+    def _characters(self) -> int:
+        return 0 if self._stream is None else self._stream.characters
 
     def _show(self, line: str, now: float) -> None:
         if self._status is not None:

@@ -1,0 +1,91 @@
+"""The actor of an ingest on Ray: with a model, an embedder and a store of its own it encodes batches of documents.
+
+It does with a batch what the local ingest does (`DocumentEncoder`), but for the change of the documents: the driver makes that.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from cacheblend.base.errors import CacheBlendError
+from cacheblend.blend import Fusor
+from cacheblend.retriever import Retriever
+from cacheblend.service.engine.chunk_contexts import ChunkEncoder
+from cacheblend.service.engine.config import EngineConfig, torch_dtype
+from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
+from cacheblend.service.engine.prompt import PromptRenderer
+from cacheblend.store import KVStore
+
+if TYPE_CHECKING:
+    import ray
+
+    from cacheblend.retriever import Embedder
+
+    from .source_files import ReadBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What became of a batch.
+
+    Args:
+        encoded: its documents, whose KV is durable; None where there were none, or an error.
+        faults: see `SourceReport`.
+        skipped: see `SourceReport`.
+        error: why the batch could not be done.
+        node: of the cluster, where its KV is.
+        process: that did it.
+    """
+
+    encoded: EncodedDocuments | None = None
+    faults: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    node: str
+    process: int = field(default_factory=os.getpid)
+
+
+class PrecomputeActor:
+    """Encodes batches of documents, and stores the KV of their chunks; all of a batch is durable before it is delivered.
+
+    Args:
+        config: of the engine that is to use the KV.
+        versions: of the documents that the index holds already, by id; a reference in a list, which is not resolved on the way.
+        embedder: in place of the one that the config names.
+    """
+
+    def __init__(self, config: EngineConfig, versions: list[ray.ObjectRef[dict[str, str]]], embedder: Embedder | None) -> None:
+        import ray
+
+        fusor = Fusor.from_pretrained(
+            config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
+        )
+        prompts = PromptRenderer(fusor.tokenizer, config.instruction, max_positions=fusor.max_positions)
+        retriever = Retriever(replace(config.retriever_config(), directory=None), fusor.tokenizer, embedder)
+        encoder = ChunkEncoder.of(fusor, prompts.prefix, config)
+        self._encoder = DocumentEncoder(encoder, retriever, KVStore(config.store_config()))
+        (self._versions,) = ray.get(versions)
+        self._node = ray.get_runtime_context().get_node_id()
+
+    def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
+        """Encode a batch; see `ReadBatch` and `Delivery`, which travel as pickles."""
+        batch: ReadBatch = pickle.loads(row["batch"])
+        delivery = Delivery(faults=batch.faults, skipped=batch.skipped, node=self._node)
+        if batch.documents:
+            try:
+                delivery = replace(delivery, encoded=self._encode(batch))
+            except CacheBlendError as error:
+                delivery = replace(delivery, error=str(error))
+        return {"delivery": pickle.dumps(delivery)}
+
+    def _encode(self, batch: ReadBatch) -> EncodedDocuments:
+        watch = EncodingWatch()
+        given = {document.id: document for document in batch.documents}
+        changed = [document for document in given.values() if self._versions.get(document.id) != document.version]
+        encoded = self._encoder.split(batch.documents, changed, watch)
+        self._encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
+        return replace(encoded, chunks={})  # which stand in `embedded` as well
