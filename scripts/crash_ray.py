@@ -51,6 +51,7 @@ from cacheblend.store import KVStore, StoreConfig
 SHAPE = ModelShape(hidden=128, layers=6, heads=4, kv_heads=2, intermediate=256, vocab=2048)
 CHUNK_TOKENS = 64
 DOCUMENT_CHARACTERS = 900
+BATCH_DOCUMENTS = 16
 ACTOR = b"MapWorker(Map(PrecomputeActor))"  # in the title that Ray gives an actor's process
 LOOK_S = 0.2
 
@@ -102,9 +103,10 @@ def write_corpus(folder: Path, model: Path, chunks: int) -> Expected:
 
 def command(folder: Path, actors: int) -> list[str]:
     """The ingest as a user calls it."""
-    options = ["--ray", "local", "--ray-actors", str(actors), "--chunk-tokens", str(CHUNK_TOKENS), "--json"]
+    options = ["--ray", "local", "--ray-actors", str(actors), "--ray-batch-documents", str(BATCH_DOCUMENTS)]
+    options += ["--chunk-tokens", str(CHUNK_TOKENS), "--json"]
     store = ["--model", str(folder / "model"), "--store-dir", str(folder / "store")]
-    return [str(Path(sys.executable).with_name("cacheblend")), "ingest", str(folder / "corpus"), *store, *options]
+    return [sys.executable, "-m", "cacheblend.service.cli.main", "ingest", str(folder / "corpus"), *store, *options]
 
 
 def indexed(folder: Path) -> int:
@@ -155,6 +157,7 @@ class Killer:
             actors = actors_below(ingest.pid)
             self.seen.update(actors)
             if self.marks and actors and indexed(self.folder) >= self.marks[0]:
+                time.sleep(self.choose.uniform(0.0, 1.0))
                 try:
                     os.kill(self.choose.choice(actors), signal.SIGKILL)
                 except ProcessLookupError:
@@ -233,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         started = time.perf_counter()
         report = run_ingest(folder, options.actors, killer)
         seconds = time.perf_counter() - started
+        assert killer.kills == options.kills, "the ingest ended before an actor was killed; give it more chunks"
         check(folder, expected)
         again = run_ingest(folder, options.actors, Killer(folder, [], choose))
         assert (again["computed"], again["unchanged"]) == (0, len(expected.versions)), again

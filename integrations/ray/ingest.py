@@ -71,6 +71,8 @@ def ingest_on_ray(
         CacheBlendError: an actor could not go on.
     """
     # 1. Find the files, before anything is started.
+    with needs_extra("ray"):
+        import ray.data  # noqa: F401  # before anything is read
     started, report = time.perf_counter(), report or SourceReport()
     files = list_files(sources, report.skipped)
     config = _absolute(config)
@@ -166,12 +168,14 @@ def _deliveries(
         is_here = any(not scheme_of(file.name) for file in files)
         where = {"ray.io/node-id": node} if is_here else None
 
+        batch_documents = settings.ray_batch_documents
+
         def read(row: dict[str, Any]) -> Iterator[dict[str, list[bytes]]]:
             for group in row["files"]:
-                for batch in read_batches(pickle.loads(group), shard):
+                for batch in read_batches(pickle.loads(group), shard, batch_documents):
                     yield {"batch": [pickle.dumps(batch)]}
 
-        groups = [{"files": pickle.dumps(group)} for group in in_groups(files)]
+        groups = [{"files": pickle.dumps(group)} for group in in_groups(files, batch_documents)]
         rows = (
             ray.data.from_items(groups)
             # No CPU is asked for, since actors may have taken them all.
@@ -201,8 +205,8 @@ def _cluster(settings: RayConfig) -> Iterator[str]:
     Raises:
         ConfigError: there is no cluster at the address.
     """
-    with needs_extra("ray"):
-        import ray
+    import ray
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     _hush()
     address = str(settings.ray)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Document
 from cacheblend.service.engine import document_sources, ingest
 from cacheblend.service.engine.file_converter import FileConverter
@@ -79,19 +80,19 @@ def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFi
     return files
 
 
-def in_groups(files: Sequence[SourceFile]) -> Iterator[list[SourceFile]]:
-    """Files that one task reads: small ones together, so that their documents fill a batch."""
+def in_groups(files: Sequence[SourceFile], batch_documents: int) -> Iterator[list[SourceFile]]:
+    """Files that are read one after the other: small ones together, so that their documents fill a batch."""
     group: list[SourceFile] = []
     for file in files:
         group.append(file)
-        if len(group) == ingest.BATCH_DOCUMENTS or sum(one.bytes for one in group) >= ingest.BATCH_CHARACTERS:
+        if len(group) == batch_documents or sum(one.bytes for one in group) >= ingest.BATCH_CHARACTERS:
             yield group
             group = []
     if group:
         yield group
 
 
-def read_batches(files: Sequence[SourceFile], shard: Shard) -> Iterator[ReadBatch]:
+def read_batches(files: Sequence[SourceFile], shard: Shard, batch_documents: int) -> Iterator[ReadBatch]:
     """Batches of the documents of files, as the local ingest makes them; memory holds one.
 
     A file that cannot be used is a fault, and the others are read. What stands in it before the fault is given.
@@ -116,7 +117,7 @@ def read_batches(files: Sequence[SourceFile], shard: Shard) -> Iterator[ReadBatc
         finally:
             converter.close()
 
-    for batch in ingest.batches(documents()):
+    for batch in ingest.batches(documents(), batch_documents):
         yield ReadBatch(batch)
     if faults or skipped:
         yield ReadBatch((), faults, skipped)
@@ -136,8 +137,9 @@ def _documents(file: SourceFile, converter: FileConverter, skipped: dict[str, st
 
 def _objects(url: str) -> Iterator[SourceFile]:
     """An object, or all below a prefix but those whose names begin with a dot; raises InputError where there is none."""
-    from pyarrow import ArrowException
-    from pyarrow.fs import FileSelector, FileSystem, FileType
+    with needs_extra("ray"):
+        from pyarrow import ArrowException
+        from pyarrow.fs import FileSelector, FileSystem, FileType
 
     try:
         filesystem, path = FileSystem.from_uri(url)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol, cast
 
-from cacheblend.base.checks import is_number, is_whole
+from cacheblend.base.checks import check_whole, is_number
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
@@ -33,12 +33,13 @@ class RayConfig:
     ray_actors: int = option(1, "Actors, each with a model of its own.")
     ray_cpus: float = option(1.0, "CPUs of an actor, and its threads.")
     ray_gpus: float = option(0.0, "GPUs of an actor; 0.5 puts two of them on one.")
+    ray_batch_documents: int = option(64, "Documents that an actor takes at once; if it dies, others do them again.")
 
     def __post_init__(self) -> None:
         if self.ray is not None and not self.ray.strip():
             raise ConfigError("ray", self.ray, "local, auto, or an address such as 10.0.0.1:6379")
-        if not is_whole(self.ray_actors) or self.ray_actors < 1:
-            raise ConfigError("ray_actors", self.ray_actors, "a whole number of at least 1")
+        check_whole("ray_actors", self.ray_actors)
+        check_whole("ray_batch_documents", self.ray_batch_documents)
         if not is_number(self.ray_cpus) or self.ray_cpus <= 0:
             raise ConfigError("ray_cpus", self.ray_cpus, "a number above 0")
         if not is_number(self.ray_gpus) or self.ray_gpus < 0:

@@ -189,15 +189,20 @@ class Ingester:
         return IngestReport.of(encoded, put, evicted=evicted, seconds=time.perf_counter() - started)
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Groups that are ingested at once; raises InputError where two documents of one id have different texts."""
+def batches(documents: Iterable[Document], batch_documents: int | None = None) -> Iterator[list[Document]]:
+    """Groups that are ingested at once: so many documents, `BATCH_DOCUMENTS` by default, or `BATCH_CHARACTERS`.
+
+    Raises:
+        InputError: two documents of one id have different texts.
+    """
+    batch_documents = batch_documents or BATCH_DOCUMENTS
     versions: dict[str, str] = {}
     batch: list[Document] = []
     for document in documents:
         if versions.setdefault(document.id, document.version) != document.version:
             raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
         batch.append(document)
-        if len(batch) == BATCH_DOCUMENTS or sum(len(one.text) for one in batch) >= BATCH_CHARACTERS:
+        if len(batch) == batch_documents or sum(len(one.text) for one in batch) >= BATCH_CHARACTERS:
             yield batch
             batch = []
     if batch:
