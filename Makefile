@@ -6,7 +6,7 @@
 # make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/ray integrations/vllm loader retriever service service/cli service/engine service/http service/serving store
+PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/ray integrations/vllm loader retriever service service/cli service/engine service/http service/serving store store/remote
 MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=

@@ -9,12 +9,15 @@
     ├── UnsupportedModelError     the model's architecture is not one that blending is right on
     ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
+    │   ├── IndexUnreachableError the server that holds the index does not answer
     │   └── DamagedDocumentError  a document's text, token ids or vectors in the index are not the ones that were written
     ├── ProfileError              a profile or calibration is damaged, or of another model, device or version
     ├── StoreError                the store cannot be used
     │   ├── StoreDirectoryError   not a store, not writable, or of another format
     │   ├── StoreFullError        the disk or the byte budget has no room
-    │   └── DamagedEntryError     an entry's bytes are not the ones that were written
+    │   ├── DamagedEntryError     an entry's bytes are not the ones that were written
+    │   │   └── EvictedEntryError an entry was removed from the remote tier while it was to be read
+    │   └── RemoteError           the remote tier refuses, does not answer, or not in time
     ├── ServiceError              the service cannot take or finish a request now; it may later
     │   ├── QueueFullError        too many requests wait
     │   ├── DeadlineError         a request was not answered in its time
@@ -72,6 +75,10 @@ class RetrieverError(CacheBlendError):
     """The retrieval index or the embedder cannot be used."""
 
 
+class IndexUnreachableError(RetrieverError):
+    """The server that holds the index does not answer, or refuses; it may answer later."""
+
+
 class DamagedDocumentError(RetrieverError):
     """A document's text, token ids or vectors in the index are not the ones that were written."""
 
@@ -105,6 +112,14 @@ class BudgetTooSmallError(StoreFullError):
 
 class DamagedEntryError(StoreError):
     """A stored entry's bytes are not the ones that were written; the entry is now a miss."""
+
+
+class EvictedEntryError(DamagedEntryError):
+    """An entry was removed from the remote tier while it was to be read: nothing is damaged, and it is a miss."""
+
+
+class RemoteError(StoreError):
+    """The remote tier refuses, does not answer, or not in time; what it holds counts as missing meanwhile."""
 
 
 class ServiceError(CacheBlendError):

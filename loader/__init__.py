@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .calibration import write_calibration as write_calibration
     from .controller import LoadingController as LoadingController
     from .controller import LoadingPlan as LoadingPlan
+    from .controller import RemoteChunk as RemoteChunk
     from .estimators import WorkEstimator as WorkEstimator
     from .layer_loader import LayerLoader as LayerLoader
     from .layer_loader import LoaderConfig as LoaderConfig
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     ".calibration": ("Calibration", "Measures", "Thresholds", "read_calibration", "write_calibration"),
-    ".controller": ("LoadingController", "LoadingPlan"),
+    ".controller": ("LoadingController", "LoadingPlan", "RemoteChunk"),
     ".estimators": ("WorkEstimator",),
     ".layer_loader": ("LayerLoader", "LoaderConfig", "copied_tiers"),
     ".profile": (

@@ -6,9 +6,11 @@ import logging
 import math
 import statistics
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from cacheblend.store.tiers import REMOTE
 
 from .estimators import LoadEstimator, Pipeline, RecomputeEstimator
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from .estimators import Read
     from .layer_loader import LoaderConfig
-    from .profile import Profile
+    from .profile import Profile, TierSpeed
 
 WINDOW = 8  # requests
 STEP = 1.1
@@ -51,6 +53,8 @@ class Correction:
 
 logger = logging.getLogger(__name__)
 DELAY_ALLOWED = 0.05  # of the prefill at r*: a higher ratio costs at least its own share of the last layer, which nothing hides
+PARTS = 8  # in which remote chunks are left out
+WORTH_DROPPING = 0.02  # of a prefill's seconds, that leaving out remote chunks must save
 RATIO_STEP = 1000  # ratios are whole thousandths, so that noise in the last digits does not tell equal requests apart
 
 
@@ -66,6 +70,8 @@ class LoadingPlan:
         prefill_s: the way that was chosen, loading beside computing, chunks precomputed first included.
         precompute_s: the missing chunks that are precomputed first.
         full_s: full prefill.
+        latency_s: of the loading, those before its first bytes.
+        recomputed_remote: remote chunks that are recomputed, the last ones: their KV would come later than it is computed.
         full_recompute: full prefill is predicted to be sooner than blending, or no more than `DELAY_ALLOWED` later than one
             that waits for its loading, so that is what was chosen.
     """
@@ -78,6 +84,15 @@ class LoadingPlan:
     precompute_s: float
     full_s: float
     full_recompute: bool
+    latency_s: float = 0.0
+    recomputed_remote: int = 0
+
+
+class RemoteChunk(NamedTuple):
+    """A chunk whose KV is remote: the bytes of its layer, and its tokens."""
+
+    layer_bytes: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,8 @@ class _Request:
     exact: int
     lookahead_layers: int
     copy_layer_s: float  # of what the fusor brings itself
+    latency_s: float
+    by_tier: dict[str, float]  # seconds of a layer
 
 
 class LoadingController:
@@ -109,25 +126,46 @@ class LoadingController:
         self._recompute = RecomputeEstimator(profile, schedule)
         self._lock = threading.Lock()
         self._compute = Correction()
-        self._tiers = {tier: Correction() for tier in profile.tiers}
+        self._tiers = {tier: Correction() for tier in profile.tiers if tier != REMOTE}  # which is measured all the time
 
     def plan(
-        self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0, precomputed: Sequence[int] = ()
+        self,
+        reads: Sequence[Read],
+        reusable: int,
+        fresh: int,
+        exact: int = 0,
+        precomputed: Sequence[int] = (),
+        *,
+        remote: Sequence[RemoteChunk] = (),
+        remote_speed: TierSpeed | None = None,
     ) -> LoadingPlan:
-        """Choose the ratio of one request.
+        """Choose the ratio of one request, and which of its remote chunks are recomputed instead.
 
         Args:
-            reads: tier and bytes of each read of one layer.
+            reads: tier and bytes of each read of one layer, but for remote ones.
             reusable: tokens with stored KV that the ratio counts.
             fresh: tokens without.
             exact: tokens of exact segments.
             precomputed: tokens of each of those reusable chunks whose KV is missing and precomputed first.
+            remote: chunks whose KV is remote, of the reusable ones.
+            remote_speed: as measured last; None for the profile's.
         """
+        measured = {} if remote_speed is None else {REMOTE: remote_speed}
+
+        def request_of(kept: int) -> _Request:
+            all_reads = [*reads, *((REMOTE, chunk.layer_bytes) for chunk in remote[:kept])]
+            by_tier = {tier: took_s * self._factor(tier) for tier, took_s in self._load.seconds(all_reads, measured).items()}
+            copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
+            left_out = sum(chunk.tokens for chunk in remote[kept:])
+            latency_s = self._load.latency_s(all_reads, measured)
+            load_s = sum(by_tier.values()) - copy_s
+            return _Request(load_s, reusable - left_out, fresh + left_out, exact, lookahead, copy_s, latency_s, by_tier)
+
         tokens = reusable + fresh + exact
-        by_tier = {tier: took_s * self._tiers[tier].factor for tier, took_s in self._load.seconds(reads).items()}
         lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
-        copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
-        request = _Request(sum(by_tier.values()) - copy_s, reusable, fresh, exact, lookahead, copy_s)
+        kept = self._kept_remote(len(remote), request_of)
+        request = request_of(kept)
+        by_tier, reusable = request.by_tier, request.reusable
         full_s = self._recompute.prefill_s(tokens) * self._compute.factor
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
@@ -139,13 +177,15 @@ class LoadingController:
         loaded_layers = sum(is_read for _, is_read in self._steps(request, ratio))
         return LoadingPlan(
             ratio=ratio,
-            load_s=sum(by_tier.values()) * loaded_layers,
+            load_s=request.latency_s + sum(by_tier.values()) * loaded_layers,
             load_s_by_tier={tier: took_s * loaded_layers for tier, took_s in by_tier.items()},
             recompute_s=sum(step_s for step_s, _ in self._steps(request, ratio)),
             prefill_s=full_s if full_recompute else blend_s,
             precompute_s=precompute_s,
             full_s=full_s,
             full_recompute=full_recompute,
+            latency_s=request.latency_s,
+            recomputed_remote=len(remote) - kept,
         )
 
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
@@ -165,11 +205,32 @@ class LoadingController:
             moved = compute_s is not None and self._compute.observe(expected_s / self._compute.factor, compute_s)
             if plan.full_recompute or (len(plan.load_s_by_tier) == 1 and not plan.precompute_s):
                 for tier, tier_s in plan.load_s_by_tier.items():
+                    if tier not in self._tiers:
+                        continue
                     measured_s = tier_s / self._tiers[tier].factor
                     moved |= self._tiers[tier].observe(measured_s, measured_s if plan.full_recompute else load_s)
             if moved:
                 factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in self._tiers.items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
+
+    def _factor(self, tier: str) -> float:
+        return self._tiers[tier].factor if tier in self._tiers else 1.0
+
+    def _kept_remote(self, count: int, request_of: Callable[[int], _Request]) -> int:
+        """How many remote chunks to load: all of them, unless they come later than some of them are computed."""
+        if not count:
+            return 0
+        quality = self.config.quality_ratio
+        whole = self._pipeline(request_of(count), quality)
+        if not whole.waits_for_last:
+            return count
+        seconds = {count: whole.total_s}
+        for part in range(PARTS):
+            kept = count * part // PARTS
+            if kept not in seconds:
+                seconds[kept] = self._pipeline(request_of(kept), quality).total_s
+        # As many as take no longer than the best choice does, noise apart: what is loaded costs no energy.
+        return max(kept for kept, took_s in seconds.items() if took_s <= min(seconds.values()) * (1 + WORTH_DROPPING))
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
         """The largest ratio, from r* to the cap, at which loading is still the longer side and TTFT that of r*."""
@@ -194,6 +255,9 @@ class LoadingController:
         """The steps on one clock."""
         steps = self._steps(request, ratio)
         load_s = [request.load_layer_s * is_read for _, is_read in steps]
+        first = next((at for at, (_, is_read) in enumerate(steps) if is_read), None)
+        if first is not None:
+            load_s[first] += request.latency_s
         busy_s = [step_s + request.copy_layer_s * is_read for step_s, is_read in steps]
         return Pipeline.of(load_s, busy_s, request.lookahead_layers)
 

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,13 +42,25 @@ class LoadEstimator:
         self._tiers = dict(tiers)
         self._slowest = min(tiers.values(), key=lambda speed: speed.bytes_per_s)  # stands for a tier that was not measured
 
-    def seconds(self, reads: Iterable[Read]) -> dict[str, float]:
-        """Seconds by tier, given tier and bytes of each read."""
+    def seconds(self, reads: Iterable[Read], measured: Mapping[str, TierSpeed] = MappingProxyType({})) -> dict[str, float]:
+        """Seconds by tier.
+
+        Args:
+            reads: tier and bytes of each read.
+            measured: speeds that come before the profile's.
+        """
         seconds: dict[str, float] = {}
         for tier, count in reads:
-            speed = self._tiers.get(tier) or self._slowest
+            speed = self._speed(tier, measured)
             seconds[tier] = seconds.get(tier, 0.0) + speed.read_s + count / speed.bytes_per_s
         return seconds
+
+    def latency_s(self, reads: Iterable[Read], measured: Mapping[str, TierSpeed] = MappingProxyType({})) -> float:
+        """Seconds before the first bytes of all tiers are there."""
+        return max((self._speed(tier, measured).latency_s for tier, _ in reads), default=0.0)
+
+    def _speed(self, tier: str, measured: Mapping[str, TierSpeed]) -> TierSpeed:
+        return measured.get(tier) or self._tiers.get(tier) or self._slowest
 
 
 class RecomputeEstimator:

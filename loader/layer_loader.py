@@ -16,151 +16,23 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from cacheblend.base.checks import MIB, check_share, check_whole
-from cacheblend.base.errors import ConfigError, FusionCancelledError
-from cacheblend.base.memory import host_bytes
-from cacheblend.blend import DEFAULT_RATIO, LayerKV, check_shape
+from cacheblend.base.daemon_threads import DaemonThreads
+from cacheblend.base.errors import ConfigError, FusionCancelledError, RemoteError
+from cacheblend.blend import DEFAULT_RATIO, check_shape
 from cacheblend.store import tiers_in_memory
 
+from .lane import Lane, LayerRead, lanes_of
+from .staging import LayerBuffer, PendingLayer, Staging
+
 if TYPE_CHECKING:
-    from cacheblend.base.memory import Bytes
-    from cacheblend.blend import KVGeometry, Prompt
+    from cacheblend.blend import KVGeometry, LayerKV, Prompt
     from cacheblend.store import KVHandle
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerBuffer:
-    """Memory for a prompt's layer; on the CPU also as the bytes of its keys and values, B to a head's vector."""
-
-    whole: LayerKV
-    bytes_2HNB: Bytes | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingLayer:
-    """A layer that is being loaded: `wait` makes the caller's stream wait for the copy, not the host."""
-
-    whole: LayerKV
-    copied: torch.cuda.Event | None
-
-    def wait(self) -> LayerKV:
-        """The layer, safe to use on the current stream."""
-        if self.copied is not None:
-            stream = torch.cuda.current_stream(self.whole.k_1HND.device)
-            stream.wait_event(self.copied)
-            for tensor in (self.whole.k_1HND, self.whole.v_1HND):
-                tensor.record_stream(stream)
-        return self.whole
-
-
-class Staging:
-    """Loads chunks to their place: on the CPU straight there, on CUDA through pinned memory on a stream of its own.
-
-    Used by several threads at once, each for chunks of its own. The caching host allocator keeps a pinned block from reuse
-    until the copies recorded on it are done, so staging memory is returned without a device-wide synchronise.
-    """
-
-    def __init__(self, geometry: KVGeometry) -> None:
-        self._geometry = geometry
-        self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
-
-    def buffer(self, tokens: int) -> LayerBuffer:
-        """Memory for a layer, safe to copy to.
-
-        On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
-        still write to it, and the copies do not wait for them.
-        """
-        if self._stream is None:
-            whole = LayerKV.empty(self._geometry, tokens)
-            return LayerBuffer(whole, host_bytes(whole.kv_21HND)[:, 0])
-        with torch.cuda.stream(self._stream):
-            return LayerBuffer(LayerKV.empty(self._geometry, tokens), None)
-
-    def load(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
-        """Read a chunk's layer to the positions from `start` to `stop`, in the calling thread."""
-        if buffer.bytes_2HNB is not None:
-            kv.read_layer_into(layer, buffer.bytes_2HNB[:, :, start:stop])
-            return
-        kv_2HTD = buffer.whole.kv_21HND[:, 0, :, start:stop]
-        if (encoded := kv.encoded_layer(layer)) is not None:  # goes to a GPU as it is stored, and is decoded there
-            pinned = encoded.tensor.pin_memory()
-            with torch.cuda.stream(self._stream):
-                decoded = encoded.decode(pinned.to(kv_2HTD.device, non_blocking=True))
-                for to_HTD, x_HTD in zip(kv_2HTD, decoded, strict=True):
-                    to_HTD.copy_(x_HTD)
-            return
-        pinned_2HTD = torch.empty(kv_2HTD.shape, dtype=kv_2HTD.dtype, pin_memory=True)
-        kv.read_layer_into(layer, host_bytes(pinned_2HTD))
-        with torch.cuda.stream(self._stream):
-            kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
-
-    def finish(self, buffer: LayerBuffer) -> PendingLayer:
-        """Close a layer: all of its copies have been issued."""
-        return PendingLayer(buffer.whole, None if self._stream is None else self._stream.record_event())
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all loaders: the allocator keeps free memory apart by stream, and their copies share a bus in any case."""
-    return torch.cuda.Stream(device)
-
-
-class DaemonThreads:
-    """Runs each task at once, in an idle thread or a new one; a task never waits for another's end.
-
-    A thread without a task for `idle_s` seconds ends. They are daemons: a task that waits for a consumer who is gone does not
-    keep the process from ending.
-    """
-
-    def __init__(self, name: str, idle_s: float = 5.0) -> None:
-        self._name, self._idle_s = name, idle_s
-        self._tasks: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
-        self._changing = threading.Lock()
-        self._idle = 0
-        self._busy = 0
-
-    @property
-    def busy(self) -> int:
-        """Tasks that have not ended."""
-        return self._busy
-
-    def run(self, task: Callable[[], None]) -> threading.Event:
-        """Begin a task that raises nothing; the event is set at its end."""
-        ended = threading.Event()
-        with self._changing:
-            self._busy += 1
-            is_new = not self._idle
-            if not is_new:
-                self._idle -= 1
-            self._tasks.put((task, ended))
-        if is_new:
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        return ended
-
-    def _work(self) -> None:
-        while True:
-            try:
-                task, ended = self._tasks.get(timeout=self._idle_s)
-            except Empty:
-                with self._changing:
-                    if self._tasks.empty():
-                        self._idle -= 1
-                        return
-                continue
-            try:
-                task()
-            finally:
-                del task  # what it holds may be large
-                with self._changing:
-                    self._busy -= 1
-                    self._idle += 1
-                ended.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,15 +69,7 @@ class LoaderConfig:
 
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
-
-
-class _Read(NamedTuple):
-    """A chunk's layer, and the chunk's place in the prompt."""
-
-    layer: int
-    start: int
-    stop: int
-    kv: KVHandle
+LATE_EVERY_S = 0.02  # how often a layer that is waited for is held against what else could be done
 
 
 class LayerLoader:
@@ -214,21 +78,32 @@ class LayerLoader:
     On a CPU what is in memory already is copied by who waits for the layer, with all of the processors that it computes with:
     a thread that copied ahead would take one from computing, for longer.
 
+    What is remote comes over a stream: many layers are asked for ahead over one connection, by a thread of its own.
+
     A `LayerSource` for `Fusor.fuse`: segments may bring KV of any tier and KV in memory, mixed. The
     paper's three calls are `fetch_kv` and `synchronize` here, and `Decoder.run_rows` (`prefill_layer`) in the fusor. An error
     while loading is raised by `synchronize`; closing stops the threads. Use it as a context manager, inside the stores' pin.
 
     Args:
         config: look-ahead and reads in flight.
+
+    Attributes:
+        restart_s: seconds that it takes to do without what is remote; `synchronize` gives up on streams that come later. None
+            waits for as long as they go on.
+        latency_s: seconds that a stream's first layer is known to take.
+        load_s: seconds in which reads were under way.
     """
 
     def __init__(self, config: LoaderConfig | None = None) -> None:
         self._config = config or LoaderConfig()
+        self.restart_s: float | None = None
+        self.latency_s = 0.0
         self._changed = threading.Condition()
         self._started = False
-        self._reads: list[_Read] = []  # of threads, in the order of layers
+        self._reads: list[LayerRead] = []  # of threads, in the order of layers
         self._next_read = 0
-        self._copies: list[list[_Read]] = []  # of each layer
+        self._lanes: list[Lane] = []
+        self._copies: list[list[LayerRead]] = []  # of each layer
         self._missing: Counter[int] = Counter()
         self._buffers: dict[int, LayerBuffer] = {}
         self._ready: dict[int, PendingLayer] = {}
@@ -236,7 +111,7 @@ class LayerLoader:
         self._stopped = False
         self._error: BaseException | None = None
         self._tasks: list[threading.Event] = []
-        self._done: list[_Read] = []
+        self._done: list[LayerRead] = []
         self.load_s = 0.0
 
     @property
@@ -263,18 +138,23 @@ class LayerLoader:
         stored, at_layer_0 = prompt.cached(), prompt.cached(exact_only=not reuse_layer_0)
         copied = {start for start, _, kv in stored if self._is_copy(kv, geometry)}
         for layer in range(geometry.layers):
-            reads = [_Read(layer, *chunk) for chunk in (stored if layer else at_layer_0)]
+            reads = [LayerRead(layer, *chunk) for chunk in (stored if layer else at_layer_0)]
             self._copies.append([read for read in reads if read.start in copied])
             self._reads += [read for read in reads if read.start not in copied]
         self._missing.update(read.layer for read in self._reads)
+        self._lanes = lanes_of([read for read in self._reads if read.kv.stream is not None])
+        self._reads = [read for read in self._reads if read.kv.stream is None]
         self._geometry, self._tokens = geometry, len(prompt)
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
         for layer in range(min(self._lookahead, geometry.layers)):
             self._allocate(layer)
-        threads = min(self._config.reads_in_flight, len(stored) - len(copied))
+        streamed = sum(kv.stream is not None for _, _, kv in stored)
+        threads = min(self._config.reads_in_flight, len(stored) - len(copied) - streamed)
         load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
+        for lane in self._lanes:  # nobody waits for their end: a thread may hang in its network
+            THREADS.run(functools.partial(_stream_all, weakref.ref(self), self._changed, lane))
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """Load one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
@@ -304,6 +184,7 @@ class LayerLoader:
         Raises:
             FusionCancelledError: the loader was closed meanwhile.
             DamagedEntryError: a stored entry's bytes are not the ones written; it is a miss from now on.
+            RemoteError: what is remote does not come, or comes later than it could be computed; see `restart_s`.
         """
         if layer != self._consumed:
             raise RuntimeError(f"layers are handed over in order: layer {self._consumed} is next, not {layer}")
@@ -311,7 +192,7 @@ class LayerLoader:
             raise RuntimeError("start the LayerLoader before the first layer is asked for")
         self._copy(layer)
         with self._changed:
-            self._changed.wait_for(lambda: not self._missing[layer] or self._error is not None or self._stopped)
+            self._wait(lambda: not self._missing[layer] or self._error is not None or self._stopped)
             if self._error is not None:
                 raise self._error
             if self._stopped:
@@ -328,6 +209,7 @@ class LayerLoader:
         """Stop loading, wait for the threads to be done, and drop what was loaded. Reads under way are read to their end."""
         with self._changed:
             self._stopped = True
+            self._end_lanes()
             self._changed.notify_all()
         for ended in self._tasks:
             ended.wait()
@@ -349,6 +231,79 @@ class LayerLoader:
                 self._stopped = True
                 self._changed.notify_all()
             warnings.warn("a LayerLoader was not closed; use it as a context manager", ResourceWarning, stacklevel=2)
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        """Wait under the lock, but for streams only while that is worth it."""
+        if self.restart_s is None or not self._lanes:
+            self._changed.wait_for(holds)
+            return
+        while not self._changed.wait_for(holds, LATE_EVERY_S):
+            for lane in self._lanes:
+                if lane.is_late(self.restart_s, self.latency_s):
+                    self._end_lanes(late=True)
+                    self._error = RemoteError(
+                        f"{lane.left_bytes} of {lane.left_bytes + lane.received_bytes} bytes of remote KV would come later "
+                        f"than the {self.restart_s:.3g} s in which they are computed"
+                    )
+
+    def _end_lanes(self, *, late: bool = False) -> None:
+        """Have threads that wait for streams end, under the lock."""
+        for lane in self._lanes:
+            if lane.opened is not None:
+                lane.opened.abort(late=late)
+            if lane.asked:
+                lane.asked.clear()
+                self._end()
+
+    def _may_stream(self, lane: Lane) -> bool:
+        """Whether a stream has something to do, or to end."""
+        if self._stopped or self._error is not None or lane.asked or lane.next == len(lane.reads):
+            return True
+        return lane.reads[lane.next].layer < self._consumed + self._lookahead
+
+    def _stream_on(self, lane: Lane) -> bool:
+        """Ask for what the look-ahead allows, and place what comes first; False where there is nothing left."""
+        with self._changed:
+            if self._stopped or self._error is not None:
+                return False
+            if not lane.asked:
+                self._begin()
+                lane.began = lane.began or time.perf_counter()
+            wanted = lane.take(self._consumed + self._lookahead)
+            if not lane.asked:
+                self._end()
+                return lane.next < len(lane.reads)
+            if lane.opened is None:
+                assert lane.stream is not None, "only what is streamed is in a lane"
+                lane.opened = lane.stream()
+        failed: BaseException | None = None
+        received: KVHandle | None = None
+        try:
+            if wanted:
+                lane.opened.request([(read.kv, read.layer) for read in wanted])
+            received = lane.opened.receive()
+        except BaseException as error:  # travels to the fusor, which raises it
+            failed = error
+        with self._changed:
+            if not lane.asked:  # ended meanwhile
+                return False
+            read = lane.came()
+            if failed is None:
+                self._begin()
+            if failed is not None or not lane.asked:
+                lane.asked.clear()
+                self._end()
+            if failed is not None or received is None:
+                self._error = self._error or failed
+                self._changed.notify_all()
+                return False
+        try:
+            self.fetch_kv(received, read.layer, self._buffers[read.layer], read.start, read.stop)
+        except BaseException as error:
+            failed = error
+        with self._changed:
+            self._enter(read, failed)
+        return failed is None
 
     def _may_read(self) -> bool:
         """Whether a thread has something to do: a read within the look-ahead, or to end."""
@@ -400,14 +355,14 @@ class LayerLoader:
                 read = self._take()
         return not self._over()
 
-    def _take(self) -> _Read | None:
+    def _take(self) -> LayerRead | None:
         if self._over() or not self._may_read():
             return None
         self._begin()
         self._next_read += 1
         return self._reads[self._next_read - 1]
 
-    def _enter(self, read: _Read, failed: BaseException | None) -> None:
+    def _enter(self, read: LayerRead, failed: BaseException | None) -> None:
         """Enter a read that is done; the layer is ready with its last."""
         self._end()
         if failed is not None:
@@ -436,6 +391,24 @@ class LayerLoader:
 def copied_tiers(device: torch.device) -> Collection[str]:
     """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, none ahead: on a CPU what is in its memory."""
     return tiers_in_memory() if device.type == "cpu" else ()
+
+
+def _stream_all(reference: weakref.ref[LayerLoader], changed: threading.Condition, lane: Lane) -> None:
+    """A thread of a lane; it holds the loader as `_load_all` does."""
+
+    def may_go_on() -> bool:
+        loader = reference()
+        return loader is None or loader._may_stream(lane)
+
+    going_on = True
+    while going_on:
+        with changed:
+            changed.wait_for(may_go_on)
+        loader = reference()
+        going_on = loader is not None and loader._stream_on(lane)
+        del loader
+    if lane.opened is not None:
+        lane.opened.close()
 
 
 def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import LayerBuffer
+from cacheblend.loader.staging import LayerBuffer
 from cacheblend.store import KVHandle
 
 

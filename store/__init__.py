@@ -34,15 +34,16 @@ if TYPE_CHECKING:
     from .key import ChunkKey as ChunkKey
     from .key import context_digest as context_digest
     from .kv_store import KVStore as KVStore
-    from .kv_store import StoreStats as StoreStats
-    from .kv_store import TierStats as TierStats
     from .prefix_blocks import BLOCK_TOKENS as BLOCK_TOKENS
     from .prefix_blocks import BlockChain as BlockChain
     from .prefix_blocks import PrefixBlocks as PrefixBlocks
     from .prefix_blocks import PrefixRun as PrefixRun
     from .prefix_blocks import PrefixStats as PrefixStats
     from .prefix_blocks import chain_root as chain_root
+    from .stats import StoreStats as StoreStats
+    from .stats import TierStats as TierStats
     from .tiers import CACHE_TIERS as CACHE_TIERS
+    from .tiers import REMOTE as REMOTE
     from .tiers import CacheTier as CacheTier
     from .tiers import KVTier as KVTier
     from .tiers import Placement as Placement
@@ -66,9 +67,10 @@ _MODULES = {
     ".documents": ("StoreDocuments",),
     ".eviction": ("NamespaceShare",),
     ".key": ("ChunkKey", "context_digest"),
-    ".kv_store": ("KVStore", "StoreStats", "TierStats"),
+    ".kv_store": ("KVStore",),
     ".prefix_blocks": ("BLOCK_TOKENS", "BlockChain", "PrefixBlocks", "PrefixRun", "PrefixStats", "chain_root"),
-    ".tiers": ("CACHE_TIERS", "CacheTier", "KVTier", "Placement", "tiers_in_memory"),
+    ".stats": ("StoreStats", "TierStats"),
+    ".tiers": ("CACHE_TIERS", "REMOTE", "CacheTier", "KVTier", "Placement", "tiers_in_memory"),
     ".verify": ("VerifyReport",),
     ".write_queue": ("DocumentVersion",),
 }

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from cacheblend.base.checks import GIB, check_bytes, check_share
+from cacheblend.base.checks import GIB, MIB, check_bytes, check_share, check_whole, is_number
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
 from .eviction import NamespaceShare, RecentNamespaces, TierBudget
 from .ram_tier import RamTier
+from .remote.address import RemoteAddress
 from .tiers import CACHE_TIERS, NVME
 
 RAM = RamTier.name
+REMOTE = "Remote tier"  # the options' heading
+MIN_SECRET = 16  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,11 @@ class StoreConfig:
         recent_share: 0..1 of each budget, reserved for each namespace that the shares do not name, as long as it is among those
             used last: so many of them as fit beside what the shares reserve. 0 reserves nothing for them.
 
+        remote: where further machines' entries are, behind NVMe: `redis://host:6379/0`, `rediss://` with TLS, `unix:///path`,
+            `s3://bucket/prefix`, `gs://`, `az://` or `file:///folder`. No text shows it, since it may hold a password.
+        remote_secret: of the deployment; with it objects have names that nobody else can compute, and bytes that nobody else
+            can make. `remote_secret_file` is a file that holds it.
+
     Raises:
         ConfigError: an empty directory name, a number of bytes that is not a positive integer, an unknown tier, a share outside
             0..1, or shares that reserve more than the budget; by the store, direct reads on a file system without them.
@@ -47,6 +56,30 @@ class StoreConfig:
     nvme_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
     recent_share: float = 0.0
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
+    remote: str | None = option(
+        None,
+        "URL of a tier behind the disk that machines share: redis://, rediss:// (TLS), unix://, s3://bucket/prefix, gs://, "
+        "az://, file:///folder. Others of the machine see a flag with a password in it, and no variable.",
+        panel=REMOTE,
+        secret=True,
+    )
+    remote_secret: str | None = option(
+        None,
+        "Secret of the deployment, 16 characters or more: entries in the remote tier have names and checksums that nobody can "
+        "make without it. Others of the machine see a flag, and no variable.",
+        panel=REMOTE,
+        secret=True,
+    )
+    remote_secret_file: str | None = option(None, "File that holds the deployment's secret.", panel=REMOTE)
+    remote_timeout_s: float = option(
+        1.0, "Seconds without an answer after which a call to the remote tier has failed.", panel=REMOTE
+    )
+    remote_ttl_s: int | None = option(
+        None, "Seconds after which the remote server may drop what was written; left out, never (redis).", panel=REMOTE
+    )
+    remote_queue_bytes: int = option(
+        256 * MIB, "Bytes of KV that wait to be written to the remote tier; more is not sent.", panel=REMOTE
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):
@@ -59,6 +92,13 @@ class StoreConfig:
                 raise ConfigError("cache_budgets", name, f"one of the tiers {', '.join(further) or '(none is registered)'}")
             check_bytes(f"cache_budgets[{name!r}]", budget_bytes)
         check_share("recent_share", self.recent_share)
+        self.remote_address()
+        self._check_secret()
+        if not is_number(self.remote_timeout_s) or self.remote_timeout_s <= 0:
+            raise ConfigError("remote_timeout_s", self.remote_timeout_s, "seconds above 0")
+        if self.remote_ttl_s is not None:
+            check_whole("remote_ttl_s", self.remote_ttl_s)
+        check_bytes("remote_queue_bytes", self.remote_queue_bytes)
         for name, budget in self.budgets().items():
             if budget.unreserved_bytes < 0:
                 reserved_bytes = budget.bytes - budget.unreserved_bytes
@@ -67,6 +107,34 @@ class StoreConfig:
                     dict(budget.shares),
                     f"reserve at most the tier's {budget.bytes} bytes; got {reserved_bytes}",
                 )
+
+    def remote_address(self) -> RemoteAddress | None:
+        """Where the remote tier is; None for none."""
+        return None if self.remote is None else RemoteAddress(self.remote)
+
+    def read_secret(self) -> bytes | None:
+        """The deployment's secret; None for none.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds fewer than 16 characters.
+        """
+        secret, name = self.remote_secret, "remote_secret"
+        if self.remote_secret_file is not None:
+            name = "remote_secret_file"
+            try:
+                secret = Path(self.remote_secret_file).expanduser().read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(name, self.remote_secret_file, f"a file that can be read ({type(error).__name__})") from error
+        if secret is None:
+            return None
+        if not isinstance(secret, str) or len(secret) < MIN_SECRET:
+            raise ConfigError(name, "what is given (not shown)", f"{MIN_SECRET} characters or more")
+        return secret.encode()
+
+    def _check_secret(self) -> None:
+        if self.remote_secret is not None and self.remote_secret_file is not None:
+            raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")
+        self.read_secret()
 
     def budgets(self) -> dict[str, TierBudget]:
         """Each tier's budget, the fastest tier first, with one memory of which namespaces were used last."""

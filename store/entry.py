@@ -364,8 +364,8 @@ class EntryHeader:
         return len(header).to_bytes(LENGTH_BYTES, "little") + header
 
     @classmethod
-    def parse(cls, raw: bytes | bytearray, digest: str) -> EntryHeader:
-        """Read the header of the entry `digest` from its bytes, without their length field.
+    def parse(cls, raw: bytes | bytearray, digest: str | None) -> EntryHeader:
+        """Read the header of the entry `digest`, or None for any entry, from its bytes, without their length field.
 
         Raises:
             ValueError: they are not a header that `pack` made, or that of another entry.
@@ -379,7 +379,7 @@ class EntryHeader:
             entry = json.loads(metadata["entry"])
             if entry["format"] != ENTRY_FORMAT:
                 raise ValueError(f"format {entry['format']} is not {ENTRY_FORMAT}, the one that this version reads")
-            if entry["key"] != digest:
+            if digest is not None and entry["key"] != digest:
                 raise ValueError(f"it is the header of entry {entry['key']}")
             info = EntryInfo(
                 key=ChunkKey(entry["key"], entry["model"], entry["codec"], entry["namespace"]),
@@ -395,7 +395,7 @@ class EntryHeader:
             checksums = entry["checksums"]
             if not isinstance(checksums, list) or [type(each) for each in checksums] != [str] * info.num_layers:
                 raise ValueError("there is not a checksum for each layer")
-            for name, kind in (("token_ids", int), ("prefix_ids", int), ("model", str), ("namespace", str)):
+            for name, kind in (("token_ids", int), ("prefix_ids", int), ("key", str), ("model", str), ("namespace", str)):
                 values = entry[name] if kind is int else [entry[name]]
                 if not isinstance(values, list) or any(type(value) is not kind for value in values):
                     raise ValueError(f"{name} is {str(entry[name])[:60]!r}")

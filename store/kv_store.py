@@ -1,85 +1,43 @@
-"""The store: chunks' KV by key, in RAM over NVMe (paper §5.1: KV on storage cheap enough to keep every chunk's)."""
+"""The store: chunks' KV by key, in RAM, on NVMe and remote (paper §5.1: storage cheap enough to keep every chunk's)."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import StoreError, StoreFullError
 
 from .catalog import CatalogEntry
 from .chunk import ChunkKV
-from .config import RAM, StoreConfig
+from .config import StoreConfig
 from .documents import StoreDocuments
 from .entry import EncodedEntry
 from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .tiers import CACHE_TIERS, NVME, CacheTier, KVTier, Placement, StoredEntry, read_entry
+from .stats import StoreStats, TierStats
+from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
+if TYPE_CHECKING:
+    from .remote.address import RemoteAddress
+    from .remote.read_through import ReadThrough
+    from .remote.remote_entry import RemoteEntry
+    from .remote.remote_tier import RemoteTier
+
 logger = logging.getLogger(__name__)
 _MISSES, _FAILED_WRITES = "misses", "failed_writes"
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """One tier: what it holds now, and hits and evictions since the store was opened by this process."""
-
-    entries: int
-    bytes: int
-    budget_bytes: int
-    hits: int
-    evictions: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """A store's tiers, and what happened since it was opened by this process.
-
-    Args:
-        tiers: by name, the fastest first; RAM's hits include entries that wait to be written.
-        misses: keys that `get` and `pin` did not find.
-        damaged: entries that were set aside.
-        pending_writes: entries that wait to be written in the background.
-        pending_bytes: their bytes.
-        failed_writes: entries that the background could not write.
-    """
-
-    tiers: Mapping[str, TierStats]
-    misses: int
-    damaged: int
-    pending_writes: int
-    pending_bytes: int
-    failed_writes: int
-
-    @property
-    def ram(self) -> TierStats:
-        """Copies in RAM."""
-        return self.tiers[RAM]
-
-    @property
-    def nvme(self) -> TierStats:
-        """Entries on NVMe, whichever process wrote them."""
-        return self.tiers[NVME]
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain numbers and dicts, for JSON: a tier by its name."""
-        plain = dataclasses.asdict(self)
-        tiers: dict[str, object] = plain.pop("tiers")
-        return tiers | plain
 
 
 class KVStore:
@@ -88,8 +46,11 @@ class KVStore:
     Every entry is a file on NVMe; RAM, and further tiers of the configuration, hold copies of those used last. Each tier drops
     what was used least recently to stay within its budget; an entry dropped from NVMe is gone. Whatever happens to a file,
     `get` and placements give the bytes that were put, or none: a damaged entry is a miss that is logged, counted and set aside.
+    With `StoreConfig.remote`, what is written goes to a tier behind NVMe too, in the background, and is found there by every
+    store that has it. A remote that is away makes misses, and nothing waits for it longer than its time-out.
 
     Raises:
+        MissingExtraError: the remote tier's library is not installed.
         StoreDirectoryError: the directory is not a store, cannot be written, or is of another format.
     """
 
@@ -99,7 +60,16 @@ class KVStore:
         self._pins = Pins()
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
-        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
+        self._remote: RemoteTier | None = None
+        self._read_through: ReadThrough | None = None
+        if (address := config.remote_address()) is not None:
+            self._open_remote(address)
+        try:
+            folder = StoreFolder(Path(config.directory))
+            self._nvme = NvmeTier(folder, nvme_budget, self._pins, direct_reads=config.direct_reads)
+        except BaseException:
+            self._close_remote()
+            raise
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue()
         self._counting = threading.Lock()
@@ -156,56 +126,99 @@ class KVStore:
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """A chunk's KV on the CPU, the caller's own copy; None for a miss. An entry read from NVMe is cached in RAM."""
         self._check_open()
-        if (found := self._open(key.digest)) is not None and (entry := read_entry(*found)) is not None:
+        (found,) = self._open_all([key.digest])
+        if found is not None and (entry := read_entry(*found)) is not None:
             _, tier = found
             self._count(tier.name)
-            return entry.chunk(copy=tier.in_memory or self._cache(entry))
+            if self._read_through is not None and tier.name == REMOTE and self._read_through.admits(key.digest, entry.nbytes):
+                self._read_through.offer(entry.nbytes, lambda: entry)
+                return entry.chunk(copy=True)
+            return entry.chunk(copy=tier.in_memory or (tier.name != REMOTE and self._cache(entry)))
         self._count(_MISSES)
         return None
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether `get` would find the key, unless its file is damaged; reads no file and is not a use."""
+        """Whether NVMe has the key, or will, unless its file is damaged; reads no file and is not a use. See `fetch`."""
         self._check_open()
         return key.digest in self._queue or key.digest in self._nvme
 
+    def fetch(self, keys: Iterable[ChunkKey]) -> int:
+        """Copy entries that the remote tier has and NVMe does not, durable on return; gives how many.
+
+        Raises:
+            StoreFullError: the disk is full, or the NVMe budget less what is pinned has no room.
+            StoreDirectoryError: the folder cannot be written.
+        """
+        self._check_open()
+        missing = [key.digest for key in keys if key not in self]
+        if self._remote is None or not missing:
+            return 0
+        return self.store_copies(self._remote.load_all(missing))
+
+    def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
+        """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
+        writes = []
+        for entry in entries:
+            writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
+            self._queue.wait_for_room()
+        return sum(write.stored.result() for write in writes)
+
+    def load(self, key: ChunkKey) -> EncodedEntry | None:
+        """An entry of NVMe as it is stored, which is no use of it; None for a miss."""
+        self._check_open()
+        return self._nvme.load(key.digest, is_use=False)
+
     @contextmanager
-    def pin(self, keys: Iterable[ChunkKey]) -> Iterator[list[Placement | None]]:
+    def pin(self, keys: Iterable[ChunkKey], *, remote: bool = True) -> Iterator[list[Placement | None]]:
         """Spare entries from eviction, and give a placement for each key, in order, or None for a miss.
 
         No budget evicts them until the block ends; `delete` and other processes may remove them, which leaves the placements
         readable. Entries that were read from a slow tier are copied to faster ones in the background after the block where that
-        is worth it; see `CacheTier.admits`.
+        is worth it; see `CacheTier.admits` and `ReadThrough`. Those of the remote tier stay there by its own rules: reading one
+        may raise `RemoteError`.
+
+        Args:
+            keys: the entries'.
+            remote: whether to look into the remote tier for what is not here.
         """
         self._check_open()
-        keys = list(keys)
+        digests = [key.digest for key in keys]
         placements: list[Placement | None] = []
-        with self._pins.hold([key.digest for key in keys]):
+        copies: dict[str, RemoteEntry] = {}
+        with self._pins.hold(digests):
             try:
-                for key in keys:
-                    found = self._open(key.digest)
+                for found in self._open_all(digests, remote=remote, copies=copies):
                     self._count(_MISSES if found is None else found[1].name)
-                    placements.append(None if found is None else Placement(*found))
+                    placements.append(None if found is None else self._placement(*found))
                 yield placements
             finally:
                 placed = [placement for placement in placements if placement is not None]
                 for placement in placed:
                     placement.release()
-        if wanted := [placement.key.digest for placement in placed if self._is_worth_a_copy(placement)]:
+                for entry in copies.values():
+                    assert self._read_through is not None, "only that admits copies"
+                    self._read_through.offer(entry.info.nbytes, entry.load)
+        local = [placement for placement in placed if placement.tier != REMOTE]
+        if wanted := [placement.key.digest for placement in local if self._is_worth_a_copy(placement)]:
             self._queue.offer(partial(self._promote, wanted))
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove an entry, pinned or not, for every process; False where there was none."""
+        """Remove an entry, pinned or not, for every process; False where there was none here.
+
+        The remote tier is told in the background, and again until it answers.
+        """
         self._check_open()
         with self._nvme.exclusive():
             waits = key.digest in self._queue
             removed = self._nvme.remove([key.digest])
-            self._forget([key.digest])
+            self._forget_everywhere([key.digest])
         return bool(removed) or waits
 
     def clear(self) -> None:
         """Remove every entry, pinned ones and those of other processes too, and the files that were set aside.
 
-        Documents stay known, so that what is stored of them later is still pinned, and dropped with them.
+        Documents stay known, so that what is stored of them later is still pinned, and dropped with them. The remote tier keeps
+        what it has.
         """
         self._check_open()
         with self._nvme.exclusive():
@@ -230,7 +243,13 @@ class KVStore:
     def documents(self) -> StoreDocuments:
         """The documents that the chunks belong to."""
         self._check_open()
-        return StoreDocuments(self._nvme, self._forget)
+        return StoreDocuments(self._nvme, self._forget_everywhere)
+
+    @property
+    def remote(self) -> RemoteTier | None:
+        """The remote tier; None where the configuration has none."""
+        self._check_open()
+        return self._remote
 
     def ls(self) -> list[CatalogEntry]:
         """Every entry on NVMe, the least recently used first."""
@@ -255,12 +274,23 @@ class KVStore:
         self._check_open()
         counts = self._counts
         tiers = {one.name: TierStats(*one.size(), one.budget.bytes, counts[one.name], one.evictions) for one in self._tiers}
-        return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES])
+        remote = None if self._remote is None else self._remote.stats()
+        return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES], remote)
 
     def flush(self) -> None:
-        """Wait until what was put before is on NVMe, or has failed: what `put` returned tells which."""
+        """Wait until what was put before is on NVMe, or has failed: what `put` returned tells which.
+
+        Waits for copies of what was read from the remote tier, too.
+        """
         self._check_open()
+        if self._read_through is not None:
+            self._read_through.flush()
         self._queue.flush()
+
+    def flush_remote(self, timeout_s: float | None = None) -> bool:
+        """Wait until the remote tier has what was put before, or was given up; False after the time. See `RemoteStats`."""
+        self.flush()
+        return self._remote is None or self._remote.uploads.flush(timeout_s)
 
     def close(self) -> None:
         """Write what waits, and close. A second call does nothing.
@@ -291,8 +321,56 @@ class KVStore:
             self._close_tiers()
 
     def _close_tiers(self) -> None:
+        self._close_remote()
         for tier in self._tiers:
             tier.close()
+
+    def _close_remote(self) -> None:
+        if self._remote is not None and self._read_through is not None:
+            self._read_through.close(self.config.remote_timeout_s)
+            self._remote.close()
+
+    def _open_remote(self, address: RemoteAddress) -> None:
+        from .remote.backend import BackendLimits  # not loaded where there is no remote tier
+        from .remote.read_through import ReadThrough
+        from .remote.remote_tier import RemoteTier
+
+        config, budget_bytes = self.config, self.config.nvme_budget_bytes
+        limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
+        self._remote = RemoteTier(address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes)
+
+        def has_room(nbytes: int) -> bool:
+            return self._nvme.size()[1] + nbytes <= budget_bytes
+
+        self._read_through = ReadThrough(self._store_copy, has_room, budget_bytes)
+
+    def _open_all(
+        self, digests: Sequence[str], *, remote: bool = True, copies: dict[str, RemoteEntry] | None = None
+    ) -> list[tuple[StoredEntry, ReadTier] | None]:
+        """Each entry in the fastest tier that has it; `copies` gets those that are to be copied from the remote tier."""
+        opened: list[tuple[StoredEntry, ReadTier] | None] = list(map(self._open, digests))
+        missing = [digest for digest, found in zip(digests, opened, strict=True) if found is None]
+        if self._remote is None or self._read_through is None or not remote or not missing:
+            return opened
+        there = self._remote.open_all(missing)
+        for digest, entry in there.items():
+            if copies is not None and self._read_through.admits(digest, entry.info.nbytes):
+                entry.keep()
+                copies[digest] = entry
+        return [
+            (there[digest], self._remote) if found is None and digest in there else found
+            for digest, found in zip(digests, opened, strict=True)
+        ]
+
+    def _placement(self, entry: StoredEntry, tier: ReadTier) -> Placement:
+        remote = self._remote
+        return Placement(entry, tier, remote.open_stream if remote is not None and tier is remote else None)
+
+    def _store_copy(self, entry: EncodedEntry) -> None:
+        """Write what was read from the remote tier to the tiers here, unless it was deleted meanwhile."""
+        with self._nvme.exclusive():
+            if self._remote is not None and not self._remote.uploads.is_removing(entry.info.key.digest):
+                self._write([PendingWrite(entry, is_copy=True)])
 
     def _check_open(self) -> None:
         if self._closed:
@@ -336,6 +414,13 @@ class KVStore:
             self._queue.discard([digest])
             self._uncache(digest)
 
+    def _forget_everywhere(self, digests: Iterable[str]) -> None:
+        """Let go of what was deleted, in the remote tier too."""
+        digests = list(digests)
+        self._forget(digests)
+        if self._remote is not None:
+            self._remote.delete(digests)
+
     def _is_worth_a_copy(self, placement: Placement) -> bool:
         """Whether a tier before the one that a placement was read from admits the entry; each of them notes the read."""
         faster = self._caches[: [tier.name for tier in self._tiers].index(placement.tier)]
@@ -356,6 +441,8 @@ class KVStore:
         for write in writes:
             if write.digest in self._nvme:
                 self._cache(write.entry)
+                if self._remote is not None and not write.is_copy:
+                    self._remote.put(write.entry)
                 self._queue.end(write.digest, True)
             else:  # its document is gone
                 self._forget([write.digest])

@@ -1,14 +1,14 @@
 """Tiers: `KVTier`, what each of them offers, the registry of those that hold copies, and `Placement`, a pinned entry's KV.
 
 A store has one durable tier, NVMe, and before it caches, the fastest first, which hold copies of its entries. A cache tier is a
-class with the interface `CacheTier` and its line in `CACHE_TIERS`.
+class with the interface `CacheTier` and its line in `CACHE_TIERS`. Behind NVMe may stand a remote tier (`store/remote/`).
 
 Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Protocol
@@ -16,10 +16,10 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 
-from cacheblend.base.errors import DamagedEntryError, StoreError
+from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError, StoreError
 from cacheblend.base.memory import Bytes, host_bytes
 
-from .chunk import EncodedLayer, LayerPair, check_shape
+from .chunk import EncodedLayer, LayerPair, LayerStream, check_shape
 from .entry import EncodedEntry, EntryInfo
 from .eviction import Pins, TierBudget
 from .key import ChunkKey
@@ -38,6 +38,7 @@ class StoredEntry(Protocol):
 
         Raises:
             DamagedEntryError: the bytes are not the ones that were written.
+            RemoteError: the entry is remote, and its tier does not answer.
             StoreError: the entry is closed.
         """
 
@@ -51,11 +52,19 @@ class StoredEntry(Protocol):
         """End reading; a read that is under way ends well. A second call does nothing."""
 
 
-class KVTier(Protocol):
-    """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
+class ReadTier(Protocol):
+    """A tier as a placement sees it."""
 
     name: ClassVar[str]  # in placements, statistics and profiles
     in_memory: ClassVar[bool]  # whether reading a layer is a copy, which waits for no device
+
+    def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
+        """Drop an entry of which these layers, or the header, were read damaged."""
+
+
+class KVTier(ReadTier, Protocol):
+    """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
+
     budget: TierBudget
     evictions: int
 
@@ -64,9 +73,6 @@ class KVTier(Protocol):
 
     def open(self, digest: str) -> StoredEntry | None:
         """The entry, noted as used; None for a miss."""
-
-    def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
-        """Drop an entry of which these layers, or the header, were read damaged."""
 
     def size(self) -> tuple[int, int]:
         """Number of entries, and their bytes."""
@@ -94,7 +100,7 @@ class CacheTier(KVTier, Protocol):
 
 
 CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
-MEMORY, NVME = "memory", "nvme"
+MEMORY, NVME, REMOTE = "memory", "nvme", "remote"
 
 
 def tiers_in_memory() -> tuple[str, ...]:
@@ -102,10 +108,12 @@ def tiers_in_memory() -> tuple[str, ...]:
     return tuple(name for name, tier in CACHE_TIERS.items() if tier.in_memory)
 
 
-def read_entry(entry: StoredEntry, tier: KVTier) -> EncodedEntry | None:
-    """Read an entry of a tier whole, and close it; a damaged one is set aside, and None."""
+def read_entry(entry: StoredEntry, tier: ReadTier) -> EncodedEntry | None:
+    """Read an entry of a tier whole, and close it; a damaged one is set aside, and None; so is one of a remote that is away."""
     try:
         return entry.load()
+    except (EvictedEntryError, RemoteError):
+        return None
     except DamagedEntryError:
         tier.set_aside(entry.info.key.digest, range(entry.info.num_layers))
         return None
@@ -121,10 +129,26 @@ class Placement:
 
     rotated = False
 
-    def __init__(self, entry: StoredEntry, tier: KVTier) -> None:
+    def __init__(self, entry: StoredEntry, tier: ReadTier, stream: Callable[[], LayerStream] | None = None) -> None:
         self._entry: StoredEntry | None = entry
-        self._info, self._set_aside = entry.info, tier.set_aside
+        self._info, self._tier, self.stream = entry.info, tier, stream
         self.tier, self.in_memory = tier.name, tier.in_memory
+
+    @property
+    def entry(self) -> StoredEntry:
+        """The entry itself.
+
+        Raises:
+            StoreError: the pin was released.
+        """
+        entry = self._entry
+        if entry is None:
+            raise StoreError(f"the placement of {self.key} was read after its pin was released; read inside `with store.pin`")
+        return entry
+
+    def received(self, entry: StoredEntry) -> Placement:
+        """A placement of what came over a stream."""
+        return Placement(entry, self._tier)
 
     @property
     def key(self) -> ChunkKey:
@@ -185,7 +209,7 @@ class Placement:
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
         """See `KVHandle`: raw bytes of a file go straight there, others are decoded and copied."""
-        entry = self._held()
+        entry = self.entry
         kv_heads, head_dim = self._info.heads[layer]
         needed = (2, kv_heads, len(self._info.token_ids), head_dim * self._info.dtype.itemsize)
         check_shape(str(self.key), layer, needed, to_2HTB)
@@ -219,20 +243,16 @@ class Placement:
         return self._info.key.codec == "raw"
 
     def _read_encoded(self, layer: int) -> torch.Tensor:
-        entry = self._held()
+        entry = self.entry
         with self._reporting(layer):
             return entry.read_layer(layer)
-
-    def _held(self) -> StoredEntry:
-        entry = self._entry
-        if entry is None:
-            raise StoreError(f"the placement of {self.key} was read after its pin was released; read inside `with store.pin`")
-        return entry
 
     @contextmanager
     def _reporting(self, layer: int) -> Iterator[None]:
         try:
             yield
+        except EvictedEntryError:
+            raise
         except DamagedEntryError:
-            self._set_aside(self.key.digest, [layer])
+            self._tier.set_aside(self.key.digest, [layer])
             raise

@@ -35,11 +35,13 @@ class PendingWrite:
     Args:
         entry: the entry.
         document: whose chunk it is, where that was ingested; written only while the store knows the document in that version.
+        is_copy: the remote tier has it.
         stored: True once the entry is durable; False where it was deleted, or its document was, before that; or the error.
     """
 
     entry: EncodedEntry
     document: DocumentVersion | None = None
+    is_copy: bool = False
     stored: Future[bool] = field(default_factory=_pending_result)
 
     @property

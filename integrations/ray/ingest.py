@@ -86,10 +86,9 @@ def ingest_on_ray(
         writer = DocumentWriter(retriever, store, nullcontext())
         remember_settings(config)
         versions = {document.id: document.version for document in retriever.documents() if not document.damaged}
-        evictions = store.stats().nvme.evictions
         # 3. Have batches encoded, and put each into the index as it comes.
         node = opened.enter_context(_cluster(settings))
-        total, done = IngestReport.empty(), dict[str, str]()
+        total, evicted, done = IngestReport.empty(), 0, dict[str, str]()
         for delivery in _deliveries(files, config, settings, shard, versions, embedder, node):
             report.faults.update(delivery.faults)
             report.skipped.update(delivery.skipped)
@@ -97,23 +96,22 @@ def ingest_on_ray(
                 raise CacheBlendError(f"an actor could not go on: {delivery.error}")
             if delivery.encoded is None:
                 continue
-            if delivery.node != node:
-                raise ConfigError(
-                    "ray", settings.ray, "a cluster of this machine alone: another one's store is not at hand here"
-                )
-            total += _put(delivery.encoded, writer, store, versions, done, report)
+            is_here = delivery.node == node
+            if not is_here and config.store.remote is None:
+                allowed = "a cluster of this machine alone, unless --remote names a tier that all machines share"
+                raise ConfigError("ray", settings.ray, allowed)
+            total += _put(delivery.encoded, writer, versions, done, report)
+            evicted += sum(key not in store for key in delivery.encoded.distinct_keys) if is_here else 0
             if on_progress is not None:
                 on_progress(total.documents, total.tokens)
         if not total.documents and not report.faults:
             raise InputError(f"no documents to ingest in {', '.join(sources)}")
-        evicted = store.stats().nvme.evictions - evictions
-    return replace(total, evicted=max(evicted, total.evicted), seconds=time.perf_counter() - started)
+    return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
 
 def _put(
     encoded: EncodedDocuments,
     writer: DocumentWriter,
-    store: KVStore,
     versions: Mapping[str, str],
     done: dict[str, str],
     report: SourceReport,
@@ -123,7 +121,6 @@ def _put(
     Args:
         encoded: the batch.
         writer: puts it.
-        store: where its KV is.
         versions: of the documents that the index held at the start.
         done: documents of this ingest, by id; gets those of the batch.
         report: takes the documents that are left out.
@@ -142,8 +139,7 @@ def _put(
             encoded.leave_out(id_)
     assert put is not None, "no chunk was asked for"
     done |= {document.id: document.version for document in encoded.documents}
-    evicted = sum(key not in store for key in encoded.distinct_keys)
-    return IngestReport.of(encoded, put, evicted=evicted, seconds=0.0)
+    return IngestReport.of(encoded, put, evicted=0, seconds=0.0)
 
 
 def _deliveries(
@@ -241,8 +237,10 @@ def _absolute(config: EngineConfig) -> EngineConfig:
     def absolute(name: str) -> str:
         return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().exists() else name
 
+    secret_file = config.store.remote_secret_file
     return replace(
         config,
+        store=replace(config.store, remote_secret_file=secret_file and absolute(secret_file)),
         model=absolute(config.model),
         store_dir=Path(config.store_dir).absolute(),
         context_filler=absolute(config.context_filler),

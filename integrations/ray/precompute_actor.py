@@ -33,7 +33,7 @@ class Delivery:
     """What became of a batch.
 
     Args:
-        encoded: its documents, whose KV is durable; None where there were none, or an error.
+        encoded: its documents, whose KV is durable, in the remote tier where there is one; None for none, or an error.
         faults: see `SourceReport`.
         skipped: see `SourceReport`.
         error: why the batch could not be done.
@@ -65,9 +65,10 @@ class PrecomputeActor:
             config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
         )
         prompts = PromptRenderer(fusor.tokenizer, config.instruction, max_positions=fusor.max_positions)
-        retriever = Retriever(replace(config.retriever_config(), directory=None), fusor.tokenizer, embedder)
-        encoder = ChunkEncoder.of(fusor, prompts.prefix, config)
-        self._encoder = DocumentEncoder(encoder, retriever, KVStore(config.store_config()))
+        in_memory = replace(config.retriever_config(), directory=None, index=None)
+        retriever = Retriever(in_memory, fusor.tokenizer, embedder)
+        self._store = KVStore(config.store_config())
+        self._encoder = DocumentEncoder(ChunkEncoder.of(fusor, prompts.prefix, config), retriever, self._store, fetches=False)
         (self._versions,) = ray.get(versions)
         self._node = ray.get_runtime_context().get_node_id()
 
@@ -88,4 +89,20 @@ class PrecomputeActor:
         changed = [document for document in given.values() if self._versions.get(document.id) != document.version]
         encoded = self._encoder.split(batch.documents, changed, watch)
         self._encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
+        self._share(encoded)
         return replace(encoded, chunks={})  # which stand in `embedded` as well
+
+    def _share(self, encoded: EncodedDocuments) -> None:
+        """Wait until the remote tier has the KV of every chunk; what it had no room for on the way is sent now.
+
+        Raises:
+            RemoteError: it does not take it.
+        """
+        remote, keys = self._store.remote, encoded.distinct_keys
+        if remote is None:
+            return
+        self._store.flush_remote(self._store.config.remote_timeout_s)
+        there = remote.contains([key.digest for key in keys])
+        for key in keys:
+            if key.digest not in there and (entry := self._store.load(key)) is not None:
+                remote.send([entry])

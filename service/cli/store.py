@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,19 +19,36 @@ from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
 from cacheblend.service.engine.ingest import merge_stores
 from cacheblend.store import KVStore, StoreConfig
+from cacheblend.store.remote.remote_tier import RemoteTier
+from cacheblend.store.remote.transfer import TransferReport, list_entries
+from cacheblend.store.remote.transfer import pull as pull_entries
+from cacheblend.store.remote.transfer import push as push_entries
 
 from . import options, terminal
 
 app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
+Transfer = Callable[[KVStore, RemoteTier, Callable[[int, int], None]], TransferReport]
 UNBOUNDED = 2**62  # looking at a store must not evict from it
 
 
 @app.command("ls")
-def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
-    """List the stored chunks, the least recently used first.
+@options.takes(StoreConfig, only=options.OF_REMOTES)
+def ls(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
+    """List the stored chunks, the least recently used first; with --remote those of the remote tier, in no order.
 
-    Example: cacheblend store ls --store-dir ./store --json
+    Examples:
+        cacheblend store ls --store-dir ./store --json
+
+        cacheblend store ls --remote s3://bucket/kv
     """
+    if settings.values["remote"] is not None:
+        _list_remote(settings, as_json)
+        return
     with open_store(store_dir) as store:
         entries = store.ls()
     rows = [
@@ -190,7 +210,88 @@ def merge(
     )
 
 
-def open_store(store_dir: Path) -> KVStore:
+@app.command("push")
+@options.takes(StoreConfig, only=options.OF_REMOTES)
+def push(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
+    """Write to --remote what the store has and the remote tier has not, such as what was dropped while it was away.
+
+    Example: cacheblend store push --store-dir ./store --remote redis://cache.internal:6379/0
+    """
+    _transfer(store_dir, settings, as_json, push_entries, "pushed")
+
+
+@app.command("pull")
+@options.takes(StoreConfig, only=options.OF_REMOTES)
+def pull(
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
+    """Copy to the store what --remote has and it has not, checked; no budget holds, and no document gets it.
+
+    Example: cacheblend store pull --store-dir ./store --remote s3://bucket/kv
+    """
+    _transfer(store_dir, settings, as_json, pull_entries, "pulled")
+
+
+def _transfer(store_dir: Path, settings: options.Settings, as_json: bool, transfer: Transfer, done: str) -> None:
+    with open_store(store_dir, _remote_config(settings)) as store, terminal.progress_bars() as progress:
+        remote = store.remote
+        assert remote is not None, "its configuration has one"
+        report = transfer(store, remote, lambda at, total: progress(done, at, total))
+    if as_json:
+        terminal.print_json(report.as_dict())
+        return
+    terminal.stdout.print(
+        f"{report.entries} entries {done} ({report.bytes:,} bytes), {report.already_there} there before, "
+        f"{report.refused} refused",
+        highlight=False,
+    )
+
+
+def _list_remote(settings: options.Settings, as_json: bool) -> None:
+    """Print what a remote tier holds; nothing is needed of a store here."""
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as scratch, KVStore(replace(_remote_config(settings), directory=scratch)) as store:
+        remote = store.remote
+        assert remote is not None, "its configuration has one"
+        for name, size, entry in list_entries(remote):
+            row: dict[str, object] = {"object": name, "bytes": size, "key": None}
+            if entry is not None:
+                info = entry.info
+                row |= {"key": str(info.key), "tokens": len(info.token_ids), "layers": info.num_layers}
+                row |= {"model": info.key.model, "codec": info.key.codec, "namespace": info.key.namespace}
+            rows.append(row)
+    if as_json:
+        terminal.print_json({"entries": rows})
+        return
+    table = Table("object", "key", "tokens", "layers", "bytes", "codec")
+    for row in rows:
+        cells = (str(row["key"])[:16], *(str(row.get(name, "")) for name in ("tokens", "layers")), f"{row['bytes']:,}")
+        table.add_row(str(row["object"])[:16], *cells, str(row.get("codec", "")))
+    terminal.stdout.print(table)
+    terminal.stdout.print(f"{len(rows)} objects")
+
+
+def _remote_config(settings: options.Settings) -> StoreConfig:
+    """The configuration of the command's remote tier.
+
+    Raises:
+        InputError: none was given.
+    """
+    config = settings.make(StoreConfig)
+    if config.remote is None:
+        raise InputError("no remote tier is named; give --remote URL, or set CACHEBLEND_REMOTE")
+    return config
+
+
+def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
     """The store of a folder, looked at without evicting from it.
 
     Raises:
@@ -199,7 +300,8 @@ def open_store(store_dir: Path) -> KVStore:
     directory = store_dir / KV_FOLDER
     if not directory.is_dir():
         raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
-    return KVStore(StoreConfig(directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
+    config = config or StoreConfig()
+    return KVStore(replace(config, directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
 
 
 def _time(nanoseconds: int) -> str:

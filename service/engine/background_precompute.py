@@ -190,7 +190,7 @@ class BackgroundPrecompute:
             # 3. Compute and store it, unless somebody else did, or its document is gone.
             began = time.perf_counter()
             try:
-                if key not in self._store and self._is_there(miss.document):
+                if key not in self._store and self._is_there(miss.document) and not self._store.fetch([key]):
                     in_own_thread(self._compute, key, miss)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)

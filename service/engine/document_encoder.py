@@ -82,10 +82,11 @@ class DocumentEncoder:
         encoder: names and computes chunks' KV.
         retriever: splits and embeds; it may hold none of the documents.
         store: takes the KV.
+        fetches: whether KV that the remote tier alone has is copied here; else it is enough there.
     """
 
-    def __init__(self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore) -> None:
-        self._encoder, self._retriever, self._store = encoder, retriever, store
+    def __init__(self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore, *, fetches: bool = True) -> None:
+        self._encoder, self._retriever, self._store, self._fetches = encoder, retriever, store, fetches
 
     def split(self, documents: Sequence[Document], changed: Sequence[Document], watch: EncodingWatch) -> EncodedDocuments:
         """Split all documents, embed those that the index lacks, and look their chunks' KV up. Nothing is written.
@@ -113,7 +114,7 @@ class DocumentEncoder:
             version = (document.id, document.version)
             encoded.chunks[version] = own
             encoded.keys[version] = list(map(self._encoder.key, own, self._encoder.context.earlier(own)))
-        encoded.found = {key for key in encoded.distinct_keys if key in self._store}
+        encoded.found = self._stored(encoded.distinct_keys)
         return encoded
 
     def compute(self, encoded: EncodedDocuments, keys: Iterable[ChunkKey], watch: EncodingWatch) -> None:
@@ -145,6 +146,15 @@ class DocumentEncoder:
             watch.check()
         for write in writes:
             write.result()
+
+    def _stored(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Those of some chunks whose KV is stored here, or in the remote tier."""
+        remote, there = self._store.remote, set[str]()
+        if self._fetches:
+            self._store.fetch(keys)
+        elif remote is not None:
+            there = remote.contains([key.digest for key in keys])
+        return {key for key in keys if key.digest in there or key in self._store}
 
     def _chunks(self, document: Document) -> Sequence[Chunk]:
         """The chunks of a document that is in the index, or was a moment ago."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import DocumentChangedError, InputError, StoreFullError
+from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.retriever import CatalogedDocument
 from cacheblend.store import StoredDocument
 
@@ -97,12 +97,11 @@ class DocumentWriter:
             StoreError, RetrieverError: store or index cannot be written.
         """
         with self._changing, self._store.exclusive():
-            for document in encoded.documents:
-                if self._retriever.version(document.id) not in (versions[document.id], document.version):
-                    raise DocumentChangedError(document.id)
             if any(key not in self._store for key in needed):
                 return None
-            replaced = sum(map(self._retriever.put, encoded.embedded.values()))
+            # What a document may be at the end: what it was, or what another upload of this very text has made it.
+            expected = {document.id: (versions[document.id], document.version) for document in encoded.documents}
+            replaced = self._retriever.put(list(encoded.embedded.values()), expected)
             dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in encoded.keys.items())
         return PutReport(replaced=replaced, dropped=dropped)
 

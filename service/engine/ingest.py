@@ -170,7 +170,7 @@ class Ingester:
         versions = {document.id: self._retriever.version(document.id) for document in documents}
         encoded = encoder.split(documents, self._retriever.changed(documents), watch)
         try:
-            # 2. Compute and store chunks' KV that is not stored yet.
+            # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.
             encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
             # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
             needed = set(encoded.found)

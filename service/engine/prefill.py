@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from cacheblend.base.errors import ConfigError, DamagedEntryError
+from cacheblend.base.errors import ConfigError, DamagedEntryError, RemoteError
 from cacheblend.blend import FusionResult, Fusor, LayerReport, ResidentLayers, Segment
-from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
-from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
+from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, RemoteChunk, TierSpeed, WorkEstimator
+from cacheblend.store import BLOCK_TOKENS, REMOTE, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
 
 from .background_precompute import BackgroundPrecompute
 from .chunk_contexts import ChunkEncoder
@@ -115,15 +115,17 @@ class Prefiller:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed."""
         prompt, namespace = request.prompt, request.namespace
         keys = [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
+        use_remote = True
         for _ in range(len(keys) + 1):  # an entry that turns out to be damaged is a miss in the next round
             started, preempted_s = time.perf_counter(), 0.0
             try:
                 with (
                     self._find_prefix(prompt, ratio, namespace) as prefix,
-                    self._store.pin(keys) as placements,
+                    self._store.pin(keys, remote=use_remote) as placements,
                     LayerLoader(self._config.loader) as loader,
                 ):
                     # 1. Plan: the ratio, whether full recompute is predicted to be faster, which misses are computed first.
+                    late: list[Placement] = []
                     exact, planned = self._exact_segments(prompt, prefix)
                     exact_tokens = sum(len(segment.token_ids) for segment in exact)
                     early = self._early_misses(prompt, placements)
@@ -134,11 +136,20 @@ class Prefiller:
                         full = ratio is None and self._work.is_short(r_star, reusable, fresh, exact_tokens, sum(precomputed))
                     else:
                         layer = self._fusor.decoder.geometry.layers - 1
-                        reads = [(stored.tier, stored.layer_bytes(layer)) for stored in placements if stored is not None]
+                        stored = [one for one in placements if one is not None]
+                        remote = [one for one in stored if one.tier == REMOTE]
                         loading = controller.plan(
-                            reads=reads, reusable=reusable, fresh=fresh, exact=exact_tokens, precomputed=precomputed
+                            reads=[(one.tier, one.layer_bytes(layer)) for one in stored if one.tier != REMOTE],
+                            reusable=reusable,
+                            fresh=fresh,
+                            exact=exact_tokens,
+                            precomputed=precomputed,
+                            remote=[RemoteChunk(one.layer_bytes(layer), one.tokens) for one in remote],
+                            remote_speed=self._remote_speed(),
                         )
                         full = loading.full_recompute
+                        late = remote[len(remote) - loading.recomputed_remote :]  # to be recomputed instead
+                        loader.restart_s, loader.latency_s = loading.full_s, loading.latency_s
                     if full:
                         exact, planned, exact_tokens, early = [], [], 0, []
                     fusion = self._config.fusion_config(ratio if loading is None else loading.ratio)
@@ -159,7 +170,8 @@ class Prefiller:
                     kvs: list[KVHandle | None] = [None] * len(keys)
                     if not full:
                         for at, (chunk, placement) in enumerate(zip(prompt.chunks, placements, strict=True)):
-                            kvs[at] = placement if prompt.earlier_of(at) else computed.get(chunk, placement)
+                            if placement not in late:
+                                kvs[at] = placement if prompt.earlier_of(at) else computed.get(chunk, placement)
                     before, after = prompt.prefix[exact_tokens:], prompt.suffix[max(0, exact_tokens - len(prompt.prefix)) :]
                     chunks = [Segment(chunk, kv) for chunk, kv in zip(prompt.chunks, kvs, strict=True)]
                     segments = [*exact, Segment(before), *chunks, Segment(after)]
@@ -190,12 +202,22 @@ class Prefiller:
                     request.finish_prefill(fused, planned)
             except DamagedEntryError:
                 continue
+            except RemoteError as error:  # what is remote is recomputed
+                logger.info("a request does without the remote tier: %s", error)
+                use_remote = False
+                continue
             # 6. Have the other misses computed after the running requests.
             for at, (key, chunk) in enumerate(zip(keys, prompt.chunks, strict=True)):
                 if kvs[at] is None and placements[at] is None and not prompt.is_between(at):
                     self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
             return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
+
+    def _remote_speed(self) -> TierSpeed | None:
+        """What the remote tier's reads cost lately."""
+        remote = self._store.remote
+        speed = None if remote is None else remote.speed()
+        return None if speed is None else TierSpeed(read_s=0.0, bytes_per_s=speed.bytes_per_s, latency_s=speed.latency_s)
 
     def _early_misses(self, prompt: PromptTokens, placements: Sequence[Placement | None]) -> list[int]:
         """Places of the missing chunks whose own KV is computed before the fusion: those that no reading of a document

@@ -35,6 +35,16 @@ PREFIX_COUNTERS = {
     "hits": "Prompts of which at least one block was found.",
     "evictions": "Parts of blocks that made room for others.",
 }
+REMOTE_COUNTERS = {
+    "hits": "entries that requests found there",
+    "misses": "entries that were looked up and not there",
+    "failures": "calls that were not answered, or too late",
+    "damaged": "entries whose bytes were not what was written",
+    "read_bytes": "bytes that came",
+    "sent": "entries that were written",
+    "sent_bytes": "bytes that were written",
+    "dropped_writes": "changes that were not made",
+}
 AGREEMENT = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 KL_NATS = (0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0)
 RELATIVE_KV_ERROR = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -156,6 +166,15 @@ class _State(Collector):
         for name in ("misses", "damaged", "failed_writes"):
             yield CounterMetricFamily(
                 f"cacheblend_store_{name}", f"The stores' {name}.", value=sum(getattr(one, name) for one in stats)
+            )
+        remotes = [one.remote for one in stats if one.remote is not None]
+        for name, what in REMOTE_COUNTERS.items() if remotes else ():
+            value = sum(getattr(one, name) for one in remotes)
+            yield CounterMetricFamily(f"cacheblend_remote_{name}", f"The remote tiers' {what}.", value=value)
+        if remotes:
+            away = sum(one.state != "closed" for one in remotes)
+            yield GaugeMetricFamily(
+                "cacheblend_remote_away", "Remote tiers that are not asked, since they do not answer.", away
             )
         prefixes = [engine.prefixes.stats() for engine in self._engines]
         for name, what in PREFIX_GAUGES.items():

@@ -13,9 +13,9 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthe
 
 from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
 from cacheblend.base.sqlite import Database
-from cacheblend.retriever import EmbeddedDocument, Retriever
-from cacheblend.retriever.catalog import Catalog as IndexCatalog
+from cacheblend.retriever import Retriever
 from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.sqlite_catalog import SqliteCatalog as IndexCatalog
 from cacheblend.service import Engine
 from cacheblend.service.engine.documents import Documents
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
@@ -64,12 +64,12 @@ def test_deletions_do_not_come_between_an_ingests_halves(engine: Engine, monkeyp
     """A document that is deleted while it is replaced is there with its new text, or gone from index and store."""
     put, deletions = engine.retriever.put, list[threading.Thread]()
 
-    def delete_meanwhile(embedded: EmbeddedDocument) -> bool:
+    def delete_meanwhile(*arguments: Any) -> int:
         if not deletions:
             deletions.append(threading.Thread(target=engine.documents.delete, args=(ID,)))
             deletions[0].start()
             deletions[0].join(0.3)
-        return put(embedded)
+        return put(*arguments)
 
     monkeypatch.setattr(engine.retriever, "put", delete_meanwhile)
     engine.ingest([{"id": ID, "text": "other words"}])

@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 
-from cacheblend.loader.layer_loader import DaemonThreads
+from cacheblend.base.daemon_threads import DaemonThreads
 
 
 def test_tasks_never_wait_for_each_other() -> None:

@@ -1,0 +1,76 @@
+"""Daemon threads that are used again: tasks begin at once, and a call may be left after a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonThreads:
+    """Runs each task at once, in an idle thread or a new one; a task never waits for another's end.
+
+    A thread without a task for `idle_s` seconds ends. They are daemons: a task that waits for a consumer who is gone does not
+    keep the process from ending.
+    """
+
+    def __init__(self, name: str, idle_s: float = 5.0) -> None:
+        self._name, self._idle_s = name, idle_s
+        self._tasks: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
+        self._changing = threading.Lock()
+        self._idle = 0
+        self._busy = 0
+
+    @property
+    def busy(self) -> int:
+        """Tasks that have not ended."""
+        return self._busy
+
+    def run(self, task: Callable[[], None]) -> threading.Event:
+        """Begin a task that raises nothing; the event is set at its end."""
+        ended = threading.Event()
+        with self._changing:
+            self._busy += 1
+            is_new = not self._idle
+            if not is_new:
+                self._idle -= 1
+            self._tasks.put((task, ended))
+        if is_new:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return ended
+
+    def call(self, task: Callable[[], T]) -> Future[T]:
+        """Begin a task; the future has what it returns or raises. Who waits for it no longer leaves the thread to its end."""
+        future: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:  # travels to whoever waits
+                future.set_exception(error)
+
+        self.run(settle)
+        return future
+
+    def _work(self) -> None:
+        while True:
+            try:
+                task, ended = self._tasks.get(timeout=self._idle_s)
+            except Empty:
+                with self._changing:
+                    if self._tasks.empty():
+                        self._idle -= 1
+                        return
+                continue
+            try:
+                task()
+            finally:
+                del task  # what it holds may be large
+                with self._changing:
+                    self._busy -= 1
+                    self._idle += 1
+                ended.set()

@@ -1,0 +1,68 @@
+"""Address of a remote tier, a URL whose secrets no text shows; and the registry of backends by its scheme."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from cacheblend.base.errors import ConfigError
+from cacheblend.base.extras import needs_extra
+
+if TYPE_CHECKING:
+    from .backend import BackendLimits, RemoteBackend
+
+# Scheme: the module and class of its backend, and the extra that brings its library.
+REMOTE_BACKENDS: dict[str, tuple[str, str, str]] = {
+    **dict.fromkeys(("redis", "rediss", "unix"), (".redis_backend", "RedisBackend", "redis")),
+    **dict.fromkeys(("s3", "gs", "az", "file"), (".object_backend", "ObjectBackend", "objects")),
+}
+_PASSWORD = re.compile(r"(?<=//)[^/@]*@")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAddress:
+    """Where a remote tier is.
+
+    Args:
+        url: of a scheme in `REMOTE_BACKENDS`. Its user, password and query are in no text of this object.
+
+    Raises:
+        ConfigError: another scheme, or nothing after it.
+    """
+
+    url: str = field(repr=False)
+    shown: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url if isinstance(self.url, str) else "")
+        except ValueError:  # brackets without an address in them, say
+            parts = urlsplit("")
+        schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_BACKENDS)
+        if parts.scheme not in REMOTE_BACKENDS or not (parts.netloc or parts.path.strip("/")):
+            raise ConfigError("remote", "what is given (not shown)", f"a URL that begins with one of {schemes}")
+        host = parts.netloc.rpartition("@")[2]
+        object.__setattr__(self, "shown", urlunsplit((parts.scheme, host, parts.path, "", "")))
+
+    def __str__(self) -> str:
+        return self.shown
+
+    @property
+    def scheme(self) -> str:
+        """The part before `://`."""
+        return urlsplit(self.url).scheme
+
+    def open(self, limits: BackendLimits) -> RemoteBackend:
+        """A backend for the address; connects at its first use.
+
+        Raises:
+            MissingExtraError: its library is not installed.
+            ConfigError: the rest of the URL is not allowed.
+        """
+        module, name, extra = REMOTE_BACKENDS[self.scheme]
+        with needs_extra(extra):
+            backend: RemoteBackend = getattr(import_module(module, __package__), name)(self, limits)
+        return backend

@@ -1,0 +1,198 @@
+"""Object stores as a remote backend, through obstore: S3 and what speaks it, Google Cloud Storage, Azure, a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+import obstore
+from obstore.store import LocalStore, from_url
+
+from cacheblend.base.errors import ConfigError, RemoteError
+from cacheblend.base.memory import Bytes
+
+from .address import RemoteAddress
+from .backend import BackendLimits, ObjectRange
+
+T = TypeVar("T")
+REQUESTS = 32  # under way at once
+FOLDERS = 2  # hexadecimal digits of a name that are its folder: file systems are slow with many files in one
+
+
+@contextmanager
+def _reporting(address: RemoteAddress) -> Iterator[None]:
+    try:
+        yield
+    except RemoteError:
+        raise
+    except Exception as error:  # the library has many kinds, some of which show URLs with keys in them
+        raise RemoteError(f"{address}: {type(error).__name__}") from None
+
+
+class _Loop:
+    """An asyncio loop in a thread of its own, for requests that are under way together."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cacheblend-objects", daemon=True)
+        self._thread.start()
+        self.slots = asyncio.Semaphore(REQUESTS)
+
+    def begin(self, task: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin a task; its result comes in the future."""
+        return asyncio.run_coroutine_threadsafe(task, self._loop)
+
+    def close(self) -> None:
+        """End the thread; what is under way is left."""
+        self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+
+
+class ObjectBackend:
+    """See `RemoteBackend`. Keys, regions and end points come from the environment, as each provider's tools have them."""
+
+    def __init__(self, address: RemoteAddress, limits: BackendLimits) -> None:
+        self._address, self._limits = address, limits
+        try:
+            self._store = self._open()
+        except Exception as error:
+            raise ConfigError("remote", str(address), f"as obstore takes a URL ({type(error).__name__})") from None
+        self._loop = _Loop()
+
+    def reader(self) -> ObjectReader:
+        """See `RemoteBackend`."""
+        return ObjectReader(self)
+
+    def put(self, name: str, parts: Sequence[Bytes]) -> None:
+        """See `RemoteBackend`."""
+
+        async def put() -> None:
+            await obstore.put_async(self._store, path_of(name), b"".join(part.data for part in parts))
+
+        self._wait(self._bounded(put()), None)
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """See `RemoteBackend`."""
+
+        async def size(name: str) -> int | None:
+            try:
+                return (await obstore.head_async(self._store, path_of(name)))["size"]
+            except FileNotFoundError:
+                return None
+
+        async def sizes() -> list[int | None]:
+            return list(await asyncio.gather(*(self._bounded(size(name)) for name in names)))
+
+        return self._wait(sizes(), None)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """See `RemoteBackend`."""
+
+        async def delete(name: str) -> None:
+            with suppress(FileNotFoundError):
+                await obstore.delete_async(self._store, path_of(name))
+
+        async def delete_all() -> None:
+            await asyncio.gather(*(self._bounded(delete(name)) for name in names))
+
+        self._wait(delete_all(), None)
+
+    def ls(self) -> Iterator[tuple[str, int]]:
+        """See `RemoteBackend`."""
+        with _reporting(self._address):
+            for page in obstore.list(self._store):
+                for found in page:
+                    name = found["path"].rpartition("/")[2]
+                    if found["path"] == path_of(name):
+                        yield name, found["size"]
+
+    def close(self) -> None:
+        """See `RemoteBackend`."""
+        self._loop.close()
+
+    def begin(self, one: ObjectRange) -> Future[Bytes | None]:
+        """Begin to read a range; the library's errors come in the future."""
+
+        async def get() -> Bytes | None:
+            try:
+                found = await obstore.get_async(self._store, path_of(one.name), options={"range": (one.start, one.stop)})
+                return np.frombuffer(memoryview(await found.bytes_async()), np.uint8)
+            except FileNotFoundError:
+                return None
+
+        return self._loop.begin(self._bounded(get()))
+
+    def result(self, future: Future[T], timeout_s: float | None) -> T:
+        """What a task gave; raises `RemoteError` after the time, or for what it raised."""
+        with _reporting(self._address):
+            try:
+                return future.result(timeout_s)
+            except (TimeoutError, CancelledError):
+                future.cancel()
+                raise RemoteError(f"{self._address} did not answer in time") from None
+
+    def _wait(self, task: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        return self.result(self._loop.begin(task), timeout_s)
+
+    async def _bounded(self, task: Coroutine[Any, Any, T]) -> T:
+        async with self._loop.slots:
+            return await task
+
+    def _open(self) -> Any:
+        url = urlsplit(self._address.url)
+        if url.scheme == "file":
+            return LocalStore(url.path, mkdir=True)
+        return from_url(
+            self._address.url,
+            client_options={
+                "connect_timeout": timedelta(seconds=self._limits.timeout_s),
+                "read_timeout": timedelta(seconds=self._limits.timeout_s),
+                "allow_http": True,  # an end point of the environment says which; TLS is the default of all providers
+            },
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=self._limits.timeout_s)},
+        )
+
+
+class ObjectReader:
+    """See `RangeReader`: every range is a request, many of which are under way together."""
+
+    def __init__(self, backend: ObjectBackend) -> None:
+        self._backend, self._timeout_s = backend, backend._limits.timeout_s
+        self._waiting: deque[Future[Bytes | None]] = deque()
+
+    def request(self, ranges: Sequence[ObjectRange]) -> None:
+        """See `RangeReader`."""
+        self._waiting.extend(map(self._backend.begin, ranges))
+
+    def receive(self) -> Bytes | None:
+        """See `RangeReader`."""
+        return self._backend.result(self._waiting.popleft(), self._timeout_s)
+
+    def abort(self) -> None:
+        """See `RangeReader`."""
+        for future in list(self._waiting):
+            future.cancel()
+
+    def close(self) -> None:
+        """See `RangeReader`."""
+        self.abort()
+        self._waiting.clear()
+
+
+def path_of(name: str) -> str:
+    """Where the object of a name is."""
+    return f"{name[:FOLDERS]}/{name}"

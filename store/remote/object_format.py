@@ -1,0 +1,221 @@
+"""Objects of the remote tier: the bytes of an entry's file, after a seal where the deployment has a secret.
+
+```
+0            8 bytes    SEAL_MAGIC
+8            4 bytes    number of layers, little-endian
+12           32 bytes   tag of the header and of the tags that follow it
+44           32 bytes   tag of each layer's tensor
+n x 4096     the bytes of the entry's file: header and layers (docs/store.md)
+```
+
+A tag is HMAC-SHA256 with a key that only the deployment's secret gives. So layers are authenticated one by one as they come,
+and belong to this header of this entry. Without a secret there is no seal, and the checksums of the file are checked alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cacheblend.base.errors import DamagedEntryError
+from cacheblend.base.memory import Bytes
+from cacheblend.store.entry import (
+    BLOCK_BYTES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    EncodedEntry,
+    EntryHeader,
+    EntryInfo,
+    checksum,
+)
+from cacheblend.store.key import ChunkKey
+
+from .backend import ObjectRange
+
+SEAL_MAGIC = b"CBSEAL1\0"
+TAG_BYTES = 32
+MAX_LAYERS = 4096
+PREFIX_BYTES = 16 * 1024  # read of an object first: seal and header of nearly all entries
+_SEAL_HEAD = struct.Struct("<8sI")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLayout:
+    """What the first bytes of an object say: its entry, and where and what its layers are.
+
+    Args:
+        name: of the object.
+        header: of the entry's file.
+        tags: of each layer's tensor; none without a secret.
+        offsets: of each layer in the object, and its end.
+    """
+
+    name: str
+    header: EntryHeader
+    tags: Sequence[bytes]
+    offsets: Sequence[int]
+
+    @property
+    def info(self) -> EntryInfo:
+        """All but the keys and values."""
+        return self.header.info
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of the whole object."""
+        return self.offsets[-1]
+
+    def range_of(self, layer: int) -> ObjectRange:
+        """Where the layer's tensor is."""
+        return ObjectRange(self.name, self.offsets[layer], self.offsets[layer + 1])
+
+    def whole(self) -> ObjectRange:
+        """Where all layers are."""
+        return ObjectRange(self.name, self.offsets[0], self.offsets[-1])
+
+
+class ObjectFormat:
+    """Names, seals and checks of objects.
+
+    Args:
+        secret: of the deployment; None for names that follow from the entries' keys, and no seal.
+    """
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._keys = None if secret is None else tuple(hmac.digest(secret, use, "sha256") for use in (b"names", b"tags"))
+
+    def name(self, digest: str) -> str:
+        """The name of an entry's object."""
+        return digest if self._keys is None else hmac.digest(self._keys[0], digest.encode(), "sha256").hex()
+
+    def pack(self, entry: EncodedEntry) -> list[Bytes]:
+        """The bytes of an entry's object, in parts; the entry's own memory is among them."""
+        header, left = EntryHeader.of(entry).pack(), entry.nbytes
+        parts = [np.frombuffer(self._seal(entry, header) + header, np.uint8)]
+        for piece in entry.pieces:  # the last one has zeros after the last layer
+            parts.append(piece[: min(left, len(piece))])
+            left -= len(parts[-1])
+        return parts
+
+    def prefix_bytes(self, data: Bytes) -> int:
+        """Bytes that stand before the first layer, given at least the first block of them.
+
+        Raises:
+            DamagedEntryError: they are not an object's.
+        """
+        seal_bytes = self._seal_bytes(data)
+        start = data[seal_bytes : seal_bytes + LENGTH_BYTES]
+        header_bytes = int.from_bytes(start.tobytes(), "little")
+        if len(start) < LENGTH_BYTES or not 0 < header_bytes <= MAX_HEADER_BYTES:
+            raise DamagedEntryError(f"an object of {len(data)} bytes or more says that its header has {header_bytes}")
+        return seal_bytes + LENGTH_BYTES + header_bytes
+
+    def parse(self, name: str, data: Bytes, digest: str | None = None) -> ObjectLayout:
+        """The layout of an object, from its first `prefix_bytes` or more.
+
+        Args:
+            name: of the object.
+            data: the bytes.
+            digest: of the entry that it must be of; None for whichever the header names, if the object's name is that entry's.
+
+        Raises:
+            DamagedEntryError: they are not what was written for this entry, or not with this secret.
+        """
+        prefix_bytes = self.prefix_bytes(data)
+        if len(data) < prefix_bytes:
+            raise DamagedEntryError(f"object {name} ends in its header, after {len(data)} bytes")
+        seal_bytes = self._seal_bytes(data)
+        raw = data[seal_bytes + LENGTH_BYTES : prefix_bytes].tobytes()
+        try:
+            header = EntryHeader.parse(raw, digest)
+        except ValueError as error:
+            raise DamagedEntryError(f"object {name} has a damaged header: {error}") from error
+        info = header.info
+        if self.name(info.key.digest) != name:
+            raise DamagedEntryError(f"object {name} holds another entry")
+        self._check_key(name, info)
+        tags: list[bytes] = []
+        if self._keys is not None:
+            seal = data[:seal_bytes].tobytes()
+            at = _SEAL_HEAD.size + TAG_BYTES
+            tags = [seal[at + TAG_BYTES * layer :][:TAG_BYTES] for layer in range(info.num_layers)]
+            whole = self._header_tag(info.key.digest, data[seal_bytes:prefix_bytes].tobytes(), tags)
+            if seal != self._seal_of(whole, tags):
+                raise DamagedEntryError(f"object {name} was not written with this deployment's secret, or altered")
+        sizes = map(info.layer_bytes, range(info.num_layers))
+        return ObjectLayout(name, header, tags, list(itertools.accumulate(sizes, initial=prefix_bytes)))
+
+    def check(self, layout: ObjectLayout, layer: int, data: Bytes) -> None:
+        """Refuse bytes that are not the layer's.
+
+        Raises:
+            DamagedEntryError: so.
+        """
+        info = layout.info
+        if len(data) != info.layer_bytes(layer):
+            raise DamagedEntryError(
+                f"layer {layer} of object {layout.name} has {len(data)} bytes, not {info.layer_bytes(layer)}"
+            )
+        if self._keys is None:
+            good = checksum(data) == layout.header.checksums[layer]
+        else:
+            good = hmac.compare_digest(self._layer_tag(info.key.digest, layer, data), layout.tags[layer])
+        if not good:
+            raise DamagedEntryError(f"layer {layer} of object {layout.name} is not what was written")
+
+    def _check_key(self, name: str, info: EntryInfo) -> None:
+        """Hold the header against the key: without a secret it says which tokens of which tenant these layers are of."""
+        if info.model is not None:
+            key = info.key
+            own = ChunkKey.of(
+                info.token_ids,
+                prefix_ids=info.prefix_ids,
+                context=info.context,
+                model=info.model,
+                codec=key.codec,
+                namespace=key.namespace,
+            )
+            if own != key:
+                raise DamagedEntryError(f"the header of object {name} is not that of its key")
+
+    def _seal(self, entry: EncodedEntry, header: bytes) -> bytes:
+        if self._keys is None:
+            return b""
+        digest = entry.info.key.digest
+        tags = [self._layer_tag(digest, layer, stored.reshape(-1)) for layer, stored in enumerate(entry.bytes)]
+        return self._seal_of(self._header_tag(digest, header, tags), tags)
+
+    def _seal_bytes(self, data: Bytes) -> int:
+        if self._keys is None:
+            return 0
+        magic, layers = _SEAL_HEAD.unpack(data[: _SEAL_HEAD.size].tobytes().ljust(_SEAL_HEAD.size, b"\0"))
+        if magic != SEAL_MAGIC or layers > MAX_LAYERS:
+            raise DamagedEntryError("an object has no seal of this deployment")
+        return _whole_blocks(_SEAL_HEAD.size + TAG_BYTES * (1 + layers))
+
+    def _seal_of(self, header_tag: bytes, tags: Sequence[bytes]) -> bytes:
+        seal = _SEAL_HEAD.pack(SEAL_MAGIC, len(tags)) + header_tag + b"".join(tags)
+        return seal.ljust(_whole_blocks(len(seal)), b"\0")
+
+    def _header_tag(self, digest: str, header: bytes, tags: Sequence[bytes]) -> bytes:
+        return self._tag(b"header", digest, len(tags), b"".join(tags), header)
+
+    def _layer_tag(self, digest: str, layer: int, data: Bytes) -> bytes:
+        return self._tag(b"layer", digest, layer, data.data)
+
+    def _tag(self, use: bytes, digest: str, number: int, *parts: bytes | memoryview) -> bytes:
+        assert self._keys is not None
+        mac = hmac.new(self._keys[1], struct.pack("<8s64sI", use, digest.encode(), number), hashlib.sha256)
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+
+def _whole_blocks(count: int) -> int:
+    return -(-count // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,388 @@
+"""The remote tier: entries that several machines share, behind NVMe. Looked up in one round trip, read layer by layer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import ClassVar, TypeVar
+
+import numpy as np
+
+from cacheblend.base.daemon_threads import DaemonThreads
+from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError
+from cacheblend.base.memory import Bytes
+from cacheblend.store.entry import EncodedEntry
+
+from .address import RemoteAddress
+from .backend import BackendLimits, ObjectRange, RangeReader
+from .breaker import CircuitBreaker
+from .object_format import PREFIX_BYTES, ObjectFormat, ObjectLayout
+from .remote_entry import RemoteEntry
+from .speed import RemoteSpeed, SpeedMeter, StreamClock
+from .stream import RemoteStream
+from .upload_queue import UploadQueue
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+THREADS = DaemonThreads("cacheblend-remote")
+MAX_LAYOUTS = 4096
+LAYOUT_S = 60.0  # for which an entry's header is taken to be as it was
+DAMAGED_S = 60.0  # for which an entry whose bytes were wrong is not looked up again
+MAX_DAMAGED = 65_536
+LOAD_ENTRIES, LOAD_BYTES = 64, 64 * 2**20  # that are asked for together
+LOOKUPS = 8  # a look-up is given so many times what the last ones took
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """A remote tier since the store was opened by this process.
+
+    Args:
+        state: of the breaker of reads: "closed" (it is asked), "open" (its entries are misses for a while), "half open".
+        hits: entries that requests found there.
+        misses: entries that were looked up and not there.
+        failures: calls that it refused, or did not answer in time.
+        damaged: entries whose bytes were not what was written.
+        read_bytes: bytes that came.
+        sent: entries that were written.
+        sent_bytes: their bytes.
+        dropped_writes: changes that were not made: the remote was away, or too many waited.
+        pending_writes: changes that wait.
+        latency_s: measured seconds to the first byte; None before the first read.
+        bytes_per_s: measured throughput; None likewise.
+    """
+
+    state: str
+    hits: int
+    misses: int
+    failures: int
+    damaged: int
+    read_bytes: int
+    sent: int
+    sent_bytes: int
+    dropped_writes: int
+    pending_writes: int
+    latency_s: float | None
+    bytes_per_s: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class RemoteTier:
+    """Entries on a server or in an object store. Thread-safe; nothing here is taken for granted.
+
+    A remote that is away, slow or full makes misses and no errors: look-ups are bounded in time, and a `CircuitBreaker` ends
+    calls that fail again and again. Bytes are checked before they are used, and wrong ones are a miss.
+
+    Args:
+        address: where it is.
+        limits: time-out and time to live.
+        secret: of the deployment; see `ObjectFormat`.
+        queue_bytes: of entries that wait to be written.
+    """
+
+    name: ClassVar[str] = "remote"
+    in_memory: ClassVar[bool] = False
+
+    def __init__(self, address: RemoteAddress, limits: BackendLimits, secret: bytes | None, *, queue_bytes: int) -> None:
+        self.address, self.format, self._limits = address, ObjectFormat(secret), limits
+        self.backend = address.open(limits)
+        self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
+        self.meter = SpeedMeter()
+        self.uploads = UploadQueue(self._send, self._remove, self.writes, queue_bytes)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._layouts: OrderedDict[str, tuple[ObjectLayout, float]] = OrderedDict()
+        self._damaged: OrderedDict[str, float] = OrderedDict()
+        self._lookup_s: float | None = None
+
+    def open_all(self, digests: Sequence[str]) -> dict[str, RemoteEntry]:
+        """The entries among these that are there, looked up in one round trip (headers over 16 KiB take a second)."""
+        wanted = [digest for digest in dict.fromkeys(digests) if not self._is_out(digest)]
+        found = {digest: layout for digest in wanted if (layout := self._known(digest)) is not None}
+        missing = [digest for digest in wanted if digest not in found]
+        if missing and self.reads.allows():
+            try:
+                with self._guarding():
+                    found |= self._look_up(missing)
+            except RemoteError:
+                found.clear()
+        elif missing:
+            found.clear()
+        self._count("hits", len(found))
+        self._count("misses", len(wanted) - len(found))
+        return {digest: RemoteEntry(self, found[digest]) for digest in wanted if digest in found}
+
+    def contains(self, digests: Sequence[str]) -> set[str]:
+        """Those of the entries that are there, by one round trip; none where the remote does not answer."""
+        asked = [digest for digest in dict.fromkeys(digests) if not self._is_out(digest)]
+        if not asked or not self.reads.allows():
+            return set()
+        try:
+            with self._guarding():
+                names = [self.format.name(digest) for digest in asked]
+                sizes = self._within(self._limits.timeout_s, lambda: self.backend.sizes(names))
+        except RemoteError:
+            return set()
+        return {digest for digest, size in zip(asked, sizes, strict=True) if size is not None}
+
+    def open_stream(self) -> RemoteStream:
+        """A connection over which layers of several entries come one after the other."""
+        return RemoteStream(self)
+
+    def read(self, ranges: Sequence[ObjectRange]) -> list[Bytes | None]:
+        """Whole ranges, with nobody waiting for each; raises `RemoteError`."""
+        if not self.reads.allows():
+            raise RemoteError(f"the remote tier at {self.address} is not asked for a while, since it did not answer")
+        with self._guarding(), self._timing() as clock, self.reader() as reader:
+            reader.request(ranges)
+            clock.ask(len(ranges))
+            found = []
+            for _ in ranges:
+                found.append(data := reader.receive())
+                clock.answer(0 if data is None else len(data))
+        self.count_read(sum(len(data) for data in found if data is not None))
+        return found
+
+    def count_read(self, count: int) -> None:
+        """Note bytes that came."""
+        self._count("read_bytes", count)
+
+    def load_all(self, digests: Sequence[str]) -> Iterator[EncodedEntry]:
+        """Those of the entries that are there, whole, asked for ahead; ends early where the remote stops answering."""
+        for at in range(0, len(digests), LOAD_ENTRIES):
+            try:
+                yield from self.load_each(list(self.open_all(digests[at : at + LOAD_ENTRIES]).values()))
+            except RemoteError:
+                return
+
+    def load_each(self, entries: Sequence[RemoteEntry]) -> Iterator[EncodedEntry]:
+        """Entries whole, but those that are damaged or gone by now; raises `RemoteError`."""
+        left = deque(entries)
+        while left:
+            group = [left.popleft()]
+            while left and sum(entry.info.nbytes for entry in (*group, left[0])) <= LOAD_BYTES:
+                group.append(left.popleft())
+            for entry, data in zip(group, self.read([entry.layout.whole() for entry in group]), strict=True):
+                try:
+                    yield entry.assemble(data)
+                except EvictedEntryError:
+                    continue
+                except DamagedEntryError:
+                    self.set_aside(entry.info.key.digest)
+
+    def entries(self, names: Sequence[str]) -> list[RemoteEntry | None]:
+        """The entries of objects by name, None for what is no entry of this deployment; raises `RemoteError`."""
+        with self._guarding(), self.reader() as reader:
+            prefixes = self.read_prefixes(reader, names)
+        found: list[RemoteEntry | None] = []
+        for name, prefix in zip(names, prefixes, strict=True):
+            try:
+                found.append(None if prefix is None else RemoteEntry(self, self.format.parse(name, prefix)))
+            except DamagedEntryError as error:
+                logger.debug("%s", error)
+                found.append(None)
+        return found
+
+    def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
+        """See `KVTier`: the entry is a miss for a while, and whoever computes it writes it anew."""
+        with self._lock:
+            self._layouts.pop(digest, None)
+            self._damaged[digest] = time.monotonic()
+            while len(self._damaged) > MAX_DAMAGED:
+                self._damaged.popitem(last=False)
+            self._counts["damaged"] += 1
+            count = self._counts["damaged"]
+        level = logging.WARNING if count == 1 else logging.DEBUG  # one line, and the counter
+        logger.log(level, "entry %s in the remote tier at %s is not what was written, and is a miss", digest, self.address)
+
+    def forget(self, digest: str) -> None:
+        """Look an entry up again at its next use: it is not there any more."""
+        with self._lock:
+            self._layouts.pop(digest, None)
+
+    def delete(self, digests: Iterable[str]) -> None:
+        """Remove entries; they are misses here at once, and there when the remote has been told."""
+        digests = list(digests)
+        for digest in digests:
+            self.forget(digest)
+        self.uploads.remove(digests)
+
+    def put(self, entry: EncodedEntry) -> None:
+        """Write an entry behind; see `UploadQueue`."""
+        self.uploads.put(entry)
+
+    def send(self, entries: Sequence[EncodedEntry]) -> None:
+        """Write entries that are not there yet, now; raises `RemoteError`."""
+        self._send(entries)
+
+    def speed(self) -> RemoteSpeed | None:
+        """As measured; None before anything was read."""
+        return self.meter.speed()
+
+    def stats(self) -> RemoteStats:
+        """What happened since it was opened."""
+        speed, counts = self.meter.speed(), self._counts
+        return RemoteStats(
+            self.reads.state,
+            counts["hits"],
+            counts["misses"],
+            counts["failures"],
+            counts["damaged"],
+            counts["read_bytes"],
+            counts["sent"],
+            counts["sent_bytes"],
+            self.uploads.dropped,
+            self.uploads.size()[0],
+            self.meter.latency_s,
+            None if speed is None else speed.bytes_per_s,
+        )
+
+    def close(self) -> None:
+        """Send what waits, for as long as a time-out, and end all connections."""
+        if left := self.uploads.close(self._limits.timeout_s):
+            logger.warning("%d changes were not made in the remote tier; `cacheblend store push` sends what is stored", left)
+        self.backend.close()
+
+    @contextmanager
+    def reader(self) -> Iterator[RangeReader]:
+        """A connection to read over."""
+        reader = self.backend.reader()
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+    def fail(self, error: RemoteError) -> None:
+        """Note that a read was not answered."""
+        self._count("failures")
+        if self.reads.fail():
+            logger.warning("the remote tier is not asked for a while, its entries are misses: %s", error)
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += by
+
+    @contextmanager
+    def _guarding(self) -> Iterator[None]:
+        """Tell the breaker how a call ended."""
+        try:
+            yield
+        except RemoteError as error:
+            self.fail(error)
+            raise
+        self.reads.succeed()
+
+    @contextmanager
+    def _timing(self) -> Iterator[StreamClock]:
+        clock = StreamClock(self.meter)
+        yield clock
+        clock.stop()
+
+    def _within(self, timeout_s: float, task: Callable[[], T], abort: Callable[[], None] = lambda: None) -> T:
+        """What a task in a thread of its own returns, unless that takes longer."""
+        future = THREADS.call(task)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            abort()
+            raise RemoteError(f"{self.address} did not answer within {timeout_s:.3g} s") from None
+
+    def _is_out(self, digest: str) -> bool:
+        with self._lock:
+            since = self._damaged.get(digest)
+            if since is not None and time.monotonic() - since > DAMAGED_S:
+                del self._damaged[digest]
+                since = None
+        return since is not None or self.uploads.is_removing(digest)
+
+    def _known(self, digest: str) -> ObjectLayout | None:
+        with self._lock:
+            layout, read_at = self._layouts.get(digest, (None, 0.0))
+            if layout is not None and time.monotonic() - read_at > LAYOUT_S:
+                del self._layouts[digest]
+                return None
+            return layout
+
+    def _look_up(self, digests: Sequence[str]) -> dict[str, ObjectLayout]:
+        """Read the headers of entries; those that are not there, or damaged, are left out."""
+        timeout_s = self._limits.timeout_s
+        patience_s = timeout_s if self._lookup_s is None else min(timeout_s, max(0.05, LOOKUPS * self._lookup_s))
+        opened: list[RangeReader] = []
+        started = time.perf_counter()
+
+        def read() -> list[Bytes | None]:
+            with self.reader() as reader:
+                opened.append(reader)
+                return self.read_prefixes(reader, [self.format.name(digest) for digest in digests])
+
+        def abort() -> None:
+            for reader in opened:
+                reader.abort()
+
+        try:
+            prefixes = self._within(patience_s, read, abort)
+        except RemoteError:
+            self._lookup_s = 2 * patience_s / LOOKUPS  # more patience next time
+            raise
+        self._lookup_s = time.perf_counter() - started
+        found: dict[str, ObjectLayout] = {}
+        for digest, prefix in zip(digests, prefixes, strict=True):
+            if prefix is None:
+                continue
+            try:
+                found[digest] = self.format.parse(self.format.name(digest), prefix, digest)
+            except DamagedEntryError as error:
+                logger.debug("%s", error)
+                self.set_aside(digest)
+        with self._lock:
+            for digest, layout in found.items():
+                self._layouts[digest] = layout, time.monotonic()
+                self._layouts.move_to_end(digest)
+            while len(self._layouts) > MAX_LAYOUTS:
+                self._layouts.popitem(last=False)
+        return found
+
+    def read_prefixes(self, reader: RangeReader, names: Sequence[str]) -> list[Bytes | None]:
+        """What stands before each object's first layer; what is no object's is given as it is."""
+        reader.request([ObjectRange(name, 0, PREFIX_BYTES) for name in names])
+        prefixes = [reader.receive() for _ in names]
+        longer: list[tuple[int, int]] = []
+        for at, prefix in enumerate(prefixes):
+            if prefix is None:
+                continue
+            try:
+                needed = self.format.prefix_bytes(prefix)
+            except DamagedEntryError:
+                continue
+            if needed > len(prefix) >= PREFIX_BYTES:
+                longer.append((at, needed))
+        reader.request([ObjectRange(names[at], PREFIX_BYTES, needed) for at, needed in longer])
+        for at, _ in longer:
+            first, rest = prefixes[at], reader.receive()
+            prefixes[at] = None if first is None or rest is None else np.concatenate([first, rest])
+        return prefixes
+
+    def _send(self, entries: Sequence[EncodedEntry]) -> None:
+        names = [self.format.name(entry.info.key.digest) for entry in entries]
+        there = self.backend.sizes(names)
+        for entry, name, size in zip(entries, names, there, strict=True):
+            digest = entry.info.key.digest
+            if size is None or digest in self._damaged:
+                parts = self.format.pack(entry)
+                self.backend.put(name, parts)
+                self._count("sent")
+                self._count("sent_bytes", sum(map(len, parts)))
+                with self._lock:
+                    self._damaged.pop(digest, None)
+                    self._layouts.pop(digest, None)
+
+    def _remove(self, digests: Sequence[str]) -> None:
+        self.backend.delete(map(self.format.name, digests))
