@@ -3,6 +3,7 @@
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
+# make check-ray     set up .venv-ray with Ray and Arrow beside .venv's packages, and run the tests of the ingest on Ray there
 # make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +13,7 @@ LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
 WORKERS ?= 2
 
-.PHONY: demo check check-lowest check-vllm lint types imports test docs wheel format bench figures clean
+.PHONY: demo check check-lowest check-ray check-vllm lint types imports test docs wheel format bench figures clean
 
 demo: $(BIN)/.linked
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
@@ -37,6 +38,9 @@ test: $(BIN)/.linked
 check-lowest: $(LOWEST)/.linked
 	$(LOWEST)/python -m pytest -n $(WORKERS) --dist loadfile -W default::DeprecationWarning $(LOWEST_TESTS)
 
+check-ray: $(BIN)/.linked
+	scripts/check_ray.sh
+
 check-vllm:
 	PYTHON=$(PYTHON) scripts/check_vllm.sh
 
@@ -58,7 +62,7 @@ figures: $(BIN)/.linked
 	$(BIN)/cacheblend eval figures --out figures $(if $(READER),--model $(READER)) $(FIGURES_ARGS)
 
 clean:
-	rm -rf .venv .venv-lowest .venv-vllm .demo build dist *.egg-info
+	rm -rf .venv .venv-lowest .venv-ray .venv-vllm .demo build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

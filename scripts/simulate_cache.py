@@ -1,6 +1,6 @@
 """Hit rate against cache size on a Zipf corpus, simulated with the store's own eviction and admission code.
 
-    python scripts/simulate_cache.py                    # the table of docs/scaling.md, some five minutes of one core
+    python scripts/simulate_cache.py                    # the table of docs/scaling.md, some minutes of one core
     python scripts/simulate_cache.py --chunks 2000 --lookups 20000
     python scripts/simulate_cache.py --check            # a small run, and the same requests to a real store on disk
 
@@ -251,23 +251,25 @@ def compare(corpus: Corpus, exponent: float, directory: Path, ram_entries: int, 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Simulate and print; gives the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunks", type=int, default=20_000)
-    parser.add_argument("--lookups", type=int, default=200_000)
+    parser.add_argument("--chunks", type=int, help="of the corpus; left out, 20,000, or 200 with --check")
+    parser.add_argument("--lookups", type=int, help="left out, ten for each chunk, or 3,000 with --check")
     parser.add_argument("--chunks-per-request", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check", action="store_true", help="compare with a real store, of 200 chunks and 3,000 lookups")
+    parser.add_argument("--check", action="store_true", help="compare with a real store, whose disk holds a quarter")
     options = parser.parse_args(arguments)
     figures: dict[str, Any]
+    chunks = options.chunks or (200 if options.check else 20_000)
+    lookups = options.lookups or (3000 if options.check else 10 * chunks)
+    corpus = Corpus(chunks, lookups, options.chunks_per_request, options.seed)
     if options.check:
-        corpus = Corpus(200, 3000, options.chunks_per_request, options.seed)
+        ram, disk = chunks // 20, chunks // 4
         with tempfile.TemporaryDirectory() as folder:
-            runs = [compare(corpus, exponent, Path(folder) / str(exponent), 10, 50) for exponent in EXPONENTS]
+            runs = [compare(corpus, exponent, Path(folder) / str(exponent), ram, disk) for exponent in EXPONENTS]
         for run in runs:
             print(run)
             assert run["simulated"] == run["real"], run
         figures = {"agree": True, "runs": runs}
     else:
-        corpus = Corpus(options.chunks, options.lookups, options.chunks_per_request, options.seed)
         rows = table(corpus)
         print_table(rows)
         figures = {"chunks": corpus.chunks, "lookups": corpus.lookups, "per_request": corpus.per_request, "rows": rows}

@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -89,7 +89,8 @@ def ingest_on_ray(
         # 3. Have batches encoded, and put each into the index as it comes.
         node = opened.enter_context(_cluster(settings))
         total, evicted, done = IngestReport.empty(), 0, dict[str, str]()
-        for delivery in _deliveries(files, config, settings, shard, versions, embedder, node):
+        deliveries = opened.enter_context(closing(_deliveries(files, config, settings, shard, versions, embedder, node)))
+        for delivery in deliveries:
             report.faults.update(delivery.faults)
             report.skipped.update(delivery.skipped)
             if delivery.error:
@@ -198,18 +199,23 @@ def _deliveries(
 def _cluster(settings: RayConfig) -> Iterator[str]:
     """A connection to the cluster, or one of this machine for the time of the block; gives the id of this node.
 
+    Where this process is connected already, as in a notebook, that is used, and stays.
+
     Raises:
         ConfigError: there is no cluster at the address.
     """
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     _hush()
+    if ray.is_initialized():
+        yield ray.get_runtime_context().get_node_id()
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     address = str(settings.ray)
     own: dict[str, Any] = {}
     if address == LOCAL:
         cpus = max(os.cpu_count() or 1, round(settings.ray_actors * settings.ray_cpus + 0.5))
-        own = {"num_cpus": cpus, "include_dashboard": False}
+        own = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 4 * BUFFERED_BYTES}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, ValueError) as error:

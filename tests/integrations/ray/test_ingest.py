@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 
-pytest.importorskip("ray.data", reason="ray is not installed; run scripts/check_ray.sh")
+ray = pytest.importorskip("ray", reason="ray is not installed; run `make check-ray`")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "service"))
 
@@ -21,14 +21,14 @@ from crash_ray import actors_below
 from engines import CHUNK_TOKENS, make_model
 from fakes import FakeEmbedder
 
-from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
+from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.integrations.ray.ingest import ingest_on_ray
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.distributed import RayConfig
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport
-from cacheblend.store import StoreConfig
+from cacheblend.store import KVStore, StoreConfig
 
 # Ray starts processes, and warns, in ways of its own.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
@@ -45,10 +45,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    """A cluster of this machine for the tests that ask for none of their own; its actors find the fake embedder."""
+    environment = {"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}}
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=2**28, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture
-def configure(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
-    """Makes configurations in the test's folder; the actors find the fake embedder."""
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+def configure(model: Path, tmp_path: Path) -> Callable[..., EngineConfig]:
+    """Makes configurations in the test's folder."""
 
     def make(name: str = "store", **options: object) -> EngineConfig:
         retriever = RetrieverConfig(chunk_tokens=CHUNK_TOKENS)
@@ -102,14 +110,29 @@ def test_what_an_actor_cannot_do(configure: Callable[..., EngineConfig], tmp_pat
     """An actor's error ends the ingest with its message, and what was done before is kept."""
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in MANY[:4]))
-    config, small = configure(), configure("small", store=StoreConfig(nvme_budget_bytes=2000))
+    small = configure("small", store=StoreConfig(nvme_budget_bytes=2000))
     with pytest.raises(CacheBlendError, match=r"an actor could not go on: .* is larger than nvme_budget_bytes=2000"):
         ingest_on_ray([str(path)], small, ON_RAY, embedder=FakeEmbedder())
-    with pytest.raises(ConfigError, match=r"ray='127\.0\.0\.1:1'"):
-        ingest_on_ray([str(path)], config, RayConfig(ray="127.0.0.1:1"), embedder=FakeEmbedder())
     path.write_text("")
     with pytest.raises(InputError, match="no documents to ingest"):
-        ingest_on_ray([str(path)], config, ON_RAY, embedder=FakeEmbedder())
+        ingest_on_ray([str(path)], configure(), ON_RAY, embedder=FakeEmbedder())
+
+
+def test_remote_tier(configure: Callable[..., EngineConfig], corpus: Path, tmp_path: Path) -> None:
+    """With a remote tier the KV of every chunk is there when its document is indexed, and computed for no other store again."""
+    pytest.importorskip("obstore", reason="obstore is not installed; pip install 'cacheblend[objects]'")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    # A queue with room for one entry: what it dropped is sent all the same.
+    store = StoreConfig(remote=f"file://{shared}", remote_queue_bytes=2**16)
+    first = ingest_on_ray([str(corpus)], configure(store=store), ON_RAY, embedder=FakeEmbedder())
+    with Engine(configure(), embedder=FakeEmbedder()) as engine:
+        digests = {entry.key.digest for entry in engine.store.ls()}
+    with KVStore(StoreConfig(directory=tmp_path / "looks", remote=f"file://{shared}")) as looks:
+        assert looks.remote is not None
+        assert looks.remote.contains(sorted(digests)) == digests
+    second = ingest_on_ray([str(corpus)], configure("other", store=store), ON_RAY, embedder=FakeEmbedder())
+    assert (first.computed, second.computed, second.already_stored) == (len(digests), 0, first.chunks)
 
 
 def test_an_actor_and_the_command_are_killed() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError, InputError, MissingExtraError
 from cacheblend.integrations.ray.source_files import ReadBatch, in_groups, list_files, read_batches
+from cacheblend.service.cli.main import app
 from cacheblend.service.engine.distributed import RayConfig
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
 
@@ -89,6 +91,18 @@ def test_settings_that_are_not_allowed(values: dict[str, object]) -> None:
     """A setting that cannot be is refused by its name."""
     with pytest.raises(ConfigError, match=next(iter(values))):
         RayConfig(**values)  # type: ignore[arg-type]  # the wrong values are the test
+
+
+def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray the command says what to install, before anything is made; and it follows no folder on Ray."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    store = corpus.parent / "store"
+    command = ["ingest", str(corpus), "--model", "none", "--store-dir", str(store), "--ray", "local"]
+    with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend\[ray\]'"):
+        app(command, standalone_mode=False)
+    with pytest.raises(InputError, match="--watch cannot be given with --ray"):
+        app([*command, "--watch"], standalone_mode=False)
+    assert not store.exists()
 
 
 def test_objects_are_read_as_files_are(corpus: Path) -> None:
