@@ -13,9 +13,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="ray is not installed; run `make check-ray`")
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "service"))
+pytest.importorskip("ray", reason="ray is not installed; run `make check-ray`")
 
 from crash_ray import actors_below
 from engines import CHUNK_TOKENS, make_model
@@ -48,6 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     """A cluster of this machine for the tests that ask for none of their own; its actors find the fake embedder."""
+    import ray
+
     environment = {"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}}
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=2**28, runtime_env=environment)
     yield
