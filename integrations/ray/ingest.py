@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 LOCAL = "local"
 READERS = 2  # tasks that read files at once; one reads megabytes a second, of which an actor computes kilobytes
 WAITING_PER_ACTOR = 2  # batches that an actor was given: one that it encodes, and the next
+CONNECT_S = 5.0  # that a cluster may take to answer
 BUFFERED_BYTES = 64 * 2**20  # of batches that were read, and of those encoded that wait to be put into the index
 
 
@@ -217,13 +219,30 @@ def _cluster(settings: RayConfig) -> Iterator[str]:
         cpus = max(os.cpu_count() or 1, round(settings.ray_actors * settings.ray_cpus + 0.5))
         own = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 4 * BUFFERED_BYTES}
     try:
+        _reach(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (ConnectionError, ValueError) as error:
-        raise ConfigError("ray", address, f"local, or the address of a cluster that runs ({error})") from error
+    except (OSError, ValueError) as error:
+        allowed = f"local, or auto or HOST:PORT on a machine of a cluster that runs ({error})"
+        raise ConfigError("ray", address, allowed) from error
     try:
         yield ray.get_runtime_context().get_node_id()
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Find out whether anybody listens at an address: Ray would try for a minute, and then end the process.
+
+    Raises:
+        OSError: nobody does.
+        ValueError: it is no address.
+    """
+    if address in (LOCAL, "auto"):
+        return
+    host, found, port = address.rpartition(":")
+    if not found or not port.isdigit() or "/" in host:
+        raise ValueError("no HOST:PORT")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 
 def _hush() -> None:

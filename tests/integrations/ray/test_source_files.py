@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.base.errors import ConfigError, InputError, MissingExtraError
+from cacheblend.integrations.ray.ingest import _reach
 from cacheblend.integrations.ray.source_files import ReadBatch, in_groups, list_files, read_batches
 from cacheblend.service.cli.main import app
 from cacheblend.service.engine.distributed import RayConfig
@@ -103,6 +104,13 @@ def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InputError, match="--watch cannot be given with --ray"):
         app([*command, "--watch"], standalone_mode=False)
     assert not store.exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "somewhere"])
+def test_no_cluster(address: str) -> None:
+    """An address at which nothing listens, or that is none, is refused at once, where Ray would wait for a minute."""
+    with pytest.raises((OSError, ValueError)):
+        _reach(address)
 
 
 def test_objects_are_read_as_files_are(corpus: Path) -> None:
