@@ -5,6 +5,7 @@ It does with a batch what the local ingest does (`DocumentEncoder`), but for the
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 from collections.abc import Mapping
@@ -68,6 +69,7 @@ class PrecomputeActor:
         in_memory = replace(config.retriever_config(), directory=None, index=None)
         retriever = Retriever(in_memory, fusor.tokenizer, embedder)
         self._store = KVStore(config.store_config())
+        atexit.register(self._store.close)  # Ray ends a process without a word to what runs in it
         self._encoder = DocumentEncoder(ChunkEncoder.of(fusor, prompts.prefix, config), retriever, self._store, fetches=False)
         (self._versions,) = ray.get(versions)
         self._node = ray.get_runtime_context().get_node_id()
