@@ -19,6 +19,7 @@ from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus
 from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
@@ -203,7 +204,7 @@ NOT_OF_INGEST = (
 )
 
 
-@options.engine_options(without=NOT_OF_INGEST)
+@options.takes(EngineConfig, RayConfig, without=NOT_OF_INGEST)
 def ingest(
     context: typer.Context,
     sources: Annotated[
@@ -246,7 +247,15 @@ def ingest(
         cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
 
         cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
+
+        cacheblend ingest corpus/ "s3://bucket/corpus" -m ./model --ray local --ray-actors 2
     """
+    ray = settings.make(RayConfig)
+    if ray.ray is not None:
+        if watch:
+            raise InputError("--watch cannot be given with --ray; run the command again after a change")
+        _ingest_on_ray(sources, settings.make(EngineConfig, model=model, store_dir=store_dir), ray, shard, as_json=as_json)
+        return
     if watch:
         from cacheblend.service.engine.folder_watch import check_folders
 
@@ -310,13 +319,37 @@ def _ingest(
             if folders:
                 report += _follow(engine, folders, stream.report)
     except KeyboardInterrupt:
-        terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
+        _tell_interrupted()
         raise
+    _tell_end(report, stream.report, as_json=as_json)
+
+
+def _ingest_on_ray(sources: Sequence[str], config: EngineConfig, ray: RayConfig, shard: str, *, as_json: bool) -> None:
+    found = SourceReport()
+    terminal.hush_libraries()
+    try:
+        with IngestProgress(terminal.stderr, None, None) as progress:
+            report = distributed_ingest()(
+                sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update
+            )
+    except KeyboardInterrupt:
+        _tell_interrupted()
+        raise
+    _print_skipped(found)
+    _tell_end(report, found, as_json=as_json)
+
+
+def _tell_interrupted() -> None:
+    terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
+
+
+def _tell_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
+    """Say what was ingested, and what could not be used; that makes the exit code 1."""
     if as_json:
-        terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
+        terminal.print_json({**report.as_dict(), **found.as_dict()})
     else:
         _print_ingested(report)
-    if faults := stream.report.faults:
+    if faults := found.faults:
         terminal.stderr.print(f"{counted(len(faults), 'file')} could not be used:", highlight=False)
         for why in faults.values():
             terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from cacheblend.retriever import Chunk, Retriever
     from cacheblend.store import ChunkKV
 
+    from .config import EngineConfig
+
 PACKAGED_FILLER = Path(__file__).parent / "context.txt"
 FILLER_FILE = "context.txt"
 FILLER_TOKENS = 384
@@ -110,6 +112,12 @@ class ChunkEncoder:
     prefix_ids: tuple[int, ...]
     context: ChunkContext
     codec: str
+
+    @classmethod
+    def of(cls, fusor: Fusor, prefix_ids: tuple[int, ...], config: EngineConfig) -> ChunkEncoder:
+        """Of an engine's settings; raises as `chunk_context` does."""
+        context = chunk_context(fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
+        return cls(fusor, prefix_ids, context, config.kv_cache_dtype)
 
     def key(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]], namespace: str = "") -> ChunkKey:
         """The store's key of a chunk that is computed after these chunks of its document."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from cacheblend.retriever import Chunk, Retriever
     from cacheblend.retriever.index_folder import IndexedDocuments
     from cacheblend.retriever.places import ChunkPlace
-    from cacheblend.store import KVStore
+    from cacheblend.store import ChunkKey, KVStore
+
+    from .document_encoder import EncodedDocuments
 
 
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
@@ -64,6 +66,58 @@ class DocumentStatus:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutReport:
+    """What `DocumentWriter.put` did.
+
+    Args:
+        replaced: documents that took another's place.
+        dropped: chunks that no document has any more; their KV was removed.
+    """
+
+    replaced: int
+    dropped: int
+
+
+class DocumentWriter:
+    """Puts encoded documents into index and store together.
+
+    Args:
+        retriever: the index that takes their text.
+        store: where their chunks' KV is.
+        changing: held while documents change; see `Documents`.
+    """
+
+    def __init__(self, retriever: Retriever, store: KVStore, changing: AbstractContextManager[object]) -> None:
+        self._retriever, self._store, self._changing = retriever, store, changing
+
+    def put(
+        self, encoded: EncodedDocuments, versions: Mapping[str, str | None], needed: Collection[ChunkKey] = ()
+    ) -> PutReport | None:
+        """Add a batch of documents, in place of those of their ids, in index and store together, all at once.
+
+        Args:
+            encoded: the documents, whose KV is stored.
+            versions: of each document when its encoding began; None where there was none.
+            needed: chunks whose KV must be stored still.
+
+        Returns:
+            What was done; None where the KV of a needed chunk is gone, and nothing is changed then.
+
+        Raises:
+            DocumentChangedError: one of them was deleted or replaced meanwhile; nothing is changed then.
+            StoreError, RetrieverError: store or index cannot be written.
+        """
+        with self._changing, self._store.exclusive():
+            if any(key not in self._store for key in needed):
+                return None
+            # What a document may be at the end: what it was, or what another upload of this very text has made it.
+            expected = {document.id: (versions[document.id], document.version) for document in encoded.documents}
+            replaced = self._retriever.put(list(encoded.embedded.values()), expected)
+            dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in encoded.keys.items())
+        return PutReport(replaced=replaced, dropped=dropped)
 
 
 class Documents:

@@ -21,12 +21,13 @@ from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChu
 from cacheblend.store import DocumentVersion, KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
-from .chunk_contexts import ChunkContexts, ChunkEncoder, chunk_context
+from .chunk_contexts import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, remember_settings, torch_dtype
-from .documents import Documents
+from .document_encoder import Check, Progress
+from .documents import Documents, DocumentWriter
 from .index_follower import IndexFollower
-from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
+from .ingest import Ingester, IngestReport, StreamProgress
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import calibrated, find_controller
@@ -73,14 +74,12 @@ class Engine:
         self._changing = threading.Lock()  # of the documents
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
         self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
-        prefix_ids = self.prompts.prefix
-        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
-        self._encoder = encoder = ChunkEncoder(self.fusor, prefix_ids, context, config.kv_cache_dtype)
+        self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
-            self._contexts = ChunkContexts(context, self.retriever)
+            self._contexts = ChunkContexts(encoder.context, self.retriever)
             self.chunk_texts = ChunkTexts(tokenizer, self.retriever.config.separator)
             self.foreground = foreground or Foreground()
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
@@ -93,7 +92,8 @@ class Engine:
             self._prefiller = Prefiller(
                 self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
             )
-            self._ingester = Ingester(encoder, self.retriever, self.store, changing=self._changing)
+            writer = DocumentWriter(self.retriever, self.store, self._changing)
+            self._ingester = Ingester(encoder, self.retriever, self.store, writer)
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():
                 remember_settings(config)
             self._opened = opened.pop_all()
