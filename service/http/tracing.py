@@ -5,6 +5,7 @@ The spans are made of the times that a request notes anyway, after it has ended:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -34,10 +35,8 @@ class Traces:
     """
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
-        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say comes first.
-        resource = Resource({"service.name": SERVICE}).merge(Resource.create())
-        named = resource.attributes["service.name"] != "unknown_service"
-        self._provider = TracerProvider(resource=resource if named else resource.merge(Resource({"service.name": SERVICE})))
+        named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": SERVICE}
+        self._provider = TracerProvider(resource=Resource.create(named))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(SERVICE)
         self._model = model
