@@ -2,6 +2,7 @@
 
     python scripts/crash_server.py                                     # 10 kills
     python scripts/crash_server.py --kills 200 --small-disk /mnt/small # on a disk of some 50 MiB that fills now and then
+    python scripts/crash_server.py --kills 100 --replicas 3            # on one PostgreSQL and one Redis
 
 Each round, clients upload, replace and delete documents and ask questions over HTTP, until SIGKILL ends the server at a
 random moment. Started again on the same folder, it must know every document whose upload or replacement was answered with
@@ -14,6 +15,11 @@ or deleted since. The oldest documents are deleted before each round. A fault en
 With `--small-disk`, a folder on a file system of its own such as a small tmpfs, every second round is under way on a disk
 that is filled to the last byte half of the time, and half of those rounds start on one. An upload may then be refused with
 507, and leaves the text before or the new one; a deletion may not.
+
+With `--replicas`, each round starts so many servers, each on a folder of its own, on one PostgreSQL and one Redis of the
+script's own. Documents are uploaded at all of them, each writer's at one, and retired at any; each server is killed at a moment
+of its own, and in every fourth round Redis too. All must then know the same documents, a document's own server must have its
+KV, and the others must find it when they are asked. No folder may hold a text that was replaced or deleted at another server.
 
 `acknowledged`: changes that were answered before a kill. `asked`: documents that were asked about after one. `under_way`:
 changes that a kill cut off, of which `made` were found made. `no_room`: uploads that got 507. The last stdout line is one
@@ -33,21 +39,28 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "service"))
 
-from acknowledged import Acknowledged, Writer, ask_until_gone, check_documents, retire
+from acknowledged import Acknowledged, Writer, ask_until_gone, check_replicas, retire
 from engines import CHUNK_TOKENS, make_model
+from postgres import PostgresServer
+from remote_servers import SECRET, RedisServer
 from server_process import ServedConfig, ServerProcess, free_port
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.store import KVStore, StoreConfig
 
 WRITERS, ASKERS = 3, 3
 DOCUMENTS = 60  # that a round begins with at most: the others are deleted before it
+NOTICED_S = 20.0
 FULL_S = 0.4  # how long a disk stays full, and then has room again
 MARK = re.compile(r"This is ([\w-]+), (0\.\d+)")  # what a writer's text begins with, and no other text
 
@@ -71,29 +84,92 @@ class Ballast:
         self._path.unlink(missing_ok=True)
 
 
-def kill_round(config: ServedConfig, folder: Path, known: Acknowledged, seed: int, ballast: Ballast | None) -> None:
-    """Start, check what was told before, load, kill."""
+class Shared:
+    """The servers that replicas share; a context manager. Redis loses all that it holds when it is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._opened = ExitStack()
+        self._redis = RedisServer(folder)
+        self._opened.callback(self._redis.kill)
+        self.options = {
+            "index": self._opened.enter_context(PostgresServer()).new_database(),
+            "remote": self._redis.url,
+            "remote_secret": SECRET,
+        }
+
+    def lose_redis(self) -> None:
+        """Kill it, and start it again, empty."""
+        self._redis.kill()
+        self._redis.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+def kill_round(
+    configs: Sequence[ServedConfig],
+    folder: Path,
+    known: Acknowledged,
+    seed: int,
+    ballast: Ballast | None,
+    shared: Shared | None,
+) -> None:
+    """Start all, check what was told before, load, kill one after the other."""
     choose = random.Random(seed)
-    server = ServerProcess(config, folder / "server.log")
-    with server:
-        check_documents(server.address, known)
-        retire(server.address, known, DOCUMENTS)
-        writers = [Writer(server.address, known, f"{seed}-{number}") for number in range(WRITERS)]
+    with started(configs, folder) as servers:
+        addresses = [server.address for server in servers]
+        check_replicas(addresses, known)
+        retire(choose.choice(addresses), known, DOCUMENTS)
+        writers = [Writer(addresses[number % len(addresses)], known, f"{seed}-{number}") for number in range(WRITERS)]
         threads = [threading.Thread(target=writer.run) for writer in writers]
-        threads += [threading.Thread(target=ask_until_gone, args=(server.address, seed + at)) for at in range(ASKERS)]
+        threads += [
+            threading.Thread(target=ask_until_gone, args=(addresses[at % len(addresses)], seed + at)) for at in range(ASKERS)
+        ]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + choose.uniform(0.5, 3.0)
-        while time.monotonic() < end:
-            time.sleep(min(FULL_S, max(0.0, end - time.monotonic())))
-            if ballast is not None:
-                choose.choice([ballast.fill, ballast.empty])()
-        server.kill()
+        began, last = time.monotonic(), 0.0
+        for server in choose.sample(servers, len(servers)):
+            last = max(last, choose.uniform(0.5, 3.0))
+            while (left_s := began + last - time.monotonic()) > 0:
+                time.sleep(min(FULL_S, left_s))
+                if ballast is not None:
+                    choose.choice([ballast.fill, ballast.empty])()
+            server.kill()
+            if shared is not None and seed % 4 == 3 and server is not servers[-1]:
+                shared.lose_redis()
         for thread in threads:
             thread.join()
     for writer in writers:
         if writer.fault:
             raise AssertionError(writer.fault)
+
+
+@contextlib.contextmanager
+def started(configs: Sequence[ServedConfig], folder: Path) -> Iterator[list[ServerProcess]]:
+    """A server of each config; they start side by side."""
+    servers = [ServerProcess(config, folder / f"server-{number}.log") for number, config in enumerate(configs)]
+    with ExitStack() as opened:
+        for server in servers:
+            opened.enter_context(server)
+        yield servers
+
+
+def wait_until_nothing_stays(configs: Sequence[ServedConfig], known: Acknowledged) -> None:
+    """Replicas drop what others have deleted when they notice; give them as long as `NOTICED_S`."""
+    deadline = time.monotonic() + NOTICED_S
+    for config in configs:
+        while True:
+            try:
+                with KVStore(StoreConfig(directory=Path(config.store_dir) / "kv")) as store:
+                    check_nothing_stays(config, store, known)
+                break
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
 
 def check_nothing_stays(config: ServedConfig, store: KVStore, known: Acknowledged) -> None:
@@ -115,37 +191,56 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small-disk", type=Path, help="An empty folder on a small file system, which is filled now and then.")
+    parser.add_argument("--replicas", type=int, default=1, help="Servers on one PostgreSQL and one Redis.")
     options = parser.parse_args()
     if options.small_disk and any(options.small_disk.iterdir()):
         parser.error(f"{options.small_disk} is not empty: what an earlier run left would count as this one's")
     folder = Path(tempfile.mkdtemp())
     make_model(folder / "model")
     known = Acknowledged()
-    store_dir = (options.small_disk or folder) / "store"
+    root = options.small_disk or folder
     ballast = options.small_disk and Ballast(options.small_disk)
-    config = ServedConfig(model=str(folder / "model"), store_dir=str(store_dir), port=free_port(), chunk_tokens=CHUNK_TOKENS)
     try:
-        for round_ in range(options.kills):
-            if ballast is not None and round_ % 4 != 3:
+        with Shared(folder) if options.replicas > 1 else contextlib.nullcontext() as shared:
+            configs = [
+                ServedConfig(
+                    model=str(folder / "model"),
+                    store_dir=str(root / f"store-{number}"),
+                    port=free_port(),
+                    chunk_tokens=CHUNK_TOKENS,
+                    **({} if shared is None else shared.options),
+                )
+                for number in range(options.replicas)
+            ]
+            for round_ in range(options.kills):
+                if ballast is not None and round_ % 4 != 3:
+                    ballast.empty()
+                kill_round(configs, folder, known, options.seed + round_, ballast if round_ % 2 else None, shared)
+                print(f"{(round_ + 1) * len(configs)} killed, {known.answered} changes answered", file=sys.stderr)
+            if ballast is not None:
                 ballast.empty()
-            kill_round(config, folder, known, options.seed + round_, ballast if round_ % 2 else None)
-            print(f"{round_ + 1} killed, {known.answered} changes answered", file=sys.stderr)
-        if ballast is not None:
-            ballast.empty()
-        with ServerProcess(config, folder / "server.log") as server:
-            check_documents(server.address, known)
-        with KVStore(StoreConfig(directory=store_dir / "kv")) as store, IndexedDocuments(store_dir / "index") as index:
-            report, index_report = store.verify(), index.verify()
-            assert report.ok, report
-            assert index_report.ok, index_report
-            check_nothing_stays(config, store, known)
+            with started(configs, folder) as servers:
+                check_replicas([server.address for server in servers], known)
+                wait_until_nothing_stays(configs, known)
+            for config in configs:
+                store_dir = Path(config.store_dir)
+                with (
+                    KVStore(StoreConfig(directory=store_dir / "kv")) as store,
+                    IndexedDocuments(store_dir / "index", config.index, RetrieverConfig().index_schema) as index,
+                ):
+                    report, index_report = store.verify(), index.verify()
+                    assert report.ok, report
+                    assert index_report.ok, index_report
+                    check_nothing_stays(config, store, known)
     except BaseException:
-        print(f"the store is in {store_dir}, the server's log in {folder}", file=sys.stderr)
+        print(f"the stores are in {root}, the servers' logs in {folder}", file=sys.stderr)
         raise
-    shutil.rmtree(store_dir)
+    for config in configs:
+        shutil.rmtree(config.store_dir)
     shutil.rmtree(folder)
     figures = {
-        "kills": options.kills,
+        "kills": options.kills * options.replicas,
+        "replicas": options.replicas,
         "acknowledged": known.answered,
         "asked": known.asked,
         "under_way": known.under_way,

@@ -60,6 +60,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     names = set(re.findall(r'"(cacheblend_[a-z_]+)"', source)) | {
         f"cacheblend_store_{name}" for name in ("bytes", "evictions", "misses", "damaged", "failed_writes")
     }
+    names |= {f"cacheblend_remote_{name}" for name in observability.REMOTE_COUNTERS}
     names.add("cacheblend_guard_agreement")
     uid = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"][0]["uid"]
     for panel in dashboard["panels"]:

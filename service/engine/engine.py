@@ -360,11 +360,13 @@ class Engine:
         return tuple((id_, version) if known[id_] == version else None for id_, version in documents)
 
     def _noting(self, follower: IndexFollower, steps: PrefillSteps, request: Request) -> PrefillSteps:
-        """Have the chunks of a request noted as their documents'."""
-        yield from steps
+        """Have the chunks of a request noted as their documents', before copies of them can be made; see `IndexFollower`."""
         prompt, namespace = request.prompt, request.namespace
-        keys = (self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks))
-        follower.note((key, prompt.document_of(at)) for at, key in enumerate(keys))
+        keys = [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
+        used = [(key, prompt.document_of(at)) for at, key in enumerate(keys)]
+        follower.note(used)
+        yield from steps
+        follower.note(used)  # of a document that was gone by then
 
     def _check_open(self) -> None:
         if self._closed:

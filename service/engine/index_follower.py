@@ -109,5 +109,7 @@ class IndexFollower:
                 if is_there := self._retriever.version(document[0]) == document[1]:
                     self._store.documents.put([(*document, sorted(keys, key=str))])
             if not is_there:
+                with self._wakes:
+                    self._noted -= {(document, key.digest) for key in keys}
                 self._store.flush()  # copies of the remote tier's entries may be on their way
                 self._store.documents.drop_unowned(keys)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from fastapi import Request
 
 from cacheblend.base.errors import ClientGoneError, ServiceError
+from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
@@ -24,6 +25,9 @@ from .auth import ApiKeys, TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError, shortened
 from .observability import Metrics
+
+if TYPE_CHECKING:
+    from .tracing import Traces
 
 logger = logging.getLogger(__name__)
 MAX_SCRAPES = 8
@@ -90,8 +94,12 @@ class Server:
             any_engine = next(iter(self.engines.values()))
             self.metrics = Metrics(self.model_name)
 
+            traces = self._open_traces(opened)
+
             def ended(request: ServedRequest, how: Done | Failed | None) -> None:
                 self.metrics.observe(request, how)
+                if traces is not None:
+                    traces.observe(request, how)
                 observer(request, how)
 
             several = len(tenants) > 1
@@ -130,6 +138,15 @@ class Server:
                 opened.callback(pool.close)
             self.metrics.watch(self.scheduler, self.engines.values())
             self._opened = opened.pop_all()
+
+    def _open_traces(self, opened: ExitStack) -> Traces | None:
+        """Where requests are traced to, if anywhere; its library is not imported for nothing."""
+        if self.http.otlp_endpoint is None:
+            return None
+        with needs_extra("otel"):
+            from .tracing import Traces
+
+            return opened.enter_context(Traces.to_collector(self.http.otlp_endpoint, self.model_name))
 
     def check_model(self, name: str | None, *others: str) -> None:
         """Refuse a model that is not the one there is, nor one of `others`.

@@ -80,6 +80,7 @@ class ServedRequest:
         arrived: seconds of `time.perf_counter`, when it came, which its deadline counts from; None for now.
         own_ratio: the caller chose the recompute ratio, so the quality guard neither raises it nor judges by the answer.
         leader: a request of the same prompt that was submitted before: while it decodes, its prefill is this one's too.
+        trace_parent: the caller's trace, as W3C's `traceparent` header has it; empty for none.
 
     Attributes:
         as_run: `prepared`, or the same with the ratio that the quality guard has raised.
@@ -101,6 +102,7 @@ class ServedRequest:
         own_ratio: bool = False,
         arrived: float | None = None,
         leader: ServedRequest | None = None,
+        trace_parent: str = "",
     ) -> None:
         self.engine, self.prepared, self.deliver = engine, prepared, deliver
         self.tenant, self.cache_salt, self.own_ratio = tenant, cache_salt, own_ratio
@@ -109,7 +111,7 @@ class ServedRequest:
         self.submitted = time.perf_counter()
         self.arrived = self.submitted if arrived is None else arrived
         self._sampling, self._stop = sampling or Sampling(), tuple(stop)
-        self._leader = leader
+        self._leader, self.trace_parent = leader, trace_parent
         self._owner = self  # of the prompt's KV
         self._followers = 0  # that wait for this one's prefill
         if leader is not None:

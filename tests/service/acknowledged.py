@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 
@@ -130,8 +131,31 @@ def ask_until_gone(address: str, seed: int) -> None:
                 return
 
 
-def check_documents(address: str, known: Acknowledged) -> None:
-    """Hold a started server against what was acknowledged; what was under way is one or the other, and known from then on."""
+def home(id_: str, replicas: int) -> int:
+    """The replica that a document is changed at: the writer's number among them."""
+    return int(id_.split("-")[1]) % replicas
+
+
+def check_replicas(addresses: Sequence[str], known: Acknowledged) -> None:
+    """Hold started servers of one index against what was acknowledged; what was under way is one or the other, and known from
+    then on. All of them know the same, and a document's own replica has its KV.
+    """
+    for address in addresses:
+        _check_texts(address, known)
+    clients = [httpx.Client(base_url=address, timeout=60) for address in addresses]
+    for id_ in sorted(known.changed):
+        if known.texts[id_] is not None:
+            own = home(id_, len(addresses))
+            _check_served(clients[own], id_)
+            for client in clients[:own] + clients[own + 1 :]:
+                _ask_about(client, id_)
+            known.asked += 1
+    known.changed.clear()
+    for client in clients:
+        client.close()
+
+
+def _check_texts(address: str, known: Acknowledged) -> None:
     with httpx.Client(base_url=address, timeout=60) as client:
         for id_, text in known.doubtful.items():
             before, now = known.texts.get(id_), _text_of(client, id_)
@@ -146,11 +170,6 @@ def check_documents(address: str, known: Acknowledged) -> None:
                 assert _text_of(client, id_) == text, f"{id_}: not what was acknowledged"
         here = {id_ for id_, text in known.texts.items() if text is not None}
         assert _listed(client) == here, f"listed and acknowledged differ in {_listed(client) ^ here}"
-        for id_ in sorted(known.changed):
-            if known.texts[id_] is not None:
-                _check_served(client, id_)
-                known.asked += 1
-        known.changed.clear()
 
 
 def retire(address: str, known: Acknowledged, keep: int) -> None:
@@ -188,6 +207,14 @@ def _check_served(client: httpx.Client, id_: str) -> None:
     shown = client.get(f"/v1/documents/{id_}").json()
     chunks = len(shown["content"])  # equal texts at two places of a document stand after different ones
     assert shown["stored_chunks"] == chunks, f"{id_}: {shown['stored_chunks']} of {chunks} chunks are stored"
+    source, cached_tokens = _ask_about(client, id_)
+    assert source in ("ram", "nvme"), f"{id_}: its chunk's KV was {source}"
+    assert cached_tokens > 0
+
+
+def _ask_about(client: httpx.Client, id_: str) -> tuple[str, int]:
+    """Ask about a document, which must be found; where its KV was, and how many tokens of it."""
+    shown = client.get(f"/v1/documents/{id_}").raise_for_status().json()
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": shown["content"][0]["text"]}],  # the words of one chunk: it is the nearest
@@ -199,5 +226,4 @@ def _check_served(client: httpx.Client, id_: str) -> None:
     answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
     (chunk,) = answer["cacheblend"]["chunks"]
     assert chunk["document_id"] == id_, f"asked about {id_}, found {chunk['document_id']}"
-    assert chunk["source"] in ("ram", "nvme"), f"{id_}: its chunk's KV was {chunk['source']}"
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    return chunk["source"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
