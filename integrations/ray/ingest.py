@@ -193,8 +193,12 @@ def _deliveries(
                 num_gpus=settings.ray_gpus,
             )
         )
-        for row in rows.iter_rows():
-            yield pickle.loads(row["delivery"])
+        try:
+            for row in rows.iter_rows():
+                yield pickle.loads(row["delivery"])
+        except ray.exceptions.RayError as error:  # of an actor that cannot begin, with its traceback
+            why = [line for line in str(error).splitlines() if line.strip()]
+            raise CacheBlendError(f"an actor could not go on: {why[-1].strip() if why else error!r}") from error
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -328,7 +329,8 @@ def _ingest_on_ray(sources: Sequence[str], config: EngineConfig, ray: RayConfig,
     found = SourceReport()
     terminal.hush_libraries()
     try:
-        with IngestProgress(terminal.stderr, None, None) as progress:
+        # What Ray says of a process that died would stand before the JSON object.
+        with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, None) as progress:
             report = distributed_ingest()(
                 sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update
             )

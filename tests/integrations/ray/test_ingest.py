@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -106,13 +108,18 @@ def test_as_the_local_ingest(configure: Callable[..., EngineConfig], corpus: Pat
     assert 0 < second.computed <= 2
 
 
-def test_what_an_actor_cannot_do(configure: Callable[..., EngineConfig], tmp_path: Path) -> None:
+def test_what_an_actor_cannot_do(configure: Callable[..., EngineConfig], model: Path, tmp_path: Path) -> None:
     """An actor's error ends the ingest with its message, and what was done before is kept."""
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in MANY[:4]))
     small = configure("small", store=StoreConfig(nvme_budget_bytes=2000))
     with pytest.raises(CacheBlendError, match=r"an actor could not go on: .* is larger than nvme_budget_bytes=2000"):
         ingest_on_ray([str(path)], small, ON_RAY, embedder=FakeEmbedder())
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(CacheBlendError, match="an actor could not go on"):
+        ingest_on_ray([str(path)], replace(configure(), model=str(broken)), ON_RAY, embedder=FakeEmbedder())
     path.write_text("")
     with pytest.raises(InputError, match="no documents to ingest"):
         ingest_on_ray([str(path)], configure(), ON_RAY, embedder=FakeEmbedder())
