@@ -1,18 +1,26 @@
 # make demo    set up .venv and run the main job: SmolLM2-135M, fetched once, asked about a handbook by three methods; DEMO_ARGS=--reader
 #              for the packaged reader, which needs no network; MODEL=dir [PASSAGES=file] for a model of yours
 # make figures the paper's figures, with the packaged reader or READER=path/to/model
+# make install set up .venv with everything that users need, for `.venv/bin/cacheblend`
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
+# make check-ray     set up .venv-ray with Ray and Arrow beside .venv's packages, and run the tests of the ingest on Ray there
 # make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/vllm loader retriever service service/cli service/engine service/http service/serving store store/remote
+PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/ray integrations/vllm loader retriever service service/cli service/engine service/http service/serving store store/remote
 MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
 WORKERS ?= 2
 
-.PHONY: demo check check-lowest check-vllm lint types imports test docs wheel format bench figures clean
+.PHONY: install demo check check-lowest check-ray check-vllm lint types imports test docs wheel format bench figures clean
+
+# Where the developers' environment is, that has it all.
+install: | $(BIN)/python
+	@echo "setting up .venv: PyTorch and some hundred packages, a few minutes"
+	@test -e $(BIN)/.installed || { scripts/install_torch.sh $(BIN)/python && $(BIN)/python -m pip install --quiet ".[all]"; }
+	@echo "done: $(BIN)/cacheblend --help"
 
 demo: $(BIN)/.linked
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
@@ -37,6 +45,9 @@ test: $(BIN)/.linked
 check-lowest: $(LOWEST)/.linked
 	$(LOWEST)/python -m pytest -n $(WORKERS) --dist loadfile -W default::DeprecationWarning $(LOWEST_TESTS)
 
+check-ray: $(BIN)/.linked
+	scripts/check_ray.sh
+
 check-vllm:
 	PYTHON=$(PYTHON) scripts/check_vllm.sh
 
@@ -58,7 +69,7 @@ figures: $(BIN)/.linked
 	$(BIN)/cacheblend eval figures --out figures $(if $(READER),--model $(READER)) $(FIGURES_ARGS)
 
 clean:
-	rm -rf .venv .venv-lowest .venv-vllm .demo build dist *.egg-info
+	rm -rf .venv .venv-lowest .venv-ray .venv-vllm .demo build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

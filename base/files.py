@@ -1,7 +1,7 @@
 """Files: modes, fsync helpers, write-then-rename, and the error of a failed write.
 
-What is written holds the documents' text, or KV from which it can be told, so that nobody but the owner may read it, whatever
-the umask is. A folder that was there before keeps its mode.
+What is written holds the documents' text, or KV from which it can be inferred, so only the owner may read it, whatever the
+umask is. A folder that was there before keeps its mode.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def make_private_file(path: Path) -> None:
-    """Make an empty file for a library that would make it with the umask's mode; what is in the way, the library tells.
+    """Make an empty file for a library that would make it with the umask's mode; the library reports what is in the way.
 
     A file that is there is not opened: closing it would free the locks that SQLite holds on it in this process.
     """

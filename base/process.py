@@ -15,7 +15,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallo
 FREED_BYTES = 2**30  # that the C library may hold
 OWN_MAPPING_BYTES = 32 * 2**20  # the largest value that glibc takes
 ARENAS = 2  # of memory; glibc's eight a processor each keep what threads that have ended freed there
-BEHIND_NICENESS = 10  # a tenth of the weight of a thread at 0
+LOW_PRIORITY_NICENESS = 10  # a tenth of the weight of a thread at 0
 
 
 def hold_freed_memory() -> None:
@@ -42,14 +42,14 @@ def return_freed_memory() -> None:
     trim(0)
 
 
-def run_behind() -> None:
+def lower_priority() -> None:
     """Have the calling thread, and those it starts, take the processor where no other thread of the process wants it.
 
     It still gets about a tenth of a processor that is wanted by another. Linux alone gives a thread a niceness of its own;
     elsewhere this does nothing.
     """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, 0, max(BEHIND_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+        os.setpriority(os.PRIO_PROCESS, 0, max(LOW_PRIORITY_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def in_own_thread(function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:

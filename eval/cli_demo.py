@@ -210,8 +210,8 @@ def _handbook_demo(
         )
         return
     screen.end(asked, methods, note, store_dir)
-    told = f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s"
-    terminal.stdout.print(told, highlight=False)
+    duration_note = f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s"
+    terminal.stdout.print(duration_note, highlight=False)
 
 
 def _passages_demo(
@@ -291,7 +291,7 @@ def _reader_demo(settings: options.Settings, top_k: int, as_json: bool) -> None:
         f"{top_k} chunks retrieved for each: F1, and the median TTFT",
         highlight=False,
     )
-    table = Table("method", *CLASSES, "all", "TTFT", "sooner", padding=(0, 0, 0, 1))
+    table = Table("method", *CLASSES, "all", "TTFT", "speed-up", padding=(0, 0, 0, 1))
     for method, row in result.methods.items():
         quicker = result.methods["full_recompute"]["all"].ttft_s_median / row["all"].ttft_s_median
         scores = (f"{row[each].f1:.2f}" for each in (*CLASSES, "all"))

@@ -36,9 +36,9 @@ class DemoScreen:
             f"{self._questions} questions: full recompute reads the found chunks anew, blend takes their KV from the store."
         )
 
-    def ingested(self, told: str) -> None:
+    def ingested(self, line: str) -> None:
         """Say what the ingest did."""
-        self._line(told)
+        self._line(line)
 
     def asked(self, each: AskedQuestion, number: int) -> None:
         """Show the `number`-th question, its answers, and their times to the first token."""

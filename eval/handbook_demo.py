@@ -203,5 +203,5 @@ def closing_note(engine: Engine, asked: Sequence[AskedQuestion], methods: Mappin
     nearer, other = ("blend", "full reuse") if is_nearer else ("full reuse", "blend")
     note += f" By the first token's KL {nearer} is nearer to full recompute than {other}."
     if full.answer_share < 0.5:
-        note += " The model itself misreads most of them: what it gets wrong with everything recomputed, no method mends."
+        note += " The model itself misreads most of them: what it gets wrong with everything recomputed, no method repairs."
     return note

@@ -209,7 +209,7 @@ async def in_threads(items: Iterator[_Item]) -> AsyncGenerator[_Item, None]:
 
 
 def report(done: Done) -> dict[str, Any]:
-    """What a framework's answer tells beside its text: why it ended, tokens, plan and timings."""
+    """What a framework's answer has beside its text: why it ended, tokens, plan and timings."""
     plan, answer = done.answer.plan, done.answer.as_dict()
     return {
         "finish_reason": done.finish_reason,

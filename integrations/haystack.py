@@ -69,19 +69,19 @@ class _Generating:
     def _answer(
         self, messages: list[Message], generation_kwargs: Mapping[str, Any] | None, callback: Any
     ) -> tuple[str, dict[str, Any]]:
-        """The whole text, and what is told of it; `callback` is given each piece."""
+        """The whole text, and its metadata; `callback` gets each piece."""
         options = {**self._options, **(generation_kwargs or {})}
         stop, documents = options.pop("stop", None), options.pop("documents", None)
-        callback, text, told = callback or self._callback, "", dict[str, Any]()
+        callback, text, meta = callback or self._callback, "", dict[str, Any]()
         for index, (piece, done) in enumerate(self._chat_pieces(messages, options, stop, documents)):
             text += piece
             if done is not None:
-                told = report(done)
+                meta = report(done)
             if callback is not None:
                 reason = None if done is None else done.finish_reason
                 callback(StreamingChunk(content=piece, index=0, start=index == 0, finish_reason=reason))
-        usage = {name: told.pop(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")}
-        return text, {"model": self._chat.engine.config.model, "index": 0, "usage": usage, **told}
+        usage = {name: meta.pop(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")}
+        return text, {"model": self._chat.engine.config.model, "index": 0, "usage": usage, **meta}
 
     def _chat_pieces(self, messages: list[Message], options: Mapping[str, Any], stop: Any, documents: Any) -> Any:
         return with_end(self._chat.stream(messages, options, stop=stop, documents=documents))

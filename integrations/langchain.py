@@ -196,14 +196,14 @@ class ChatCacheBlend(BaseChatModel):
 
 
 def _report(done: Done) -> tuple[UsageMetadata, dict[str, Any]]:
-    told = report(done)
+    meta = report(done)
     usage = UsageMetadata(
-        input_tokens=told.pop("prompt_tokens"),
-        output_tokens=told.pop("completion_tokens"),
-        total_tokens=told.pop("total_tokens"),
-        input_token_details={"cache_read": told.pop("cached_tokens")},
+        input_tokens=meta.pop("prompt_tokens"),
+        output_tokens=meta.pop("completion_tokens"),
+        total_tokens=meta.pop("total_tokens"),
+        input_token_details={"cache_read": meta.pop("cached_tokens")},
     )
-    return usage, told
+    return usage, meta
 
 
 def _turn(message: BaseMessage) -> Message:

@@ -172,13 +172,13 @@ class CacheBlendLLM(CustomLLM):
             yield text, piece, {} if done is None else report(done)
 
 
-def _chat_response(text: str, delta: str, told: dict[str, Any]) -> ChatResponse:
+def _chat_response(text: str, delta: str, meta: dict[str, Any]) -> ChatResponse:
     message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(message=message, delta=delta, additional_kwargs=told)
+    return ChatResponse(message=message, delta=delta, additional_kwargs=meta)
 
 
-def _text_response(text: str, delta: str, told: dict[str, Any]) -> CompletionResponse:
-    return CompletionResponse(text=text, delta=delta, additional_kwargs=told)
+def _text_response(text: str, delta: str, meta: dict[str, Any]) -> CompletionResponse:
+    return CompletionResponse(text=text, delta=delta, additional_kwargs=meta)
 
 
 def _turns(messages: Sequence[ChatMessage]) -> list[Message]:

@@ -72,7 +72,7 @@ class LoadingPlan:
         full_s: full prefill.
         latency_s: of the loading, those before its first bytes.
         recomputed_remote: remote chunks that are recomputed, the last ones: their KV would come later than it is computed.
-        full_recompute: full prefill is predicted to be sooner than blending, or no more than `DELAY_ALLOWED` later than one
+        full_recompute: full prefill is predicted to be faster than blending, or no more than `DELAY_ALLOWED` slower than one
             that waits for its loading, so that is what was chosen.
     """
 
@@ -205,16 +205,19 @@ class LoadingController:
             moved = compute_s is not None and self._compute.observe(expected_s / self._compute.factor, compute_s)
             if plan.full_recompute or (len(plan.load_s_by_tier) == 1 and not plan.precompute_s):
                 for tier, tier_s in plan.load_s_by_tier.items():
-                    if tier not in self._tiers:
+                    if tier == REMOTE:  # measured all the time
                         continue
-                    measured_s = tier_s / self._tiers[tier].factor
-                    moved |= self._tiers[tier].observe(measured_s, measured_s if plan.full_recompute else load_s)
+                    correction = self._tiers.setdefault(tier, Correction())
+                    measured_s = tier_s / correction.factor
+                    moved |= correction.observe(measured_s, measured_s if plan.full_recompute else load_s)
             if moved:
                 factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in self._tiers.items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
 
     def _factor(self, tier: str) -> float:
-        return self._tiers[tier].factor if tier in self._tiers else 1.0
+        """The correction of a tier; 1 for one that neither the profile nor a request has measured."""
+        correction = self._tiers.get(tier)
+        return 1.0 if correction is None else correction.factor
 
     def _kept_remote(self, count: int, request_of: Callable[[int], _Request]) -> int:
         """How many remote chunks to load: all of them, unless they come later than some of them are computed."""

@@ -136,7 +136,7 @@ class RecomputeEstimator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimator:
-    """Tells prompts too short to gain from blending, where no profile has measured seconds: it counts rows through layers.
+    """Recognises prompts too short to gain from blending, where no profile has measured seconds: it counts rows through layers.
 
     Args:
         schedule: that the selector follows; see `FusionConfig.schedule`.

@@ -49,7 +49,7 @@ def measure_tiers(
 
     Prompts have chunks of two sizes.
 
-    NVMe is read with the page cache dropped, as after a start; what a running store reads from the cache is sooner.
+    NVMe is read with the page cache dropped, as after a start; what a running store reads from the cache is faster.
 
     Args:
         geometry: of the model's KV.
@@ -120,7 +120,7 @@ def _speed(read_bytes: list[int], seconds: list[float]) -> TierSpeed:
     if small == large or large_s / large >= small_s / small:
         return TierSpeed(read_s=0.0, bytes_per_s=large / large_s)
     slope = (large_s - small_s) / (large - small)
-    if slope <= 0:  # noise: more bytes were read sooner
+    if slope <= 0:  # noise: more bytes were read in less time
         return TierSpeed(read_s=0.0, bytes_per_s=large / large_s)
     return TierSpeed(read_s=max(0.0, small_s - slope * small), bytes_per_s=1 / slope)
 

@@ -44,6 +44,7 @@ TO_FORMAT_2 = [
         ("chunks", "checksum BLOB NOT NULL DEFAULT x''"),
     )
 ]
+INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
 SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
 SELECT_CHUNKS = """
 SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum

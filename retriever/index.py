@@ -102,8 +102,9 @@ _log = logging.getLogger(__name__)
 class SyncedIndex:
     """The index of what a catalog holds, kept in step by its generation.
 
-    It is read from its file, or built from the catalog's vectors where the file is missing, damaged or older, and again when
-    another process has changed the catalog. Not thread-safe by itself.
+    It is read from its file, or built from the catalog's vectors where the file is missing or damaged. What other processes
+    have changed since is added and removed where the catalog can tell it, else the index is built again. Not thread-safe by
+    itself.
 
     Args:
         catalog: the truth.
@@ -119,7 +120,7 @@ class SyncedIndex:
         self._file_generation = -1  # the same of the file
 
     def current(self) -> VectorIndex | None:
-        """The index of what the catalog holds now; None where there has never been a document.
+        """The index of what the catalog holds now, asked in a snapshot; None where there has never been a document.
 
         Raises:
             RetrieverError: the catalog cannot be read.
@@ -127,7 +128,13 @@ class SyncedIndex:
         """
         generation, dimensions = self._catalog.generation, self._catalog.dimensions
         if generation != self._generation:
-            self._index = None if dimensions is None else self._read(generation, dimensions)
+            found, since = self._index, self._generation
+            self._index, self._generation = None, -1  # should this fail half-way, the index is built anew
+            if dimensions is not None:
+                index = self._followed(found, since, dimensions)
+                if index is None:
+                    index = self._followed(*self._read(), dimensions)
+                self._index = self._build(dimensions) if index is None else index
             self._generation = generation
         return self._index
 
@@ -155,22 +162,40 @@ class SyncedIndex:
         Where writing fails, a warning is logged: nothing is lost, the next opening builds the index from the catalog.
         """
         try:
-            if self._path is None or (index := self.current()) is None or self._generation == self._file_generation:
+            if self._path is None:
+                return
+            with self._catalog.snapshot():
+                index = self.current()
+            if index is None or self._generation == self._file_generation:
                 return
             index.save(self._path, self._generation)
             self._file_generation = self._generation
         except (OSError, RetrieverError, StoreFullError) as error:
             _log.warning("could not write %s: %s", self._path, error)
 
-    def _read(self, generation: int, dimensions: int) -> VectorIndex:
-        if self._path is not None and self._path.exists():
-            try:
-                index, self._file_generation = VectorIndex.load(self._path)
-                if self._file_generation == generation and index.dimensions == dimensions:
-                    return index
-            except RetrieverError as error:
-                _log.warning("%s; building the index from the catalog", error)
-        return self._build(dimensions)
+    def _read(self) -> tuple[VectorIndex | None, int]:
+        """The file's index, if there is one, and the generation that it shows."""
+        if self._path is None or not self._path.exists():
+            return None, -1
+        try:
+            index, self._file_generation = VectorIndex.load(self._path)
+        except RetrieverError as error:
+            _log.warning("%s; building the index from the catalog", error)
+            return None, -1
+        return index, self._file_generation
+
+    def _followed(self, index: VectorIndex | None, since: int, dimensions: int) -> VectorIndex | None:
+        """An index of an earlier generation, brought to the catalog's; None where it has to be built anew."""
+        if index is None or index.dimensions != dimensions:
+            return None
+        if since == self._catalog.generation:
+            return index
+        if (change := self._catalog.changes(since)) is None:
+            return None
+        index.remove(change.removed_ids)
+        if change.added_ids:
+            index.add(*self._catalog.vectors(change.added_ids))
+        return index
 
     def _build(self, dimensions: int) -> VectorIndex:
         ids, vectors_ND = self._catalog.vectors()

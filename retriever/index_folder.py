@@ -1,21 +1,22 @@
-"""An index folder, without the model's tokenizer or an embedder: documents listed, checked and removed; folders merged."""
+"""An index without the model's tokenizer or an embedder: opened, its documents listed, checked and removed; indexes merged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from cacheblend.base.errors import RetrieverError
+from cacheblend.base.extras import needs_extra
 from cacheblend.base.files import make_folder
 
-from .catalog import Catalog
 from .places import places_of
+from .sqlite_catalog import SqliteCatalog
 
 if TYPE_CHECKING:
-    from .catalog import IndexReport
+    from .catalog import Catalog, IndexReport
     from .catalog_rows import CatalogedDocument
     from .document import Chunk
     from .places import ChunkPlace
@@ -23,22 +24,44 @@ if TYPE_CHECKING:
 INDEX_FILE = "catalogue.sqlite"
 
 
+def open_catalog(directory: Path | None, settings: Mapping[str, str], index: str | None = None, schema: str = "") -> Catalog:
+    """The catalog of a folder, or of the server that holds it in its place; made when missing.
+
+    Args:
+        directory: its folder; None keeps it in memory.
+        settings: what its chunks and vectors depend on.
+        index: the server's URL, see `RetrieverConfig.index`.
+        schema: of it, see `RetrieverConfig.index_schema`.
+
+    Raises:
+        RetrieverError: it cannot be used.
+        MissingExtraError: the server's client is not installed.
+
+    """
+    if index is None:
+        return SqliteCatalog(None if directory is None else directory / INDEX_FILE, settings)
+    with needs_extra("postgres"):
+        from .postgres_catalog import PostgresCatalog
+    return PostgresCatalog(index, schema, settings)
+
+
 class IndexedDocuments:
     """Lists and removes documents as `Retriever` does; a context manager. A retriever that is open follows what is removed.
 
     Args:
         directory: the index's folder (`RetrieverConfig.directory`).
+        index: the server that holds it in its place, see `RetrieverConfig.index`.
+        schema: of it, see `RetrieverConfig.index_schema`.
 
     Raises:
         RetrieverError: there is no index, or it cannot be used.
 
     """
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / INDEX_FILE
-        if not path.is_file():
+    def __init__(self, directory: Path, index: str | None = None, schema: str = "") -> None:
+        if index is None and not (directory / INDEX_FILE).is_file():
             raise RetrieverError(f"{directory} holds no index; name the folder that documents were ingested into")
-        self._catalog = Catalog(path, {})
+        self._catalog = open_catalog(directory, {}, index, schema)
 
     def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
         """Documents in the order of adding: at most `limit`, and those added after the document `after`.
@@ -59,10 +82,10 @@ class IndexedDocuments:
 
     def ids(self) -> set[str]:
         """Every document's id."""
-        return self._catalog.ids()
+        return set(self._catalog.versions())
 
     def verify(self, *, repair: bool = False) -> IndexReport:
-        """Check every row; with `repair`, mend what can be mended. See `IndexReport`.
+        """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.
 
         Raises:
             RetrieverError: the file's own structure is broken.
@@ -105,7 +128,14 @@ class IndexedDocuments:
         self.close()
 
 
-def merge_indexes(sources: Sequence[Path], target: Path, *, on_progress: Callable[[int, int], None] | None = None) -> int:
+def merge_indexes(
+    sources: Sequence[Path],
+    target: Path,
+    *,
+    index: str | None = None,
+    schema: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> int:
     """Add the documents of indexes to one, in this order; one of a known id and another text takes that one's place.
 
     Each document is copied whole or not at all, so that the same call goes on where it was cut off. A retriever that has the
@@ -114,6 +144,8 @@ def merge_indexes(sources: Sequence[Path], target: Path, *, on_progress: Callabl
     Args:
         sources: the indexes' folders (`RetrieverConfig.directory`).
         target: the folder of the index to add to, made when missing, with the settings of the sources.
+        index: the server that holds the target in place of the folder, see `RetrieverConfig.index`.
+        schema: of it, see `RetrieverConfig.index_schema`.
         on_progress: called with documents done and documents in all.
 
     Returns:
@@ -129,16 +161,10 @@ def merge_indexes(sources: Sequence[Path], target: Path, *, on_progress: Callabl
             raise RetrieverError(f"{source} holds no index; name the folder that documents were ingested into")
     done = copied = 0
     with ExitStack() as opened:
-
-        def open_one(folder: Path, settings: dict[str, str]) -> Catalog:
-            catalog = Catalog(folder / INDEX_FILE, settings)
-            opened.callback(catalog.close)
-            return catalog
-
         settings: dict[str, str] = {}  # an index without documents has none
-        given = []
+        given: list[Catalog] = []
         for source in sources:
-            given.append(open_one(source, settings))
+            given.append(opened.enter_context(closing(open_catalog(source, settings))))
             settings = settings or given[-1].settings
         if not settings:
             return 0
@@ -146,14 +172,13 @@ def merge_indexes(sources: Sequence[Path], target: Path, *, on_progress: Callabl
             make_folder(target)
         except OSError as error:
             raise RetrieverError(f"cannot make {target}: {error.strerror}; choose another directory") from error
-        into = open_one(target, settings)
+        into = opened.enter_context(closing(open_catalog(target, settings, index, schema)))
         documents = [catalog.documents() for catalog in given]
         total = sum(map(len, documents))
         for catalog, own in zip(given, documents, strict=True):
             for document in own:
                 if into.version(document.id) != document.version:
-                    _, vectors_ND = catalog.vectors(document.id)
-                    into.put(document, catalog.chunks(document.id), vectors_ND)
+                    into.put([(document, catalog.chunks(document.id), catalog.document_vectors(document.id))])
                     copied += 1
                 done += 1
                 if on_progress is not None:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
 
-from .catalog import Catalog
 from .catalog_rows import CatalogedDocument
 from .config import RetrieverConfig
 from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import SyncedIndex, VectorIndex
+from .index_folder import open_catalog
 from .places import ChunkPlace, chunk_places, found_texts, places_of
 from .reranker import CrossEncoderReranker, Reranker
 from .splitter import Splitter
@@ -66,7 +66,8 @@ class Retriever:
     """Splits, embeds and stores documents, and finds the best chunks for a question. Thread-safe; a context manager.
 
     In its directory, `catalogue.sqlite` is the truth and `index.faiss` a copy of its vectors, written on `close`. The index is
-    built anew from the catalog where the copy is missing, damaged or older, or when another process has added documents.
+    built anew from the catalog where the copy is missing, damaged or older, or when another process has added documents. With
+    `RetrieverConfig.index` the truth is in a server, and the index takes over what other replicas have changed there.
 
     Args:
         config: how to split, which embedder, where to store.
@@ -98,8 +99,8 @@ class Retriever:
                 make_folder(config.directory)
             except OSError as error:
                 raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
-        self._catalog = Catalog(
-            config.directory / "catalogue.sqlite" if config.directory is not None else None,
+        self._catalog = open_catalog(
+            config.directory,
             {
                 "chunk_tokens": str(config.chunk_tokens),
                 "chunk_overlap_tokens": str(config.chunk_overlap_tokens),
@@ -107,9 +108,12 @@ class Retriever:
                 "tokenizer": self.splitter.fingerprint,
                 "embedder": self.embedder.name,
             },
+            config.index,
+            config.index_schema,
         )
         self._words = None if config.retrieval == "dense" else WordIndex(self._catalog)
-        self._index = SyncedIndex(self._catalog, config.directory / "index.faiss" if config.directory is not None else None)
+        copy = "-".join(filter(None, ("index", self._catalog.identity[:8]))) + ".faiss"
+        self._index = SyncedIndex(self._catalog, None if config.directory is None else config.directory / copy)
         self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
         self._closed = False
 
@@ -141,7 +145,7 @@ class Retriever:
         if on_progress is not None and unchanged:
             on_progress(done, given)
         for embedded in self.embed(changed):
-            replaced += self.put(embedded)
+            replaced += self.put([embedded])
             new += embedded.chunks
             done += 1
             if on_progress is not None:
@@ -177,19 +181,26 @@ class Retriever:
                 yield EmbeddedDocument(document, chunks, vectors_ND[: len(chunks)])
                 vectors_ND = vectors_ND[len(chunks) :]
 
-    def put(self, embedded: EmbeddedDocument) -> bool:
-        """Write an embedded document, in place of the one of its id; True where there was one.
+    def put(self, embedded: Sequence[EmbeddedDocument], expected: Mapping[str, Sequence[str | None]] | None = None) -> int:
+        """Write embedded documents, in place of those of their ids, all or none; returns how many were replaced.
+
+        Args:
+            embedded: each id once.
+            expected: by document id, versions of which the document must have one still, None for no document.
 
         Raises:
+            DocumentChangedError: a document has none of its expected versions any more.
             RetrieverError: the directory cannot be written.
 
         """
         with self._lock:
-            change = self._catalog.put(embedded.document, embedded.chunks, embedded.vectors_ND)
-            self._index.apply(change, embedded.vectors_ND)
-            if self._words is not None:
-                self._words.apply(change, embedded.chunks)
-        return bool(change.removed_ids)
+            replaced = sum(self._catalog.version(one.document.id) is not None for one in embedded)
+            change = self._catalog.put([(one.document, one.chunks, one.vectors_ND) for one in embedded], expected)
+            if embedded:
+                self._index.apply(change, np.concatenate([one.vectors_ND for one in embedded]))
+                if self._words is not None:
+                    self._words.apply(change, [chunk for one in embedded for chunk in one.chunks])
+        return replaced
 
     def delete(self, document_id: str) -> int:
         """Remove a document; returns how many chunks went with it.
@@ -236,8 +247,12 @@ class Retriever:
 
     def ids(self) -> set[str]:
         """Every document's id."""
+        return set(self.versions())
+
+    def versions(self) -> dict[str, str]:
+        """Every document's id and version."""
         with self._lock:
-            return self._catalog.ids()
+            return self._catalog.versions()
 
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of one document, or all, in the order of adding.
@@ -249,6 +264,19 @@ class Retriever:
         """
         with self._lock:
             return self._catalog.chunks(document_id)
+
+    def changed_since(self, generation: int) -> tuple[int, frozenset[str] | None]:
+        """The catalog's generation now, and documents that went or were replaced since another one; None where any may be.
+
+        Raises:
+            RetrieverError: the catalog cannot be read.
+
+        """
+        with self._lock, self._catalog.snapshot():
+            if generation == (now := self._catalog.generation):
+                return now, frozenset()
+            change = self._catalog.changes(generation)
+            return now, None if change is None else change.removed_documents
 
     def search(self, question: str, top_k: int) -> list[ScoredChunk]:
         """The `top_k` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.

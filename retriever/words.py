@@ -58,7 +58,7 @@ class WordIndex:
             return
         self._generation = -1  # should this fail half-way, the index is built anew
         with self._transaction():
-            self._db.executemany("DELETE FROM words WHERE rowid = ?", ((id_,) for id_ in change.removed_ids))
+            self._remove(change.removed_ids)
             self._add(
                 (id_, chunk.document_id, chunk.title, chunk.text) for id_, chunk in zip(change.added_ids, chunks, strict=True)
             )
@@ -67,9 +67,14 @@ class WordIndex:
     def search(self, text: str, limit: int) -> list[int]:
         """Index ids of the chunks that share words with a text, best first by BM25, the lower id among equals."""
         if self._generation != (generation := self._catalog.generation):
+            change = self._catalog.changes(self._generation)
             with self._transaction():
-                self._db.execute("DELETE FROM words")
-                self._add(self._catalog.texts())
+                if change is None:
+                    self._db.execute("DELETE FROM words")
+                    self._add(self._catalog.texts())
+                else:
+                    self._remove(change.removed_ids)
+                    self._add(self._catalog.texts(change.added_ids))
             self._generation = generation
         words = self._telling(dict.fromkeys(WORD.findall(text.lower())))
         if not words:
@@ -85,6 +90,9 @@ class WordIndex:
         found = sorted(words, key=lambda word: counts[word][0] if counts[word] else 0)
         rare = [word for word in found if not counts[word] or counts[word][0] <= COMMON * chunks]
         return (rare or found)[:MAX_WORDS]
+
+    def _remove(self, ids: Iterable[int]) -> None:
+        self._db.executemany("DELETE FROM words WHERE rowid = ?", ((id_,) for id_ in ids))
 
     def _add(self, rows: Iterable[tuple[int, str, str, str]]) -> None:
         """Index ids with their document's id and title, and their text, each document's in order."""

@@ -20,7 +20,7 @@ Everything is a ratio inside one run; medians over repeats, interleaved where tw
 - `ratio_over_search`: where loading is the longer side (the search runs there alone), the controller's ratio over the largest
   of a list of ratios whose measured TTFT is within 5 % of that at r*. `ttft_over_quality`: TTFT at the controller's ratio over
   TTFT at r*.
-- `reuse_over_full`: TTFT of the blend over full prefill where the controller said that blending is sooner; the worst.
+- `reuse_over_full`: TTFT of the blend over full prefill where the controller said that blending is faster; the worst.
   `full_over_reuse`: TTFT of full prefill over the blend at r* where it chose full prefill; the worst.
 
 The throttle is a rate limit around the loader's reads in this script; the store knows nothing of it. TTFT is from the plan to

@@ -26,21 +26,21 @@ COLUMNS = 100
 FONT_FACES = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from a server: a picture asks nobody for its letters
 
 
-def demo_svg(told: dict[str, Any], questions: int) -> str:
+def demo_svg(printed: dict[str, Any], questions: int) -> str:
     """The picture of a run.
 
     Args:
-        told: what `cacheblend demo --json` printed.
+        printed: what `cacheblend demo --json` printed.
         questions: how many of the run's to show.
     """
     console = PlainConsole(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    asked = [AskedQuestion.from_dict(each) for each in told["questions"]]
+    asked = [AskedQuestion.from_dict(each) for each in printed["questions"]]
     screen = DemoScreen(console, len(asked))
-    screen.begin(told["model"], told["ingest"]["documents"])
+    screen.begin(printed["model"], printed["ingest"]["documents"])
     questions = min(questions, len(asked))
     for index in (number * len(asked) // questions for number in range(questions)):
         screen.asked(asked[index], index + 1)
-    screen.medians(asked, {method: MethodSummary(**row) for method, row in told["methods"].items()})
+    screen.medians(asked, {method: MethodSummary(**row) for method, row in printed["methods"].items()})
     svg = console.export_svg(title="cacheblend demo", theme=DIMMED_MONOKAI, unique_id="demo")
     return FONT_FACES.sub("", svg)
 

@@ -120,7 +120,7 @@ class StoreFolder:
         sync_folder(self.root)
 
     def _has_the_rest(self) -> bool:
-        """Whether a folder is a store but for its marker; the catalog's own version tells whether it can be read."""
+        """Whether a folder is a store but for its marker; the catalog's own version says whether it can be read."""
         return self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()
 
     def _is_damaged_marker(self) -> bool:

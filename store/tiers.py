@@ -56,7 +56,7 @@ class ReadTier(Protocol):
     """A tier as a placement sees it."""
 
     name: ClassVar[str]  # in placements, statistics and profiles
-    in_memory: ClassVar[bool]  # whether reading a layer is a copy, which waits for no device
+    in_memory: ClassVar[bool]  # whether reading a layer is no more than a copy: no device to wait for, nothing to decompress
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         """Drop an entry of which these layers, or the header, were read damaged."""

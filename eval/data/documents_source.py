@@ -14,7 +14,7 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service.engine.document_sources import parse_json, read_documents
 
-from .remembering_embedder import RememberingEmbedder
+from .caching_embedder import CachingEmbedder
 from .request import Example, Request, Task, arrange, make_request
 from .source import OWN_QUESTION, SEARCHED_TOP_K, Preset, Wording, prompt_renderer
 
@@ -119,7 +119,7 @@ class DocumentsSource:
         given = [] if file is None else list(itertools.islice(read_questions(file), self.cases))
         renderer = prompt_renderer(tokenizer, self.wording)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
-        with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
+        with Retriever(config, tokenizer, embedder or CachingEmbedder(SentenceTransformerEmbedder())) as retriever:
             retriever.add(read_documents(self.documents, leave_out=file), on_corpus)
             if not retriever.chunk_count:
                 raise InputError(f"{self.documents} holds no document; give a folder with texts")

@@ -22,7 +22,7 @@ from cacheblend.retriever import (
 )
 from cacheblend.service.engine.document_sources import read_json_lines
 
-from .remembering_embedder import RememberingEmbedder
+from .caching_embedder import CachingEmbedder
 from .request import Example, Passage, Request, Task, arrange, make_request
 from .source import DIALOGUE, NEWS, SEARCHED_TOP_K, SHORT_ANSWER, Preset, Wording, prompt_renderer
 
@@ -254,7 +254,7 @@ class FileSource:
         warm_up = int(self.preset.warm_up * len(examples))
         renderer, plain = prompt_renderer(tokenizer, self.wording), PlainTokenizer(tokenizer)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
-        with Retriever(config, tokenizer, embedder or RememberingEmbedder(SentenceTransformerEmbedder())) as retriever:
+        with Retriever(config, tokenizer, embedder or CachingEmbedder(SentenceTransformerEmbedder())) as retriever:
             if self.preset.shared_corpus:
                 random.Random(self.seed).shuffle(examples)
                 retriever.add((document for example in examples for document in _documents(example)), on_corpus)

@@ -95,7 +95,7 @@ METHODS = ("blend", "blend_hkvd", "random_tokens")
 def forward_attention(fusor: Fusor, fused: FusionResult, question_tokens: int) -> list[torch.Tensor]:
     """The forward attention matrix of each layer, float32 (Q, S, N): the question's tokens over the whole prompt (§4.1).
 
-    The question runs once more over the fused context, so the model must have been loaded with
+    The question runs again over the fused context, so the model must have been loaded with
     `attn_implementation="eager"`, which alone gives attention weights.
     """
     cache = DynamicCache(config=fusor.model.config)

@@ -63,7 +63,7 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends this process as an exit does, so that the service is not left behind."""
+    """SIGTERM ends this process as an exit does, so that the service is not left running."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return

@@ -138,7 +138,7 @@ class Reached:
 def throughput_at(curve: Curve, ttft_s: float) -> Reached:
     """The throughput up to which the median TTFT stays within `ttft_s`.
 
-    Between two points both are taken to change in a straight line. Behind the first point that is above, later ones do not
+    Between two points both are taken to change in a straight line. After the first point that is above, later ones do not
     count, even if chance brought one of them below again.
     """
     reached: Reached | None = None

@@ -182,7 +182,7 @@ def step_of(target: str, rate_rps: float, samples: Sequence[Sample], evictions: 
     ttft_s = [sample.ttft_s for sample in answered if sample.ttft_s is not None]
     seconds = max((sample.end_s for sample in answered), default=0.0) - min((sample.due_s for sample in samples), default=0.0)
     counted = [(sample.prompt_tokens, sample.cached_tokens) for sample in answered]
-    told = [(prompt, cached) for prompt, cached in counted if prompt and cached is not None]
+    known = [(prompt, cached) for prompt, cached in counted if prompt and cached is not None]
     qualities = [sample.quality for sample in answered if sample.quality is not None]
     generated = [sample.completion_tokens for sample in answered if sample.completion_tokens is not None]
     return Step(
@@ -196,7 +196,7 @@ def step_of(target: str, rate_rps: float, samples: Sequence[Sample], evictions: 
         ttft_p99_s=float(np.percentile(ttft_s, 99)) if ttft_s else None,
         throughput_rps=len(answered) / seconds if answered else 0.0,
         tokens_per_s=sum(generated) / seconds if generated else None,
-        hit_rate=sum(cached for _, cached in told) / sum(prompt for prompt, _ in told) if told else None,
+        hit_rate=sum(cached for _, cached in known) / sum(prompt for prompt, _ in known) if known else None,
         quality=float(np.mean(qualities)) if qualities else None,
         evictions=evictions,
         latest_send_s=max((sample.sent_s - sample.due_s for sample in samples), default=0.0),
@@ -221,7 +221,7 @@ async def send_on_time(
         requests: what.
         arrivals_s: when, rising, in seconds from now.
         max_tokens: of an answer.
-        keep: told of every request as it ends; those that have not when this is cancelled are given up.
+        keep: called with every request as it ends; those that have not when this is cancelled are given up.
     """
     started = time.perf_counter()
 

@@ -196,10 +196,10 @@ def _ingest(targets: Sequence[Target], requests: Sequence[LoadRequest], seed: in
 
 
 def _setup(config: LoadConfig, targets: Sequence[Target]) -> dict[str, Any]:
-    told = [{**dataclasses.asdict(target), "api_key": None} for target in targets]
+    described = [{**dataclasses.asdict(target), "api_key": None} for target in targets]
     return {
         "config": {**dataclasses.asdict(config), "source": {"name": config.source.name, **dataclasses.asdict(config.source)}},  # type: ignore[call-overload]  # every source is a dataclass
-        "targets": told,
+        "targets": described,
         "client": {"python": platform.python_version(), "processors": os.cpu_count(), "machine": platform.machine()},
         "commit": commit(),
     }

@@ -23,7 +23,7 @@ class LoadRequest:
         example: with the right answers.
         question: in the data set's words.
         documents: texts, in the prompt's order; chunks of one document are one text, since what is in front of a chunk in its
-            document tells which of its tokens must be recomputed.
+            document says which of its tokens must be recomputed.
         chunk_tokens: of the longest chunk.
         is_warm_up: the source sets it apart to fill caches.
     """
@@ -176,7 +176,7 @@ def own_targets(
         address: of the service.
         methods: the service's names.
         source: where not all of its chunks are cached before a request comes, each method starts with nothing cached.
-        run: tells this run's cache salts from another's.
+        run: makes this run's cache salts unlike another's.
         recompute_ratio: of `blend`; None leaves it to the service.
         api_key: where it has tenants.
 

@@ -106,7 +106,7 @@ Chunk = tuple[int, ...]
 
 
 class CacheHistory(Protocol):
-    """Tells which chunks and which prefixes earlier requests left in the cache."""
+    """Says which chunks and which prefixes earlier requests left in the cache."""
 
     def cached(self, chunks: Sequence[Chunk]) -> tuple[tuple[bool, ...], int]:
         """Per chunk whether its KV is there, and how many leading chunks a prefix cache has."""

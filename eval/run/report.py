@@ -150,7 +150,7 @@ _HEADER = [
     "method",
     "TTFT median s",
     "p95 s",
-    "sooner",
+    "speed-up",
     "tokens recomputed",
     "compute",
     "MB loaded",

@@ -33,7 +33,7 @@ class Recall:
     Attributes:
         pairs: numbers of pairs; each lesson draws one.
         longest: words of a key, and of a value, at most.
-        words: how many different words all lessons use together; with 100 the skill comes three times sooner than with all
+        words: how many different words all lessons use together; with 100 the skill comes three times earlier than with all
             1,700, and carries over.
         idle: at most so many idle words between a key and its value, and on either side of the key where it is asked: the
             step from completing a pair to finding a name's fact.

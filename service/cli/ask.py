@@ -88,10 +88,12 @@ def ask(
         out.print(f"  - {place}", markup=False, highlight=False, soft_wrap=True)
     if not answer.chunks:
         out.print("  no chunk reached --min-score; the model answered without any", highlight=False)
+    hits = terminal.counted(plan.hits, "chunk")
     out.print(
-        f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; {plan.prompt_tokens} prompt tokens, "
-        f"{plan.hits} chunks from the store, {plan.misses} not there, {plan.recomputed_tokens:.0f} of {plan.reusable_tokens} "
-        f"reusable tokens recomputed; retrieval {timings.retrieve_s:.3f} s",
+        f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; "
+        f"{terminal.counted(plan.prompt_tokens, 'prompt token')}, {hits} from the store, {plan.misses} missed, "
+        f"{plan.recomputed_tokens:.0f} of {plan.reusable_tokens} reusable tokens recomputed; "
+        f"retrieval {timings.retrieve_s:.3f} s",
         markup=False,
         highlight=False,
     )

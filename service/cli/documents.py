@@ -17,16 +17,19 @@ from rich.table import Table
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus
 from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
+from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
 from .profile import load_fusor
-from .store import UNBOUNDED, open_store
+from .store import UNBOUNDED, open_index, open_store
+from .terminal import counted
 
 if TYPE_CHECKING:
     from cacheblend.blend import KVGeometry
@@ -37,29 +40,36 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `do
 
 
 @app.command("ls")
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def ls(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many; left out, all.")] = None,
     after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed after this document.")] = None,
+    parts: Annotated[bool, typer.Option("--parts", help="Each page, slide and sheet of a file, and not the file.")] = False,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """List the documents, and how much of each one's KV is stored.
+    """List the documents, and how much of each one's KV is stored. The pages of a file are one.
 
     Example: cacheblend documents ls --store-dir ./store --limit 100 --json
     """
-    with _open(store_dir) as documents:
-        if limit is None and after is None:
+    with _open(store_dir, settings) as documents:
+        if not parts:
+            found, has_more = documents.files(limit, after)
+        elif limit is None and after is None:
             found, has_more = documents.ls(), False
         else:
             found, has_more = documents.page(limit or UNBOUNDED, after)
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
         return
-    table = Table("id", "title", "chunks", "KV stored", "shared", "bytes", "pinned")
+    table = Table("id", "title", "parts", "chunks", "KV stored", "shared", "bytes", "pinned")
     for status in found:
         table.add_row(
             status.id,
             status.title,
+            str(status.parts),
             str(status.chunks),
             str(status.stored_chunks),
             str(status.shared_chunks),
@@ -67,21 +77,35 @@ def ls(
             "yes" if status.pinned else "",
         )
     terminal.stdout.print(table)
-    terminal.stdout.print(f"{len(found)} document{'' if len(found) == 1 else 's'}{'; there are more' if has_more else ''}")
+    more = "; there are more" if has_more else ""
+    terminal.stdout.print(f"{counted(len(found), 'document')}{more}", highlight=False)
 
 
 @app.command("show")
-def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def show(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
     """Show a document and the chunks that it was split into.
 
     Example: cacheblend documents show handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         status, chunks = documents.show(id_)
         places = documents.places(chunks)
     if as_json:
         texts = [
-            {"position": chunk.position, **place.as_dict(), "tokens": len(chunk.token_ids), "text": chunk.text}
+            {
+                "document_id": chunk.document_id,
+                "position": chunk.position,
+                **place.as_dict(),
+                "tokens": len(chunk.token_ids),
+                "text": chunk.text,
+            }
             for chunk, place in zip(chunks, places, strict=True)
         ]
         terminal.print_json({**status.as_dict(), "texts": texts})
@@ -89,63 +113,81 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
     for name, value in status.as_dict().items():
         terminal.stdout.print(f"{name}: {value}", highlight=False, markup=False)
     for chunk, place in zip(chunks, places, strict=True):
-        terminal.stdout.print(f"\n[{chunk.position}] {len(chunk.token_ids)} tokens{place}", highlight=False, markup=False)
+        part = chunk.document_id.removeprefix(id_).removeprefix("#")
+        head = f"\n[{chunk.position}] {part}{', ' if part else ''}{counted(len(chunk.token_ids), 'token')}{place}"
+        terminal.stdout.print(head, highlight=False, markup=False)
         terminal.stdout.print(chunk.text, highlight=False, markup=False)
 
 
 @app.command("delete")
+@options.takes(RetrieverConfig, StoreConfig, only=(*options.OF_INDEX, *options.OF_REMOTES))
 def delete(
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Remove a document and the KV of the chunks that no other document has.
+    """Remove a document, or a file with all its pages, and the KV of the chunks that no other document has.
 
     Example: cacheblend documents delete handbook/travel.md --store-dir ./store --yes
     """
-    with _open(store_dir) as documents:
+    with _open(store_dir, settings) as documents:
         if not yes:
             status = documents.status(id_)
-            terminal.confirm(f"Delete {id_!r}, {status.chunks} chunks, {status.own_bytes:,} bytes of KV?")
-        _tell(documents.delete(id_), "deleted", as_json)
+            parts = f"{counted(status.parts, 'part')}, " if status.id != id_ or status.parts > 1 else ""
+            chunks = counted(status.chunks, "chunk")
+            terminal.confirm(f"Delete {id_!r}, {parts}{chunks}, {counted(status.own_bytes, 'byte')} of KV?")
+        _print_status(documents.delete(id_), "deleted", as_json)
 
 
 @app.command("pin")
-def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
-    """Keep the KV of a document's chunks from being evicted.
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def pin(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
+    """Keep the KV of the chunks of a document, or a file, from being evicted.
 
     Example: cacheblend documents pin handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
-        documents.pin(id_)
-        _tell(documents.status(id_), "pinned", as_json)
+    with _open(store_dir, settings) as documents:
+        _print_status(documents.pin(id_), "pinned", as_json)
 
 
 @app.command("unpin")
-def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
-    """Let the KV of a document's chunks be evicted again.
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
+def unpin(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
+    """Let the KV of the chunks of a document, or a file, be evicted again.
 
     Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir) as documents:
-        documents.unpin(id_)
-        _tell(documents.status(id_), "unpinned", as_json)
+    with _open(store_dir, settings) as documents:
+        _print_status(documents.unpin(id_), "unpinned", as_json)
 
 
 @contextmanager
-def _open(store_dir: Path) -> Iterator[Documents]:
-    with open_store(store_dir) as store, IndexedDocuments(store_dir / "index") as index:
+def _open(store_dir: Path, settings: options.Settings) -> Iterator[Documents]:
+    with open_store(store_dir, settings.make(StoreConfig)) as store, open_index(store_dir, settings) as index:
         yield Documents(index, store)
 
 
-def _tell(status: DocumentStatus, done: str, as_json: bool) -> None:
+def _print_status(status: DocumentStatus, done: str, as_json: bool) -> None:
     if as_json:
         terminal.print_json(status.as_dict())
         return
-    terminal.stdout.print(
-        f"{done} {status.id}: KV of {status.stored_chunks} chunks, {status.stored_bytes:,} bytes", highlight=False, markup=False
-    )
+    kv = f"KV of {counted(status.stored_chunks, 'chunk')}, {counted(status.stored_bytes, 'byte')}"
+    terminal.stdout.print(f"{done} {status.id}: {kv}", highlight=False, markup=False)
 
 
 NOT_OF_INGEST = (
@@ -162,7 +204,7 @@ NOT_OF_INGEST = (
 )
 
 
-@options.engine_options(without=NOT_OF_INGEST)
+@options.takes(EngineConfig, RayConfig, without=NOT_OF_INGEST)
 def ingest(
     context: typer.Context,
     sources: Annotated[
@@ -205,7 +247,15 @@ def ingest(
         cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
 
         cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
+
+        cacheblend ingest corpus/ "s3://bucket/corpus" -m ./model --ray local --ray-actors 2
     """
+    ray = settings.make(RayConfig)
+    if ray.ray is not None:
+        if watch:
+            raise InputError("--watch cannot be given with --ray; run the command again after a change")
+        _ingest_on_ray(sources, settings.make(EngineConfig, model=model, store_dir=store_dir), ray, shard, as_json=as_json)
+        return
     if watch:
         from cacheblend.service.engine.folder_watch import check_folders
 
@@ -245,10 +295,10 @@ def _ingest(
                 raise
             size = StreamSize(0, 0)  # a folder that is filled later
         stream.report.on_file = lambda _: None
-    _tell_skipped(stream.report)
+    _print_skipped(stream.report)
     files = max(reading.files, 1)
     if size is not None and size.documents > files:
-        made = f"{files:,} file{'s' if files > 1 else ''} read: {size.documents:,} documents"
+        made = f"{counted(files, 'file')} read: {counted(size.documents, 'document')}"
         terminal.stderr.print(f"{made}, as a page, a slide, a sheet and a line is one each", highlight=False, soft_wrap=True)
     terminal.hush_libraries()
     from cacheblend.service.engine.config import remember_settings
@@ -269,14 +319,38 @@ def _ingest(
             if folders:
                 report += _follow(engine, folders, stream.report)
     except KeyboardInterrupt:
-        terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
+        _tell_interrupted()
         raise
+    _tell_end(report, stream.report, as_json=as_json)
+
+
+def _ingest_on_ray(sources: Sequence[str], config: EngineConfig, ray: RayConfig, shard: str, *, as_json: bool) -> None:
+    found = SourceReport()
+    terminal.hush_libraries()
+    try:
+        with IngestProgress(terminal.stderr, None, None) as progress:
+            report = distributed_ingest()(
+                sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update
+            )
+    except KeyboardInterrupt:
+        _tell_interrupted()
+        raise
+    _print_skipped(found)
+    _tell_end(report, found, as_json=as_json)
+
+
+def _tell_interrupted() -> None:
+    terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
+
+
+def _tell_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
+    """Say what was ingested, and what could not be used; that makes the exit code 1."""
     if as_json:
-        terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
+        terminal.print_json({**report.as_dict(), **found.as_dict()})
     else:
-        _tell_ingested(report)
-    if faults := stream.report.faults:
-        terminal.stderr.print(f"{len(faults)} files could not be used:", highlight=False)
+        _print_ingested(report)
+    if faults := found.faults:
+        terminal.stderr.print(f"{counted(len(faults), 'file')} could not be used:", highlight=False)
         for why in faults.values():
             terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
@@ -288,7 +362,7 @@ def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> Inge
 
     total = IngestReport.empty()
 
-    def tell(report: FollowReport) -> None:
+    def show_report(report: FollowReport) -> None:
         nonlocal total
         total += report.ingested
         terminal.stderr.print(str(report), highlight=False, soft_wrap=True)
@@ -299,29 +373,31 @@ def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> Inge
         watch = FolderWatch(engine, folders)
         if report := watch.follow():
             report.faults = {name: why for name, why in report.faults.items() if name not in found.faults}
-            tell(report)
+            show_report(report)
         terminal.stderr.print(f"watching {', '.join(folders)}; Ctrl-C ends it", highlight=False, soft_wrap=True)
-        watch.run(tell)
+        watch.run(show_report)
     except KeyboardInterrupt:
         terminal.stderr.print("stopped watching; the same command goes on from there", highlight=False)
     return total
 
 
-def _tell_skipped(report: SourceReport) -> None:
+def _print_skipped(report: SourceReport) -> None:
     """Say what no document was made of, before the long work begins."""
     for why, files in groupby(sorted(report.skipped.items(), key=itemgetter(1)), key=itemgetter(1)):
         names = [name for name, _ in files]
         more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
         terminal.stderr.print(f"skipped, {why}: {', '.join(names[:NAMED])}{more}", highlight=False, soft_wrap=True)
     if report.faults:
-        terminal.stderr.print(f"{len(report.faults)} files cannot be used; they are listed at the end", highlight=False)
+        unusable = counted(len(report.faults), "file")
+        terminal.stderr.print(f"{unusable} cannot be used; listed at the end", highlight=False)
 
 
-def _tell_ingested(report: IngestReport) -> None:
+def _print_ingested(report: IngestReport) -> None:
     speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
     terminal.stdout.print(
-        f"{report.documents} documents ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged), "
-        f"{report.chunks} chunks: KV of {report.computed} computed, {report.already_stored} stored before "
+        f"{counted(report.documents, 'document')} ({report.added} new, {report.replaced} replaced, "
+        f"{report.unchanged} unchanged), {counted(report.chunks, 'chunk')}: "
+        f"KV of {report.computed} computed, {report.already_stored} stored before "
         f"({report.seconds:.1f} s{speed})",
         highlight=False,
     )
@@ -358,15 +434,15 @@ def _agreed(
     if codec_is_free and tokens * token_bytes[codec] > room:
         codec = next((name for name in LOSSY if tokens * token_bytes[name] <= room), LOSSY[-1])
     need = max(0.0, tokens * token_bytes[codec] - stored)
-    told = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
+    estimate = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
     if size:
-        told += f": about {tokens:,.0f} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
+        estimate += f": about {tokens:,.0f} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
     if codec != config.kv_cache_dtype:
-        told += f"; raw KV, which is exact, would take {tokens * token_bytes['raw'] / 1e9:.1f} GB"
+        estimate += f"; raw KV, which is exact, would take {tokens * token_bytes['raw'] / 1e9:.1f} GB"
     if need + stored > room:
-        told += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
+        estimate += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
     if need > ASK_FROM_BYTES and not yes:
-        terminal.confirm(f"{told}. Go on?")
+        terminal.confirm(f"{estimate}. Go on?")
     else:
-        terminal.stderr.print(told, highlight=False, soft_wrap=True)
+        terminal.stderr.print(estimate, highlight=False, soft_wrap=True)
     return replace(config, kv_cache_dtype=codec)

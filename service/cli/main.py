@@ -103,7 +103,7 @@ class _LazyGroup(TyperGroup):
 app = typer.Typer(
     name="cacheblend",
     cls=_LazyGroup,
-    help="Answer questions over documents several times sooner: every chunk's KV cache is kept and blended into the prompt.",
+    help="Answer questions over documents with a short time to first token: chunks' KV caches are stored and blended.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

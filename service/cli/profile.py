@@ -154,10 +154,10 @@ def plan(
     out.print(rows)
     out.print(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}", highlight=False)
     if tokens > 2 * (longest := max(sample.tokens for sample in measured.prefill)):
-        told = (
+        warning = (
             f"no prefill of more than {longest:,} tokens was measured, so these seconds are carried on far: `cacheblend profile"
         )
-        out.print(f"{told} --length {tokens}` measures them", style="yellow", highlight=False)
+        out.print(f"{warning} --length {tokens}` measures them", style="yellow", highlight=False)
     if cheapest is None:
         out.print("no device of the table is fast enough to add no delay at this ratio", highlight=False)
 

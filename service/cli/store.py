@@ -15,6 +15,7 @@ from rich.table import Table
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.catalog import IndexReport
+from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
 from cacheblend.service.engine.ingest import merge_stores
@@ -25,6 +26,7 @@ from cacheblend.store.remote.transfer import pull as pull_entries
 from cacheblend.store.remote.transfer import push as push_entries
 
 from . import options, terminal
+from .terminal import counted
 
 app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
 Transfer = Callable[[KVStore, RemoteTier, Callable[[int, int], None]], TransferReport]
@@ -79,7 +81,7 @@ def ls(
             str(row["last_used"]),
         )
     terminal.stdout.print(table)
-    terminal.stdout.print(f"{len(rows)} entries")
+    terminal.stdout.print(counted(len(rows), "entry"))
 
 
 @app.command("stat")
@@ -105,23 +107,27 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
     if as_json:
         terminal.print_json(summary)
         return
-    terminal.stdout.print(f"{summary['entries']} entries, {summary['tokens']:,} tokens, {summary['bytes']:,} bytes")
+    tokens, size = sum(entry.tokens for entry in entries), sum(entry.bytes for entry in entries)
+    terminal.stdout.print(f"{counted(len(entries), 'entry')}, {counted(tokens, 'token')}, {counted(size, 'byte')}")
     for model, total in by_model.items():
-        terminal.stdout.print(f"  model {model[:16]}: {total['entries']} entries, {total['bytes']:,} bytes")
+        terminal.stdout.print(f"  model {model[:16]}: {counted(total['entries'], 'entry')}, {counted(total['bytes'], 'byte')}")
 
 
 @app.command("verify")
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def verify(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Mend what is found: damaged files are set aside, lost ones entered."),
+        typer.Option("--repair", help="Repair what is found: damaged files are set aside, lost ones entered."),
     ] = False,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Check every file and every checksum, of KV and index; exits with 1 if something is wrong and was not repaired.
 
-    A document that is damaged in the index cannot be mended: --repair removes it there. Its KV stays for when it is ingested
+    A document that is damaged in the index cannot be repaired: --repair removes it there. Its KV stays for when it is ingested
     again, or until it is deleted.
 
     Example: cacheblend store verify --store-dir ./store --repair
@@ -129,8 +135,8 @@ def verify(
     with open_store(store_dir) as store, terminal.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
     index = None
-    if (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
-        with IndexedDocuments(store_dir / INDEX_FOLDER) as documents:
+    if settings.values["index"] is not None or (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
+        with open_index(store_dir, settings) as documents:
             index = documents.verify(repair=repair)
     ok = report.ok and (index is None or index.ok)
     if as_json:
@@ -138,25 +144,24 @@ def verify(
     else:
         found = (
             f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.mismatched)} listed wrongly, "
-            f"{len(report.orphans)} files without an entry, {report.leftovers} half written"
+            f"{counted(len(report.orphans), 'file')} without an entry, {report.leftovers} half written"
             f"{', totals miscounted' if report.miscounted else ''}"
         )
-        terminal.stdout.print(f"{report.entries} entries, {report.bytes:,} bytes: {'all whole' if report.ok else found}")
+        size = f"{counted(report.entries, 'entry')}, {counted(report.bytes, 'byte')}"
+        terminal.stdout.print(f"{size}: {'none damaged' if report.ok else found}")
         if index is not None:
             _print_index(index)
         if not ok:
-            terminal.stdout.print("repaired" if report.repaired else "run again with --repair to mend it")
+            terminal.stdout.print("repaired" if report.repaired else "run again with --repair")
     if not ok and not report.repaired:
         raise typer.Exit(1)
 
 
 def _print_index(index: IndexReport) -> None:
-    found = (
-        f"{len(index.damaged)} damaged, {index.strays} chunks of no document{', its structure broken' if index.broken else ''}"
-    )
-    terminal.stdout.print(
-        f"index: {index.documents} documents, {index.chunks} chunks: {'all whole' if index.ok else found}", highlight=False
-    )
+    strays = counted(index.strays, "chunk")
+    found = f"{len(index.damaged)} damaged, {strays} of no document{', its structure broken' if index.broken else ''}"
+    size = f"{counted(index.documents, 'document')}, {counted(index.chunks, 'chunk')}"
+    terminal.stdout.print(f"index: {size}: {'none damaged' if index.ok else found}", highlight=False)
     for id_ in index.damaged:
         what = "removed from the index; ingest it again" if index.repaired else "damaged in the index; ingest it again"
         terminal.stdout.print(f"  {id_}: {what}", highlight=False, markup=False)
@@ -175,20 +180,23 @@ def clear(
     with open_store(store_dir) as store:
         entries = len(store.ls())
         if not yes:
-            terminal.confirm(f"Remove {entries} entries from {store_dir}?")
+            terminal.confirm(f"Remove {counted(entries, 'entry')} from {store_dir}?")
         store.clear()
     if as_json:
         terminal.print_json({"removed": entries})
     else:
-        terminal.stdout.print(f"{entries} entries removed")
+        terminal.stdout.print(f"{counted(entries, 'entry')} removed")
 
 
 @app.command("merge")
+@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def merge(
     sources: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Store folders to copy from, such as an ingest's shards.")
     ],
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Copy the index and the KV of store folders into --store-dir, checked while copied; what it has already is kept once.
@@ -196,16 +204,21 @@ def merge(
     Nothing is split, embedded or computed again. A document that several folders have in different versions is the last one's.
     An interrupted merge goes on when it is run again. The folders copied from stay as they are.
 
-    Example: cacheblend store merge shard-1 shard-2 --store-dir ./store
+    With --index the documents go to that database: so those of a folder come to replicas.
+
+    Examples:
+        cacheblend store merge shard-1 shard-2 --store-dir ./store
+
+        cacheblend store merge ./store --store-dir ./replica-1 --index postgresql://cacheblend@db/cacheblend
     """
     with terminal.progress_bars() as progress:
-        indexed, kv = merge_stores(sources, store_dir, progress)
+        indexed, kv = merge_stores(sources, store_dir, progress, settings.make(RetrieverConfig))
     if as_json:
         terminal.print_json({"indexed": indexed, **kv.as_dict()})
         return
     terminal.stdout.print(
-        f"{kv.entries} entries copied ({kv.bytes:,} bytes), {kv.already_stored} there before, {kv.damaged} damaged; "
-        f"{kv.documents} documents, {indexed} of them new in the index",
+        f"{counted(kv.entries, 'entry')} copied ({counted(kv.bytes, 'byte')}), {kv.already_stored} there before, "
+        f"{kv.damaged} damaged; {counted(kv.documents, 'document')}, {indexed} of them new in the index",
         highlight=False,
     )
 
@@ -302,6 +315,16 @@ def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
         raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
     config = config or StoreConfig()
     return KVStore(replace(config, directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
+
+
+def open_index(store_dir: Path, settings: options.Settings) -> IndexedDocuments:
+    """The index of a folder, or the one that --index names.
+
+    Raises:
+        RetrieverError: there is none, or it cannot be used.
+    """
+    config = settings.make(RetrieverConfig)
+    return IndexedDocuments(store_dir / INDEX_FOLDER, config.index, config.index_schema)
 
 
 def _time(nanoseconds: int) -> str:

@@ -70,6 +70,12 @@ stderr = PlainConsole(stderr=True)
 stdout = PlainConsole()
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: 1 entry, 2 entries."""
+    plural = noun.removesuffix("y") + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def print_json(value: Mapping[str, object]) -> None:
     """One JSON object on stdout."""
     sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")

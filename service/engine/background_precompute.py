@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from cacheblend.base.errors import CacheBlendError
-from cacheblend.base.process import in_own_thread, run_behind
+from cacheblend.base.process import in_own_thread, lower_priority
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.eviction import AdmissionFilter
 
@@ -202,7 +202,7 @@ class BackgroundPrecompute:
                     self._changed.notify_all()
 
     def _compute(self, key: ChunkKey, miss: _Miss) -> None:
-        run_behind()
+        lower_priority()
         self._put(key, self._encoder.compute(miss.token_ids, miss.earlier), miss.document)
 
     def _is_there(self, document: DocumentVersion | None) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError, IndexUnreachableError, InputError
 from cacheblend.blend import ChunkContext
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.retriever.config import SEPARATOR
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cacheblend.blend import Fusor
     from cacheblend.retriever import Chunk, Retriever
     from cacheblend.store import ChunkKV
+
+    from .config import EngineConfig
 
 PACKAGED_FILLER = Path(__file__).parent / "context.txt"
 FILLER_FILE = "context.txt"
@@ -111,6 +113,12 @@ class ChunkEncoder:
     context: ChunkContext
     codec: str
 
+    @classmethod
+    def of(cls, fusor: Fusor, prefix_ids: tuple[int, ...], config: EngineConfig) -> ChunkEncoder:
+        """Of an engine's settings; raises as `chunk_context` does."""
+        context = chunk_context(fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
+        return cls(fusor, prefix_ids, context, config.kv_cache_dtype)
+
     def key(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]], namespace: str = "") -> ChunkKey:
         """The store's key of a chunk that is computed after these chunks of its document."""
         return ChunkKey.of(
@@ -167,7 +175,7 @@ class ChunkContexts:
                 return self._known[document]
         try:
             chunks = [chunk for chunk in self._retriever.chunks(document[0]) if chunk.version == document[1]]
-        except InputError:
+        except (InputError, IndexUnreachableError):  # texts that a request brings need no index
             chunks = []
         ingested = {chunk.position: chunk.token_ids for chunk in chunks}
         if any(ingested.get(chunk.position) != chunk.token_ids for chunk in given):

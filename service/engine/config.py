@@ -187,7 +187,7 @@ def _shares(budget_bytes: int) -> dict[str, NamespaceShare]:
 
 
 def remember_settings(config: EngineConfig) -> None:
-    """Note beside a store what its KV is computed with, for commands that are not told.
+    """Note beside a store what its KV is computed with, for commands that do not name it.
 
     Raises:
         OSError: it cannot be written.

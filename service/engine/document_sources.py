@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,16 +31,23 @@ logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".csv")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
-KNOWN_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, *CONVERTED_SUFFIXES)  # other files are read where they are text
+PARQUET_SUFFIX = ".parquet"
+KNOWN_SUFFIXES = (
+    *TEXT_SUFFIXES,
+    *JSONL_SUFFIXES,
+    PARQUET_SUFFIX,
+    *CONVERTED_SUFFIXES,
+)  # other files are read where they are text
 IGNORE_FILES = (".gitignore", ".cacheblendignore")
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 8 * 2**20  # of one document: some 2 million tokens, whose tokenising takes about 2 GiB of memory
 MAX_LINE_BYTES = 32 * 2**20  # of one line, decompressed
+PARQUET_ROWS = 64  # in memory at once
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 _BOM = b"\xef\xbb\xbf"
 _BOMS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
 _BOMS[codecs.BOM_UTF16_BE] = "utf-16"  # after UTF-32's, which begin as UTF-16's
-# Tried where a text is no UTF-8: one of each script, since close relatives are told apart by chance.
+# Tried where a text is no UTF-8: one of each script, since close relatives are distinguished by chance.
 _ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
 _CONTROL_BYTES = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
 
@@ -210,7 +218,36 @@ def read_documents(
         lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else io.BytesIO(sys.stdin.read().encode())
         yield from _line_documents(_values(lines, "standard input"))
         return
-    root, skipped = Path(path), report.skipped if report else {}
+    skipped = report.skipped if report else {}
+    files = source_files(path, skipped, leave_out)
+    own = FileConverter() if converter is None else None
+    try:
+        for file, id_ in files:
+            try:
+                if report is not None:
+                    report.on_file(file)
+                yield from file_documents(
+                    file, id_, converter or own or FileConverter(), skipped if Path(path) != file else None
+                )
+            except (CacheBlendError, OSError) as error:
+                if report is None:
+                    raise
+                why = str(error) if isinstance(error, CacheBlendError) else f"{file}: {error.strerror or error}"
+                report.faults[str(file)] = why
+    finally:
+        if own is not None:
+            own.close()
+
+
+def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = None) -> list[tuple[Path, str]]:
+    """The files of a file, a folder or a pattern, each with the id of its document; see `read_documents`.
+
+    `skipped` takes what is left out, and why.
+
+    Raises:
+        InputError: there is no such file, or none that holds text.
+    """
+    root = Path(path)
     if root.is_dir():
         files = list(files_below(root, skipped))
     elif root.exists():
@@ -224,24 +261,7 @@ def read_documents(
     files = [file for file in files if leave_out is None or file.resolve() != leave_out.resolve()]
     if not files:
         raise InputError(f"{path} holds no {', '.join(KNOWN_SUFFIXES)} or other text file")
-    own = FileConverter() if converter is None else None
-    try:
-        for file in files:
-            try:
-                if report is not None:
-                    report.on_file(file)
-                id_ = file.relative_to(root).as_posix()
-                yield from file_documents(
-                    file, id_, converter or own or FileConverter(), skipped if Path(path) != file else None
-                )
-            except (CacheBlendError, OSError) as error:
-                if report is None:
-                    raise
-                why = str(error) if isinstance(error, CacheBlendError) else f"{file}: {error.strerror or error}"
-                report.faults[str(file)] = why
-    finally:
-        if own is not None:
-            own.close()
+    return [(file, file.relative_to(root).as_posix()) for file in files]
 
 
 def files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
@@ -317,7 +337,7 @@ def file_documents(
 
     Args:
         path: the file.
-        id_: of its document; parts of it have their place behind that.
+        id_: of its document; parts of it have their place appended.
         converter: of PDF and Office files.
         skipped: takes a file of an unknown kind that is no text; without it that is a fault.
         title: in place of the file's name.
@@ -329,6 +349,8 @@ def file_documents(
     name, where, title = path.name.lower(), where or str(path), title or path.stem
     if name.endswith(JSONL_SUFFIXES):
         yield from _line_documents(read_json_lines(path))
+    elif name.endswith(PARQUET_SUFFIX):
+        yield from _line_documents(_parquet_rows(path, where))
     elif name.endswith(CONVERTED_SUFFIXES):
         for part in converter.convert(path):
             place = f"#{part.place}" if part.place else ""
@@ -417,6 +439,27 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 raise InputError(f"{path} is no whole gzip file ({error}); compress it again, or copy it again") from error
         else:
             yield from _values(file, str(path))
+
+
+def _parquet_rows(path: Path, where: str) -> Iterator[tuple[str, Any]]:
+    """Each row's place ("FILE, row N") and its columns `id`, `title` and `text`, of which the first two may be missing.
+
+    Raises:
+        InputError: the file is no Parquet, or has no column `text`.
+    """
+    with needs_extra("ray"):
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    try:
+        with ParquetFile(path) as file:
+            columns = [name for name in ("id", "title", "text") if name in file.schema_arrow.names]
+            if "text" not in columns:
+                raise InputError(f"{where}: no column 'text'; its columns are {', '.join(file.schema_arrow.names)}")
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS, columns=columns))
+            for number, row in enumerate(rows, start=1):
+                yield f"{where}, row {number}", row | ({} if row.get("id") is None else {"id": str(row["id"])})
+    except ArrowException as error:
+        raise InputError(f"{where}: no Parquet file that can be read ({error})") from error
 
 
 def _decode(raw: bytes, where: str) -> str:

@@ -1,11 +1,19 @@
-"""Documents as a user sees them: their text in the index, and the KV of their chunks in the store."""
+"""Documents as a user sees them: their text in the index, and the KV of their chunks in the store.
+
+A file of several parts (pages, slides, sheets, lines) is a document for each, `report.pdf#page=3`. Its own name, `report.pdf`,
+stands for all of them together, unless a document has that id itself.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, StoreFullError
@@ -16,12 +24,17 @@ if TYPE_CHECKING:
     from cacheblend.retriever import Chunk, Retriever
     from cacheblend.retriever.index_folder import IndexedDocuments
     from cacheblend.retriever.places import ChunkPlace
-    from cacheblend.store import KVStore
+    from cacheblend.store import ChunkKey, KVStore
+
+    from .document_encoder import EncodedDocuments
+
+
+_PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentStatus:
-    """A document, and how much of its KV is stored.
+    """A document, or a file of several, and how much of its KV is stored.
 
     Args:
         id: the caller's name for it.
@@ -34,6 +47,8 @@ class DocumentStatus:
         stored_bytes: bytes of the files of its chunks' KV.
         own_bytes: the part of them that goes with the document.
         damaged: whether its id, version or title in the index is not what was written; ingested again it is whole.
+        parts: documents that it consists of: 1, or those of a file. A file's figures are sums over them, so that chunks which
+            they share count with each.
     """
 
     id: str
@@ -46,10 +61,63 @@ class DocumentStatus:
     stored_bytes: int
     own_bytes: int
     damaged: bool = False
+    parts: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutReport:
+    """What `DocumentWriter.put` did.
+
+    Args:
+        replaced: documents that took another's place.
+        dropped: chunks that no document has any more; their KV was removed.
+    """
+
+    replaced: int
+    dropped: int
+
+
+class DocumentWriter:
+    """Puts encoded documents into index and store together.
+
+    Args:
+        retriever: the index that takes their text.
+        store: where their chunks' KV is.
+        changing: held while documents change; see `Documents`.
+    """
+
+    def __init__(self, retriever: Retriever, store: KVStore, changing: AbstractContextManager[object]) -> None:
+        self._retriever, self._store, self._changing = retriever, store, changing
+
+    def put(
+        self, encoded: EncodedDocuments, versions: Mapping[str, str | None], needed: Collection[ChunkKey] = ()
+    ) -> PutReport | None:
+        """Add a batch of documents, in place of those of their ids, in index and store together, all at once.
+
+        Args:
+            encoded: the documents, whose KV is stored.
+            versions: of each document when its encoding began; None where there was none.
+            needed: chunks whose KV must be stored still.
+
+        Returns:
+            What was done; None where the KV of a needed chunk is gone, and nothing is changed then.
+
+        Raises:
+            DocumentChangedError: one of them was deleted or replaced meanwhile; nothing is changed then.
+            StoreError, RetrieverError: store or index cannot be written.
+        """
+        with self._changing, self._store.exclusive():
+            if any(key not in self._store for key in needed):
+                return None
+            # What a document may be at the end: what it was, or what another upload of this very text has made it.
+            expected = {document.id: (versions[document.id], document.version) for document in encoded.documents}
+            replaced = self._retriever.put(list(encoded.embedded.values()), expected)
+            dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in encoded.keys.items())
+        return PutReport(replaced=replaced, dropped=dropped)
 
 
 class Documents:
@@ -101,69 +169,149 @@ class Documents:
                     found.append(_lost(stored))
         return found[:limit], len(found) > limit
 
+    def files(self, limit: int | None = None, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
+        """Documents as `ls` gives them, the parts of a file as one, where its first part is.
+
+        Args:
+            limit: at most so many; None for all.
+            after: those listed after the document or file of this id; None for the first ones.
+
+        Returns:
+            The documents, and whether more follow.
+
+        Raises:
+            InputError: there is no document or file `after`.
+        """
+        indexed = {document.id: document for document in self._index.documents()}
+        ids = [*indexed, *(id_ for id_ in self._store.documents.ids() if id_ not in indexed)]
+        known, files = set(ids), dict[str, list[str]]()
+        for id_ in ids:
+            files.setdefault(_file_of(id_, known), []).append(id_)
+        if after is not None and after not in files:
+            raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
+        names = list(files)
+        start = 0 if after is None else names.index(after) + 1
+        end = len(names) if limit is None else start + limit
+        found = []
+        for name in names[start:end]:
+            parts = (_status_of(indexed.get(id_), self._store.documents.get(id_)) for id_ in files[name])
+            if there := [part for part in parts if part is not None]:
+                found.append(_together(name, there))
+        return found, len(names) > end
+
     def show(self, id_: str) -> tuple[DocumentStatus, Sequence[Chunk]]:
-        """One document and its chunks.
+        """One document, or a file's, and the chunks.
 
         Raises:
             InputError: there is no such document.
         """
-        status = self.status(id_)
+        statuses = self._statuses(id_)
         try:
-            return status, self._index.chunks(id_) if status.chunks else ()
+            chunks = [chunk for status in statuses if status.chunks for chunk in self._index.chunks(status.id)]
         except InputError:  # deleted since it was looked up
             raise _unknown(id_) from None
+        return _together(id_, statuses), chunks
 
     def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
         """Where each of the chunks that `show` gave stands in its file."""
-        return self._index.places(chunks)
+        by_document = groupby(chunks, lambda chunk: chunk.document_id)
+        return [place for _, own in by_document for place in self._index.places(list(own))]
 
     def status(self, id_: str) -> DocumentStatus:
-        """One document without its chunks; raises as `show` does."""
-        document, stored = self._index.document(id_), self._store.documents.get(id_)
-        if document is not None:
-            return _status(document, stored)
-        if stored is None:
+        """One document, or a file's together, without the chunks; raises as `show` does."""
+        return _together(id_, self._statuses(id_))
+
+    def _statuses(self, id_: str) -> list[DocumentStatus]:
+        """Of a document, or else of the parts of a file, in order; raises as `show` does."""
+        if (own := self._part_status(id_)) is not None:
+            return [own]
+        known = {*self._index.ids(), *self._store.documents.ids()}
+        ids = sorted((part for part in known if _file_of(part, known) == id_), key=lambda part: (len(part), part))
+        if not (parts := [status for status in map(self._part_status, ids) if status is not None]):
             raise _unknown(id_)
-        return _lost(stored)
+        return parts
+
+    def _part_status(self, id_: str) -> DocumentStatus | None:
+        return _status_of(self._index.document(id_), self._store.documents.get(id_))
 
     def delete(self, id_: str) -> DocumentStatus:
-        """Remove a document, pinned or not, and the KV of the chunks that no other document has; returns its last status.
+        """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has.
 
         The KV goes first: where the process dies between the two, the document is still listed and can be deleted again. Both
         go under the store's lock, so that no other process's ingest notes the document between them.
+
+        Returns:
+            The last status.
 
         Raises:
             InputError: there is no such document.
             StoreError, RetrieverError: store or index cannot be written.
         """
         with self._changing, self._store.exclusive():
-            status = self.status(id_)
-            if self._store.documents.version(id_) is not None:
-                self._store.documents.delete(id_)
-            if self._index.document(id_) is not None:
-                try:
-                    self._index.delete(id_)
-                except StoreFullError:  # what the KV's files left free is reserved again, or taken by others
-                    if not self._store.release_reserve():
-                        raise
-                    self._index.delete(id_)
-        return status
+            statuses = self._statuses(id_)
+            for part in statuses:
+                self._delete(part.id)
+        return _together(id_, statuses)
+
+    def _delete(self, id_: str) -> None:
+        if self._store.documents.version(id_) is not None:
+            self._store.documents.delete(id_)
+        if self._index.document(id_) is not None:
+            try:
+                self._index.delete(id_)
+            except StoreFullError:  # what the KV's files left free is reserved again, or taken by others
+                if not self._store.release_reserve():
+                    raise
+                self._index.delete(id_)
 
     def pin(self, id_: str) -> DocumentStatus:
-        """Spare the KV of a document's chunks from evictions, also what is computed of it later; its status then.
+        """Spare the KV of the chunks of a document, or a file's, from evictions, also what is computed later; the status then.
 
         Raises:
             InputError: there is no such document, or its KV was never ingested.
         """
-        self.status(id_)
-        self._store.documents.pin(id_)
+        for part in self._statuses(id_):
+            self._store.documents.pin(part.id)
         return self.status(id_)
 
     def unpin(self, id_: str) -> DocumentStatus:
-        """Let the KV of a document's chunks be evicted again; see `pin`."""
-        self.status(id_)
-        self._store.documents.unpin(id_)
+        """Let the KV of the chunks be evicted again; see `pin`."""
+        for part in self._statuses(id_):
+            self._store.documents.unpin(part.id)
         return self.status(id_)
+
+
+def _file_of(id_: str, known: Collection[str]) -> str:
+    """The file that a document is a part of; its own id where it is none, or where that name is a document's."""
+    found = _PART.fullmatch(id_)
+    return id_ if found is None or found[1] in known else found[1]
+
+
+def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
+    """The status of a file's documents, or of the one document `id_`."""
+    first, *others = parts
+    if not others and first.id == id_:
+        return first
+    return DocumentStatus(
+        id=id_,
+        title=PurePosixPath(id_).name,
+        version=hashlib.sha256("\n".join(part.version for part in parts).encode()).hexdigest(),
+        chunks=sum(part.chunks for part in parts),
+        pinned=all(part.pinned for part in parts),
+        stored_chunks=sum(part.stored_chunks for part in parts),
+        shared_chunks=sum(part.shared_chunks for part in parts),
+        stored_bytes=sum(part.stored_bytes for part in parts),
+        own_bytes=sum(part.own_bytes for part in parts),
+        damaged=any(part.damaged for part in parts),
+        parts=len(parts),
+    )
+
+
+def _status_of(document: CatalogedDocument | None, stored: StoredDocument | None) -> DocumentStatus | None:
+    """None where neither index nor store has it."""
+    if document is not None:
+        return _status(document, stored)
+    return None if stored is None else _lost(stored)
 
 
 def _status(document: CatalogedDocument, stored: StoredDocument | None) -> DocumentStatus:

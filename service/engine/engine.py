@@ -14,18 +14,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import IndexUnreachableError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import DocumentVersion, KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
-from .chunk_contexts import ChunkContexts, ChunkEncoder, chunk_context
+from .chunk_contexts import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, remember_settings, torch_dtype
-from .documents import Documents
-from .ingest import Check, Ingester, IngestReport, Progress, StreamProgress
+from .document_encoder import Check, Progress
+from .documents import Documents, DocumentWriter
+from .index_follower import IndexFollower
+from .ingest import Ingester, IngestReport, StreamProgress
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import calibrated, find_controller
@@ -72,23 +74,26 @@ class Engine:
         self._changing = threading.Lock()  # of the documents
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
         self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
-        prefix_ids = self.prompts.prefix
-        context = chunk_context(self.fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
-        self._encoder = encoder = ChunkEncoder(self.fusor, prefix_ids, context, config.kv_cache_dtype)
+        self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
-            self._contexts = ChunkContexts(context, self.retriever)
+            self._contexts = ChunkContexts(encoder.context, self.retriever)
             self.chunk_texts = ChunkTexts(tokenizer, self.retriever.config.separator)
             self.foreground = foreground or Foreground()
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
             opened.callback(self.background.close)
+            self._follower: IndexFollower | None = None
+            if config.retriever.index is not None:
+                self._follower = IndexFollower(self.retriever, self.store, self._changing)
+                opened.callback(self._follower.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
             self._prefiller = Prefiller(
                 self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
             )
-            self._ingester = Ingester(encoder, self.retriever, self.store, changing=self._changing)
+            writer = DocumentWriter(self.retriever, self.store, self._changing)
+            self._ingester = Ingester(encoder, self.retriever, self.store, writer)
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():
                 remember_settings(config)
             self._opened = opened.pop_all()
@@ -277,7 +282,7 @@ class Engine:
         )
 
     def complete(self, request: Request, on_token: Callable[[int], None] | None = None) -> Answer:
-        """Answer a prepared request; `on_token` is told of each token as soon as it is there."""
+        """Answer a prepared request; `on_token` is called with each token as soon as it is there."""
         with self.foreground:
             # 4. Prefill: look the chunks' KV up, load it layer by layer, blend it.
             for _ in self.prefill_steps(request):
@@ -300,7 +305,8 @@ class Engine:
 
     def prefill_steps(self, request: Request) -> PrefillSteps:
         """Prefill a prepared request, one layer a step; see `Prefiller.steps`."""
-        return self._prefiller.steps(request)
+        steps = self._prefiller.steps(request)
+        return steps if self._follower is None else self._noting(self._follower, steps, request)
 
     def drain(self) -> None:
         """Wait until the KV of every chunk that a request missed is computed and stored."""
@@ -321,6 +327,8 @@ class Engine:
     def __del__(self) -> None:
         if not self._closed:
             self.background.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
+            if self._follower is not None:
+                self._follower.stop()
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
     def _retrieve(
@@ -345,8 +353,18 @@ class Engine:
         documents = [(chunk.document_id, chunk.version) for chunk in chunks]
         if not brought:
             return tuple(documents)
-        known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
+        try:
+            known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
+        except IndexUnreachableError:  # texts that a request brings need no index
+            return (None,) * len(documents)
         return tuple((id_, version) if known[id_] == version else None for id_, version in documents)
+
+    def _noting(self, follower: IndexFollower, steps: PrefillSteps, request: Request) -> PrefillSteps:
+        """Have the chunks of a request noted as their documents'."""
+        yield from steps
+        prompt, namespace = request.prompt, request.namespace
+        keys = (self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks))
+        follower.note((key, prompt.document_of(at)) for at, key in enumerate(keys))
 
     def _check_open(self) -> None:
         if self._closed:

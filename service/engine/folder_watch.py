@@ -24,7 +24,7 @@ from .ingest import IngestReport
 RECORD_FILE = "watched.json"
 QUIET_MS = 500  # without a change, before changes are followed: a file that is being written is left alone
 MOST_WAIT_MS = 5000  # for that
-RESCAN_MS = 60_000  # also without a word from the system: shares of other machines tell nothing
+RESCAN_MS = 60_000  # also without an event: network shares send none
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class FollowReport:
     def __str__(self) -> str:
         one = self.ingested
         return (
-            f"{one.added} new, {one.replaced} changed, {self.deleted} deleted documents; KV of {one.computed} chunks computed "
-            f"({one.seconds:.1f} s)"
+            f"documents: {one.added} new, {one.replaced} changed, {self.deleted} deleted; chunks whose KV was computed: "
+            f"{one.computed} ({one.seconds:.1f} s)"
         )
 
 

@@ -5,37 +5,36 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DocumentChangedError, InputError, PromptTooLongError
-from cacheblend.retriever import Document
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError
+from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.retriever.index_folder import merge_indexes
 from cacheblend.store.merge import check_stores, merge
 
 from .config import INDEX_FOLDER, KV_FOLDER
+from .document_encoder import Check, DocumentEncoder, EncodingWatch, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cacheblend.retriever import Chunk, EmbeddedDocument, Retriever
-    from cacheblend.store import ChunkKey, KVStore
+    from cacheblend.retriever import Retriever
+    from cacheblend.store import KVStore
     from cacheblend.store.merge import MergeReport
 
     from .chunk_contexts import ChunkEncoder
+    from .document_encoder import EncodedDocuments
     from .document_sources import DocumentStream, StreamSize
+    from .documents import DocumentWriter, PutReport
 
 logger = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
 StreamProgress = Callable[[int, int], None]
-Check = Callable[[], None]
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 LINE_EVERY_S = 10.0  # of progress, where there is no terminal
@@ -74,6 +73,24 @@ class IngestReport:
     seconds: float
 
     @classmethod
+    def of(cls, encoded: EncodedDocuments, put: PutReport, *, evicted: int, seconds: float) -> IngestReport:
+        """Of a batch whose documents are in the index."""
+        chunks = len(encoded.distinct_keys)
+        return cls(
+            documents=len(encoded.documents),
+            added=len(encoded.embedded) - put.replaced,
+            replaced=put.replaced,
+            unchanged=len(encoded.documents) - len(encoded.embedded),
+            chunks=chunks,
+            computed=len(encoded.computed),
+            already_stored=chunks - len(encoded.computed),
+            evicted=evicted,
+            dropped=put.dropped,
+            tokens=encoded.tokens,
+            seconds=seconds,
+        )
+
+    @classmethod
     def empty(cls) -> IngestReport:
         """Of no documents."""
         return cls(**dict.fromkeys((each.name for each in dataclasses.fields(cls)), 0))
@@ -88,20 +105,6 @@ class IngestReport:
         return dataclasses.asdict(self)
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Documents that are ingested at once, and what was done of them."""
-
-    documents: Sequence[Document]
-    on_progress: Progress = lambda *_: None
-    on_computed: Callable[[int], None] = lambda _: None  # called with the tokens of each chunk that was computed
-    check: Check = lambda: None
-    chunks: dict[tuple[str, str], list[Sequence[int]]] = field(default_factory=dict)  # by document and version
-    keys: dict[tuple[str, str], list[ChunkKey]] = field(default_factory=dict)
-    stored: list[ChunkKey] = field(default_factory=list)
-    tokens: int = 0
-
-
 class Ingester:
     """Splits, indexes and precomputes documents.
 
@@ -109,13 +112,12 @@ class Ingester:
         encoder: names and computes chunks' KV.
         retriever: splits and indexes.
         store: keeps the KV.
-        changing: held while documents change in index and store; see `Documents`.
+        writer: of both.
     """
 
-    def __init__(
-        self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore, *, changing: AbstractContextManager[object]
-    ) -> None:
-        self._encoder, self._retriever, self._store, self._changing = encoder, retriever, store, changing
+    def __init__(self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore, writer: DocumentWriter) -> None:
+        self._retriever, self._store, self._writer = retriever, store, writer
+        self._encoder = DocumentEncoder(encoder, retriever, store)
 
     def ingest(
         self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
@@ -124,7 +126,8 @@ class Ingester:
         given = [Document.of(document) for document in documents]
         if not given:
             raise InputError("no documents to ingest; give at least one")
-        report = self._ingest(_Batch(given, on_progress or (lambda *_: None), check=check or (lambda: None)))
+        watch = EncodingWatch(on_progress=on_progress or (lambda *_: None), check=check or (lambda: None))
+        report = self._ingest(given, watch)
         if report.evicted:
             raise BudgetTooSmallError(
                 f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget "
@@ -149,8 +152,9 @@ class Ingester:
             tokens += chunk_tokens
             report(total.documents, tokens)
 
-        for batch in _batches(map(Document.of, documents)):
-            total += self._ingest(_Batch(batch, on_computed=count, check=check or (lambda: None)))
+        watch = EncodingWatch(on_computed=count, check=check or (lambda: None))
+        for batch in batches(map(Document.of, documents)):
+            total += self._ingest(batch, watch)
             report(total.documents, tokens)
         evicted = self._store.stats().nvme.evictions - evictions
         if evicted:
@@ -160,129 +164,45 @@ class Ingester:
             )
         return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
-    def _ingest(self, batch: _Batch) -> IngestReport:
-        started, given, retriever = time.perf_counter(), batch.documents, self._retriever
-        self._check_lengths(given)
-        versions = {document.id: retriever.version(document.id) for document in given}
-        # 1. Embed what is new. Nothing is written before all KV is there: who gives up leaves the documents as they were.
-        embedded: dict[str, EmbeddedDocument] = {}
-        done = len(given) - len(new := retriever.changed(given))
-        if done:
-            batch.on_progress("index", done, len(given))
-        for one in retriever.embed(new, batch.check):
-            embedded[one.document.id] = one
-            batch.on_progress("index", done + len(embedded), len(given))
-        # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.
-        for document in {document.id: document for document in given}.values():
-            of_document = embedded[document.id].chunks if document.id in embedded else self._chunks(document)
-            own: list[Sequence[int]] = [chunk.token_ids for chunk in of_document]
-            batch.chunks[document.id, document.version] = own
-            batch.keys[document.id, document.version] = list(map(self._encoder.key, own, self._encoder.context.earlier(own)))
-        every = dict.fromkeys(key for keys in batch.keys.values() for key in keys)
-        self._store.fetch(every)
-        found = {key for key in every if key in self._store}
+    def _ingest(self, documents: Sequence[Document], watch: EncodingWatch) -> IngestReport:
+        started, encoder, store = time.perf_counter(), self._encoder, self._store
+        # 1. Split and embed. Nothing is written before all KV is there: who gives up leaves the documents as they were.
+        versions = {document.id: self._retriever.version(document.id) for document in documents}
+        encoded = encoder.split(documents, self._retriever.changed(documents), watch)
         try:
-            self._compute(batch, every.keys() - found)
+            # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.
+            encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
             # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
-            while True:
-                with self._changing, self._store.exclusive():
-                    for document in given:
-                        if retriever.version(document.id) not in (versions[document.id], document.version):
-                            raise DocumentChangedError(document.id)
-                    gone = {key for key in found if key not in self._store}
-                    if not gone:
-                        replaced = sum(retriever.put(one) for one in embedded.values())
-                        dropped = self._store.documents.put(
-                            (*document, list(dict.fromkeys(keys))) for document, keys in batch.keys.items()
-                        )
-                        break
-                self._compute(batch, gone)
-                found -= gone  # once each: where the budget is below the corpus, they may go again
+            needed = set(encoded.found)
+            while (put := self._writer.put(encoded, versions, needed)) is None:
+                gone = {key for key in needed if key not in store}
+                encoder.compute(encoded, gone, watch)
+                needed -= gone  # once each: where the budget is below the corpus, they may go again
         except CacheBlendError:  # given up by client or service, a full disk, a changed document: as if it never came
             try:
-                self._store.documents.drop_unowned(batch.stored)
+                store.documents.drop_unowned(encoded.computed)
             except CacheBlendError as error:
-                logger.warning(
-                    "the KV of %d chunks of an ingest that was given up stays until it is evicted: %s", len(batch.stored), error
-                )
+                stay = len(encoded.computed)
+                logger.warning("the KV of %d chunks of an ingest that was given up stays until it is evicted: %s", stay, error)
             raise
-        return IngestReport(
-            documents=len(given),
-            added=len(embedded) - replaced,
-            replaced=replaced,
-            unchanged=len(given) - len(embedded),
-            chunks=len(every),
-            computed=len(batch.stored),
-            already_stored=len(every) - len(batch.stored),
-            evicted=sum(key not in self._store for key in every),
-            dropped=dropped,
-            tokens=batch.tokens,
-            seconds=time.perf_counter() - started,
-        )
-
-    def _compute(self, batch: _Batch, keys: Iterable[ChunkKey]) -> None:
-        """Compute and store the KV of some of a batch's chunks, and note it there. All is durable at the end."""
-        missing, documents = set(keys), list[tuple[list[Sequence[int]], list[int]]]()
-        wanted: list[ChunkKey] = []
-        for versioned, of_document in batch.keys.items():
-            indexes: list[int] = []
-            for index, key in enumerate(of_document):
-                if key in missing:
-                    missing.remove(key)  # of equal chunks the first one is computed
-                    indexes.append(index)
-                    wanted.append(key)
-            documents.append((batch.chunks[versioned], indexes))
-        total, writes = len(batch.stored) + len(wanted), deque[Future[bool]]()
-        batch.check()
-        for key, kv in zip(wanted, self._encoder.compute_documents(documents), strict=True):
-            batch.stored.append(key)
-            batch.tokens += len(kv.token_ids)
-            writes.append(self._store.put(key, kv, flush=False))
-            while writes and writes[0].done():
-                writes.popleft().result()  # a full disk ends the run here, not hours later
-            batch.on_progress("precompute", len(batch.stored), total)
-            batch.on_computed(len(kv.token_ids))
-            batch.check()
-        for write in writes:
-            write.result()
-
-    def _chunks(self, document: Document) -> Sequence[Chunk]:
-        """The chunks of a document that is here, or was a moment ago."""
-        try:
-            chunks = self._retriever.chunks(document.id)
-        except InputError:
-            chunks = []
-        return chunks if chunks and chunks[0].version == document.version else self._retriever.splitter.split(document)
-
-    def _check_lengths(self, documents: Iterable[Document]) -> None:
-        """Refuse documents of which a chunk and what it is computed after are longer than the model's positions.
-
-        Raises:
-            PromptTooLongError: so.
-        """
-        splitter, max_positions = self._retriever.splitter, self._encoder.fusor.max_positions
-        before = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
-        chunk_tokens = splitter.config.chunk_tokens
-        if max_positions is None or before + 2 * chunk_tokens <= max_positions:  # a chunk is a little over chunk_tokens
-            return
-        for document in documents:
-            longest = max(len(chunk.token_ids) for chunk in splitter.split(document))
-            if before + longest > max_positions:
-                raise PromptTooLongError(
-                    f"document {document.id!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of "
-                    f"which {before} are for what stands before it; lower chunk_tokens={chunk_tokens}"
-                )
+        evicted = sum(key not in store for key in encoded.distinct_keys)
+        return IngestReport.of(encoded, put, evicted=evicted, seconds=time.perf_counter() - started)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Groups that are ingested at once; raises InputError where two documents of one id have different texts."""
+def batches(documents: Iterable[Document], batch_documents: int | None = None) -> Iterator[list[Document]]:
+    """Groups that are ingested at once: so many documents, `BATCH_DOCUMENTS` by default, or `BATCH_CHARACTERS`.
+
+    Raises:
+        InputError: two documents of one id have different texts.
+    """
+    batch_documents = batch_documents or BATCH_DOCUMENTS
     versions: dict[str, str] = {}
     batch: list[Document] = []
     for document in documents:
         if versions.setdefault(document.id, document.version) != document.version:
             raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
         batch.append(document)
-        if len(batch) == BATCH_DOCUMENTS or sum(len(one.text) for one in batch) >= BATCH_CHARACTERS:
+        if len(batch) == batch_documents or sum(len(one.text) for one in batch) >= BATCH_CHARACTERS:
             yield batch
             batch = []
     if batch:
@@ -297,11 +217,11 @@ class IngestProgress:
 
     Args:
         console: where to.
-        stream: the documents being read.
+        stream: the documents being read; None where others read them.
         size: of the stream; None where that is not known, and no time left can be shown.
     """
 
-    def __init__(self, console: Console, stream: DocumentStream, size: StreamSize | None) -> None:
+    def __init__(self, console: Console, stream: DocumentStream | None, size: StreamSize | None) -> None:
         self._console, self._stream, self._size = console, stream, size
         self._skipped_characters = self._done_characters = 0
         self._done_documents = self._done_tokens = self._tokens = 0
@@ -314,17 +234,21 @@ class IngestProgress:
         """What was done so far; `StreamProgress`."""
         now, self._tokens = time.monotonic(), tokens
         if not tokens:
-            self._skipped_characters, self._started = self._stream.characters * (documents > 0), now
+            self._skipped_characters, self._started = self._characters * (documents > 0), now
         if documents != self._done_documents:  # a batch ended, and the next one is not read yet
-            self._done_documents, self._done_characters, self._done_tokens = documents, self._stream.characters, tokens
+            self._done_documents, self._done_characters, self._done_tokens = documents, self._characters, tokens
         self._show(self.line(documents, tokens, now), now)
 
     def check(self) -> None:
         """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
-        if self._tokens == self._done_tokens and (characters := self._stream.characters - self._done_characters) > 0:
+        if self._tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
             now = time.monotonic()
             line = self.line(self._done_documents, self._tokens, now)
             self._show(f"{line}, embedding {characters:,} characters", now)
+
+    @property
+    def _characters(self) -> int:
+        return 0 if self._stream is None else self._stream.characters
 
     def _show(self, line: str, now: float) -> None:
         if self._status is not None:
@@ -388,7 +312,10 @@ class ReadingProgress:
 
 
 def merge_stores(
-    sources: Sequence[Path], target: Path, on_progress: Callable[[str, int, int], None] | None = None
+    sources: Sequence[Path],
+    target: Path,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    index: RetrieverConfig | None = None,
 ) -> tuple[int, MergeReport]:
     """Copy index and KV of store folders into one, as if their documents had been ingested into it in this order.
 
@@ -399,6 +326,7 @@ def merge_stores(
         sources: the `--store-dir` folders to copy from.
         target: the folder to copy into; made when missing.
         on_progress: called with the stage ("index" or "copy"), documents or entries done, and how many in all.
+        index: names the database that documents are copied into, where it is not the target folder's own.
 
     Returns:
         Documents copied into the index, without those it had already, and what was done to the KV.
@@ -408,11 +336,14 @@ def merge_stores(
         RetrieverError: the indexes were built with different settings; see `merge_indexes`.
     """
     report = on_progress or (lambda *_: None)
+    index = index or RetrieverConfig()
     kv = [source / KV_FOLDER for source in sources]
     check_stores(kv, target / KV_FOLDER)
     indexed = merge_indexes(
         [source / INDEX_FOLDER for source in sources],
         target / INDEX_FOLDER,
+        index=index.index,
+        schema=index.index_schema,
         on_progress=lambda done, total: report("index", done, total),
     )
     return indexed, merge(kv, target / KV_FOLDER, on_progress=lambda done, total: report("copy", done, total))

@@ -276,7 +276,7 @@ class Prefiller:
     ) -> None:
         """Log what was predicted beside what it took, and let the controller learn from it."""
         blend_s = prefill_s - precompute_s
-        # A GPU computes while the host waits, so there the two can be told apart only where the host hardly waited.
+        # A GPU computes while the host waits, so there the two can be separated only where the host hardly waited.
         waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * blend_s
         controller.record(plan, load_s=load_s, compute_s=None if waited else blend_s - wait_s)
         logger.info(

@@ -310,11 +310,11 @@ class PromptRenderer:
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuse tools that the template does not take, and those whose words it would make control tokens."""
-        told: list[tuple[str, Any]] = [("tools", tools)] if tools else []
+        quoted: list[tuple[str, Any]] = [("tools", tools)] if tools else []
         for place, message in enumerate(messages):
             if message.role == "tool" or message.tool_calls:
-                told.append((f"messages[{place}]", message.turn("")))
-        for field, value in told:
+                quoted.append((f"messages[{place}]", message.turn("")))
+        for field, value in quoted:
             if not self.takes_tools:
                 raise InputError(
                     f"{field}: the model's chat template takes no tools; leave them out, or use a model that calls tools"

@@ -60,7 +60,7 @@ class FirstTokenClock(BaseStreamer):
     """A streamer that notes the time of the first generated token; `generate` puts the prompt before it.
 
     Args:
-        on_token: told of each generated token.
+        on_token: called with each generated token.
     """
 
     def __init__(self, on_token: Callable[[int], None] | None = None) -> None:

@@ -34,7 +34,7 @@ SUFFIXES = {
     "application/json": ".txt",
     "application/xml": ".txt",
 }
-UNTOLD_TYPES = ("", "text/plain", "application/octet-stream", "binary/octet-stream")  # whose kind the URL's name tells
+VAGUE_TYPES = ("", "text/plain", "application/octet-stream", "binary/octet-stream")  # whose kind is the URL's suffix
 MAX_BYTES = 64 * 2**20
 MAX_URL_CHARACTERS = 2000
 MAX_REDIRECTS = 5
@@ -198,7 +198,7 @@ def _checked_parts(url: str, named: str) -> SplitResult:
 
 
 def _saved(answer: HTTPResponse, url: str, parts: SplitResult, folder: Path) -> WebFile:
-    """What a server answered, in a file whose name tells its kind."""
+    """What a server answered, in a file whose suffix is its kind."""
     if answer.status != 200:
         raise InputError(f"{url}: the server says {answer.status} {answer.reason}; look at it in a browser")
     if answer.getheader("Content-Encoding", "identity") != "identity":
@@ -207,7 +207,7 @@ def _saved(answer: HTTPResponse, url: str, parts: SplitResult, folder: Path) -> 
     kind = answer.headers.get_content_type() if answer.getheader("Content-Type") else ""
     suffix = PurePosixPath(name).suffix.lower()
     suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
-    if kind not in UNTOLD_TYPES:
+    if kind not in VAGUE_TYPES:
         suffix = SUFFIXES.get(kind, ".txt" if kind.startswith("text/") and suffix not in (".md", ".csv", ".rst") else suffix)
     parts_read, size = list[bytes](), 0
     while part := answer.read1(2**16):
@@ -218,7 +218,7 @@ def _saved(answer: HTTPResponse, url: str, parts: SplitResult, folder: Path) -> 
         raise OSError("the connection ended early")
     raw = b"".join(parts_read)
     if _CHARSET.match(charset := answer.headers.get_content_charset("")):
-        with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes tell
+        with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes decide
             raw = raw.decode(charset).encode()
     stem = PurePosixPath(name).stem or parts.hostname or "page"
     found = _TITLE.search(raw[: 2**16].decode(errors="replace")) if suffix in (".html", ".htm") else None

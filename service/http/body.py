@@ -92,8 +92,8 @@ class BodyLimit:
         """
         name, most_bytes = self._limit(scope)
         too_long = ApiError(413, f"the body is longer than {name}={most_bytes}; send less, or in parts", code="body_too_long")
-        if (told_bytes := _told_bytes(scope)) > most_bytes:
-            await self._pace(tenant, min(told_bytes, self._longest))  # the server drops what comes of it
+        if (declared_bytes := _declared_bytes(scope)) > most_bytes:
+            await self._pace(tenant, min(declared_bytes, self._longest))  # the server drops what comes of it
             raise too_long
         parts, read_bytes = list[bytes](), 0
         try:
@@ -163,10 +163,10 @@ class BodyLimit:
         return name, most_bytes
 
 
-def _told_bytes(scope: Scope) -> int:
+def _declared_bytes(scope: Scope) -> int:
     """What `Content-Length` says; 0 where nothing does."""
-    told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    return int(told) if told.isdigit() else 0
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    return int(declared) if declared.isdigit() else 0
 
 
 class JsonRoute(APIRoute):

@@ -96,7 +96,7 @@ class Shape(Protocol):
         """The choice of a piece."""
 
     def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
-        """Log-probabilities of tokens that begin `offset` characters behind the answer's start."""
+        """Log-probabilities of tokens that begin `offset` characters after the answer's start."""
 
 
 class ChatShape:
@@ -135,12 +135,12 @@ class ChatShape:
     def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: Any, offset: int) -> dict[str, Any]:
         """See `Shape`."""
 
-        def told(token_id: int, logprob: float) -> dict[str, Any]:
+        def reported(token_id: int, logprob: float) -> dict[str, Any]:
             text = tokenizer.decode([token_id])
             return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
         content = [
-            {**told(each.token_id, each.logprob), "top_logprobs": [told(*likely) for likely in each.likeliest]}
+            {**reported(each.token_id, each.logprob), "top_logprobs": [reported(*likely) for likely in each.likeliest]}
             for each in tokens
         ]
         return {"content": content, "refusal": None}
@@ -220,7 +220,7 @@ async def _respond(body: GenerationBody, request: Request, shape: Shape, prepare
             {
                 "index": index,
                 **shape.whole(text, calls),
-                "logprobs": None if body.told_logprobs is None else shape.logprobs(one.logprobs, tokenizer, 0),
+                "logprobs": None if body.returned_logprobs is None else shape.logprobs(one.logprobs, tokenizer, 0),
                 "finish_reason": "tool_calls" if calls else one.finish_reason,
             }
         )
@@ -234,7 +234,7 @@ async def _stream(
     """The events' texts."""
     head = {**head, "object": shape.stream_kind}
     tokenizer = generation.served[0].engine.fusor.tokenizer
-    told: list[list[TokenLogprob]] = [[] for _ in generation.served]  # of tokens whose text is held back
+    pending: list[list[TokenLogprob]] = [[] for _ in generation.served]  # of tokens whose text is held back
     offsets: list[int | None] = [None for _ in generation.served]  # characters so far; None before the first piece
     readers = [shape.calls() for _ in generation.served]
     done: dict[int, Done] = {}
@@ -249,14 +249,14 @@ async def _stream(
             done[place] = following
         else:
             text, calls, reason = readers[place].add(following.text), [], None
-            told[place] += [following.logprob] if following.logprob is not None else []
+            pending[place] += [following.logprob] if following.logprob is not None else []
             if not text and offset is not None:
                 continue
         offsets[place] = (offset or 0) + len(text)
         choice = {"index": place, **shape.piece(text, calls, first=offset is None), "logprobs": None, "finish_reason": reason}
-        if body.told_logprobs is not None:
-            choice["logprobs"] = shape.logprobs(told[place], tokenizer, offset or 0)
-            told[place] = []
+        if body.returned_logprobs is not None:
+            choice["logprobs"] = shape.logprobs(pending[place], tokenizer, offset or 0)
+            pending[place] = []
         piece = {**head, "choices": [choice]}
         if len(done) == len(generation.served):
             piece["cacheblend"] = answer_report(body, generation.served[0], done[0])

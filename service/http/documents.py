@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -39,12 +39,16 @@ async def ls(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MOST_LISTED, description="At most so many documents.")] = LISTED,
     after: Annotated[str | None, Query(description="List those after the document of this id: the `last_id` before.")] = None,
+    by: Annotated[
+        Literal["document", "file"], Query(description="`file` lists the pages, slides and sheets of a file as one.")
+    ] = "document",
 ) -> Response:
-    """A page of the documents, in the order of adding; `has_more` tells whether to ask for the one after `last_id`."""
+    """A page of the documents, in the order of adding; `has_more` says whether to ask for the one after `last_id`."""
     engine: Engine = request.state.engine
 
     def list_page() -> Response:  # written out here too: of many documents that takes long
-        documents, has_more = engine.documents.page(limit, after)
+        read = engine.documents.files if by == "file" else engine.documents.page
+        documents, has_more = read(limit, after)
         ids = [document.id for document in documents]
         return JSONResponse(
             {
@@ -64,7 +68,7 @@ async def ls(
 
 @router.get("/{id_:path}")
 async def show(id_: str, request: Request) -> dict[str, Any]:
-    """One document and the text of its chunks."""
+    """One document, or a file's together, and the text of the chunks."""
     engine: Engine = request.state.engine
 
     def read() -> dict[str, Any]:  # places too: of a long document that takes a moment
@@ -82,7 +86,7 @@ async def replace(id_: str, body: ReplaceBody, request: Request) -> dict[str, An
 
 @router.delete("/{id_:path}")
 async def delete(id_: str, request: Request) -> dict[str, Any]:
-    """Remove a document, and the KV that no other document needs."""
+    """Remove a document, or a file's, and the KV that no other document needs."""
     engine: Engine = request.state.engine
     await _known(request, lambda: engine.documents.delete(id_))
     return {"id": id_, "object": "document", "deleted": True}
@@ -123,4 +127,10 @@ def _body(status: DocumentStatus) -> dict[str, Any]:
 
 
 def _chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:
-    return {"position": chunk.position, **place.as_dict(), "tokens": len(chunk.token_ids), "text": chunk.text}
+    return {
+        "document_id": chunk.document_id,
+        "position": chunk.position,
+        **place.as_dict(),
+        "tokens": len(chunk.token_ids),
+        "text": chunk.text,
+    }

@@ -18,6 +18,7 @@ from cacheblend.base.errors import (
     DamagedDocumentError,
     DeadlineError,
     DocumentChangedError,
+    IndexUnreachableError,
     InputError,
     PromptTooLongError,
     QueueFullError,
@@ -30,6 +31,7 @@ from .schemas import LIST_TAG, OBJECT_TAG, TEXT_TAG
 logger = logging.getLogger(__name__)
 MOST_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
+NO_INDEX = "the index does not answer; try again later; the service's log says more, under the request's id"
 # OpenAI's fields that are taken with their neutral value alone.
 UNSUPPORTED = {
     "best_of": "1",
@@ -56,6 +58,7 @@ def status_of(error: Exception) -> int:
         (DeadlineError, 504),
         (StoreFullError, 507),
         (DocumentChangedError, 409),
+        (IndexUnreachableError, 503),
         (ConfigError, 400),
         (InputError, 400),
     )
@@ -79,9 +82,10 @@ def error_body(error: Exception) -> dict[str, Any]:
         (DeadlineError, "deadline_exceeded"),
         (StoreFullError, "store_full"),
         (DocumentChangedError, "document_changed"),
+        (IndexUnreachableError, "index_unreachable"),
     )
     has_path = isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError)
-    message = NO_ROOM if has_path else str(error)
+    message = NO_ROOM if has_path else NO_INDEX if isinstance(error, IndexUnreachableError) else str(error)
     return _body(status, message, None, next((code for kind, code in codes if isinstance(error, kind)), None))
 
 
@@ -172,7 +176,7 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """The response to an error; what nobody foresaw is logged, and not told."""
+    """The response to an error; what nobody foresaw is logged, and not sent."""
     status = status_of(error)
     if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError):
         logger.error("a request met an error", exc_info=error)

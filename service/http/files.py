@@ -1,6 +1,6 @@
 """`/v1/files` in OpenAI's shape: a file is a view of the documents that were read from it, and no table of its own.
 
-The id of a file tells when it came, how many bytes it had, and a digest of them. Its documents' ids begin with the file's id,
+The id of a file says when it came, how many bytes it had, and a digest of them. Its documents' ids begin with the file's id,
 its purpose and its name: `file-.../user_data/report.pdf#page=3`.
 """
 

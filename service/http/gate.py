@@ -28,7 +28,7 @@ class Gate:
     """Middleware: refuses by Host, key, Origin, Content-Type and path, in this order, and finds whose request it is.
 
     - 421, without keys: a Host that is not this service's. A web page whose own name was pointed at this machine (DNS
-      rebinding) is of the same origin as the API for a browser, and its Host alone tells it from a page of ours.
+      rebinding) is of the same origin as the API for a browser, and its Host alone distinguishes it from a page of ours.
     - 401, with tenants or an API key: no key, or none that is known, on every path that is not in `PUBLIC_PATHS`.
     - 403: a write from a web page of another origin that `cors_origins` does not name.
     - 400: a body that is not said to be JSON, which a browser sends without asking first (a form to `/v1/files` has its Origin
@@ -38,7 +38,7 @@ class Gate:
     state.
 
     Args:
-        app: what is behind the gate.
+        app: the application that the gate protects.
         http: hosts and origins.
         keys: of the tenants.
         engines: by tenant; "" where there are none.

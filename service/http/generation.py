@@ -24,7 +24,7 @@ from .errors import ApiError
 from .schemas import GenerationBody
 from .server import LOOK_FOR_CLIENT_S, Server, arrived, run_call
 
-LATE_S = 1.0  # so long after its deadline a request that the scheduler has not told of it is answered all the same
+LATE_S = 1.0  # so long after its deadline a request that the scheduler has not ended is answered all the same
 Prepare = Callable[[Check], PromptRequest]
 
 
@@ -143,7 +143,7 @@ class Generation:
         return [done[index] for index in range(len(self.served))]
 
     async def rest(self, index: int, event: Piece | Done) -> AsyncIterator[tuple[int, Event]]:
-        """The first event and those behind it, to the end of the last choice, or of one that failed."""
+        """The first event and those after it, to the end of the last choice, or of one that failed."""
         ended = 0
         following: Event = event
         while True:
@@ -220,7 +220,7 @@ def sampling_of(body: GenerationBody, server: Server) -> Sampling:
     words = server.grammars.words
     bias = body.logit_bias or {}
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
-        message = f"logit_bias: {wrong[0][:40]!a} is no token id of this model, which has {words}; `/tokenize` tells them"
+        message = f"logit_bias: {wrong[0][:40]!a} is no token id of this model, which has {words}; `/tokenize` gives them"
         raise ApiError(400, message, param="logit_bias", code="invalid_value")
     field, schema = "tool_choice", body.forced_call
     if schema is None and body.answer_format is not None and body.answer_format.type != "text":
@@ -238,6 +238,6 @@ def sampling_of(body: GenerationBody, server: Server) -> Sampling:
         repetition_penalty=body.repetition_penalty or 1.0,
         min_p=body.min_p or 0.0,
         logit_bias={int(key): value for key, value in bias.items()},
-        logprobs=body.told_logprobs,
+        logprobs=body.returned_logprobs,
         grammar=grammar,
     )

@@ -131,7 +131,7 @@ class Metrics:
         self._errors.labels(str(status)).inc()
 
     def watch(self, scheduler: Scheduler, engines: Iterable[Engine]) -> None:
-        """Also tell the state of scheduler and stores, as it is when asked."""
+        """Also export the state of scheduler and stores, as it is when asked."""
         self._registry.register(_State(scheduler, tuple(engines)))
 
     def text(self) -> bytes:
@@ -304,4 +304,4 @@ def log_json(level: int, stream: TextIO = sys.stderr) -> None:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger("uvicorn.access").disabled = True  # RequestLog tells the same, with the id
+    logging.getLogger("uvicorn.access").disabled = True  # RequestLog writes the same, with the id

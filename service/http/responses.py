@@ -97,7 +97,7 @@ async def _stream(
     """The events' texts, in the order of OpenAI's."""
     number = -1
 
-    def told(kind: str, **values: Any) -> str:
+    def sent(kind: str, **values: Any) -> str:
         nonlocal number
         number += 1
         return server_event({"type": f"response.{kind}", "sequence_number": number, **values}, f"response.{kind}")
@@ -105,24 +105,24 @@ async def _stream(
     # 1. The response, its message and the message's text begin.
     begun = _item(draft, "in_progress")
     place = {"item_id": begun["id"], "output_index": 0, "content_index": 0}
-    yield told("created", response=draft)
-    yield told("in_progress", response=draft)
-    yield told("output_item.added", output_index=0, item=begun)
-    yield told("content_part.added", **place, part=_part(""))
+    yield sent("created", response=draft)
+    yield sent("in_progress", response=draft)
+    yield sent("output_item.added", output_index=0, item=begun)
+    yield sent("content_part.added", **place, part=_part(""))
     # 2. The text, as it comes.
     async for _, following in generation.rest(index, event):
         if isinstance(following, Failed):
             why = error_body(following.error)["error"]
             error = {"code": why["code"] or "server_error", "message": why["message"]}
-            yield told("failed", response={**draft, "status": "failed", "error": error})
+            yield sent("failed", response={**draft, "status": "failed", "error": error})
             return
         text = following.rest if isinstance(following, Done) else following.text
         if text:
-            yield told("output_text.delta", **place, delta=text, logprobs=[])
+            yield sent("output_text.delta", **place, delta=text, logprobs=[])
         if isinstance(following, Done):
-            # 3. Text, message and response end, each told whole.
+            # 3. Text, message and response end, each sent complete.
             whole = _finished(body, generation, following, draft)
-            yield told("output_text.done", **place, text=following.answer.text, logprobs=[])
-            yield told("content_part.done", **place, part=_part(following.answer.text))
-            yield told("output_item.done", output_index=0, item=whole["output"][0])
-            yield told(str(whole["status"]), response=whole)
+            yield sent("output_text.done", **place, text=following.answer.text, logprobs=[])
+            yield sent("content_part.done", **place, part=_part(following.answer.text))
+            yield sent("output_item.done", output_index=0, item=whole["output"][0])
+            yield sent(str(whole["status"]), response=whole)

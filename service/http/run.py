@@ -89,7 +89,7 @@ class TimedConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def give_up(self) -> None:
-        """Close a connection that has no request; one that has begun to send a head is told why."""
+        """Close a connection that has no request; one that has begun to send a head gets the reason."""
         if self.transport.is_closing() or self.has_request:
             return
         self.connections.discard(self)  # now, and not when the loop comes to it: it is not one of them any more
@@ -192,7 +192,7 @@ def run(server: Server, starting: Starting | None = None) -> None:
         )
     logging.getLogger("asyncio").addFilter(NoFilesFilter())
     sys.setswitchinterval(SWITCH_S)
-    # uvicorn raises the signal that stopped it once more: without a handler the process would end before the store is closed.
+    # uvicorn raises the signal that stopped it again: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
     service = StoppableServer(uvicorn_config(server, min(MOST_CONNECTIONS, raise_file_limit() // 2)), server)

@@ -324,8 +324,8 @@ class GenerationBody(IgnoredFields):
         return None
 
     @property
-    def told_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told with each; None for nothing of it."""
+    def returned_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are returned with each; None for nothing of it."""
         return None
 
     def stop_strings(self) -> list[str]:
@@ -382,7 +382,7 @@ class ChatBody(OpenWebUiFields, GenerationBody):
         return call_schema([(one.name, one.parameters) for one in functions if only in (None, one.name)])
 
     @property
-    def told_logprobs(self) -> int | None:
+    def returned_logprobs(self) -> int | None:
         """See `GenerationBody`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -403,7 +403,7 @@ class CompletionBody(GenerationBody):
     suffix: None = None
 
     @property
-    def told_logprobs(self) -> int | None:
+    def returned_logprobs(self) -> int | None:
         """See `GenerationBody`."""
         return self.logprobs
 

@@ -50,7 +50,7 @@ class Server:
         tenants: who may use it; none for everybody who reaches it.
         engine: in place of the one that the config names; closed by its maker. Only without tenants.
         embedder: in place of the one that the config names.
-        observer: told of every request that ends, and how, beside the metrics; see `Scheduler`.
+        observer: called with every request that ends, and how, beside the metrics; see `Scheduler`.
 
     Raises:
         ConfigError: tenants that share a name or a key, or whose budgets are more than the service's.
@@ -105,7 +105,7 @@ class Server:
                 limits.max_waiting,
                 one_at_a_time=True,
                 ready=lambda tenant: scheduler.waiting(tenant) < PREPARED_AHEAD,
-                behind=lambda tenant: self.preparing.asks_most(tenant),
+                low_priority=lambda tenant: self.preparing.asks_most(tenant),
             )
             self.uploads = CallPool(
                 "uploads",
@@ -113,7 +113,7 @@ class Server:
                 one_at_a_time=True,
                 gives_way=lambda: scheduler.is_busy or preparing.is_busy,
                 share=limits.ingest_share,
-                behind=lambda _: True,
+                low_priority=lambda _: True,
             )
             self.document_calls = CallPool("calls about documents", limits.max_document_calls, per_tenant=2)
             self.texts = CallPool(
@@ -122,7 +122,7 @@ class Server:
                 one_at_a_time=True,
                 gives_way=lambda: scheduler.is_busy or preparing.is_busy,
                 share=limits.ingest_share,
-                behind=lambda _: True,
+                low_priority=lambda _: True,
             )
             self.scrapes = CallPool("scrapes", MAX_SCRAPES)
             self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
@@ -169,7 +169,7 @@ class Server:
             engine.background.stop()
 
     def give_up(self) -> None:
-        """Give up all that runs; its clients are told so now, and the work ends at its next step. Returns at once."""
+        """Give up all that runs; its clients get that answer now, and the work ends at its next step. Returns at once."""
         self.scheduler.abort()
         for pool in self._pools:
             pool.close(timeout_s=0)

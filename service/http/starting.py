@@ -1,4 +1,4 @@
-"""What listens while the service starts: the port is taken at once, and every request is told what is being done."""
+"""What listens while the service starts: the port is taken at once, and every request is answered with what is being done."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Starting(logging.Handler):
 
     def announce(self) -> None:
         """Log the address."""
-        logger.info("listening on %s; the service is starting, and /readyz tells how far it is", self.url)
+        logger.info("listening on %s; the service is starting, and /readyz says how far it is", self.url)
 
     def note_progress(self, stage: str, done: int, total: int) -> None:
         """Note how far the packaged corpus is, in the log every `LOG_EVERY_S`."""

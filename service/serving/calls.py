@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
-from cacheblend.base.process import run_behind
+from cacheblend.base.process import lower_priority
 
 LOOK_EVERY_S = 0.02  # for the end of what work in a pool gives way to
 PRESENT_S = 10.0  # a tenant counts as there for so long after it called
@@ -23,7 +23,7 @@ Check = Callable[[], None]
 
 
 class Waiting(Protocol):
-    """What a queue tells apart."""
+    """What a queue distinguishes."""
 
     tenant: str
     cache_salt: str
@@ -138,7 +138,7 @@ class Call(Generic[_Result]):
         self.begun: float | None = None  # seconds of `time.perf_counter`, when its last batch began
         self.worked_s = 0.0
         self.waits_for_turn = False
-        self.is_behind = False  # whether its thread runs at a lower priority; told when it begins
+        self.is_low_priority = False  # whether its thread runs at a lower priority; set when it begins
 
     def give_up(self, error: ServiceError) -> None:
         """Have whoever waits see an error now, and the work end at its next check; the first one counts."""
@@ -185,12 +185,11 @@ class CallPool:
         max_calls: of one tenant, waiting and running; the next one is refused.
         per_tenant: calls of one tenant that run at once.
         one_at_a_time: of those that run, one works, and at each check, or after `TURN_S`, the next tenant's has its turn. Else
-            all work. A call behind others and one that is not do not wait for each other.
-        gives_way: tells whether more important work goes on; while it does, what runs here takes `share` of the time.
+            all work. A call of low priority and another one do not wait for each other.
+        gives_way: says whether more important work goes on; while it does, what runs here takes `share` of the time.
         share: 0..1.
         ready: whether a tenant's next call is worth beginning; until then it waits, and others have their turns.
-        behind: whether a tenant's call, as it begins, shall take the processor only where other threads do not want it; see
-            `run_behind`.
+        low_priority: whether a tenant's call, as it begins, has a low priority (`lower_priority`).
     """
 
     def __init__(
@@ -203,15 +202,15 @@ class CallPool:
         gives_way: Callable[[], bool] = lambda: False,
         share: float = 1.0,
         ready: Callable[[str], bool] = lambda _: True,
-        behind: Callable[[str], bool] = lambda _: False,
+        low_priority: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._name, self._max_calls, self._per_tenant, self._one_at_a_time = name, max_calls, per_tenant, one_at_a_time
         self._gives_way, self._rest, self._ready = gives_way, 1 / share - 1, ready
-        self._behind = behind
+        self._low_priority = low_priority
         self._changed = threading.Condition()
         self._queue: FairQueue[Call[Any]] = FairQueue(max_calls)
         self._running: list[Call[Any]] = []
-        # Those of them that have begun, or may, by whether they are behind; the first one of each has its turn.
+        # Those of them that have begun, or may, by whether their priority is low; the first one of each has its turn.
         self._turns: dict[bool, deque[Call[Any]]] = {False: deque(), True: deque()}
         self._came: dict[str, float] = {}  # seconds of `time.perf_counter`, by tenant: its last call
         self._threads: set[threading.Thread] = set()
@@ -219,7 +218,7 @@ class CallPool:
         self._closing = False
 
     def submit(self, call: Call[Any]) -> None:
-        """Have a call run; its `future` tells how it ended.
+        """Have a call run; its `future` says how it ended.
 
         Raises:
             QueueFullError: its tenant has `max_calls` already.
@@ -305,8 +304,8 @@ class CallPool:
     def _run(self, call: Call[Any]) -> None:
         try:
             self._wait_until_ready(call)
-            if call.is_behind:
-                run_behind()
+            if call.is_low_priority:
+                lower_priority()
             self._wait_for_turn(call)
             if call.over is None:
                 call.run(lambda: self._between_batches(call))
@@ -319,7 +318,7 @@ class CallPool:
                     before_s = self._mean_s.get(call.tenant, worked_s)
                     self._mean_s[call.tenant] = before_s + 0.2 * (worked_s - before_s)
                 self._running.remove(call)
-                self._turns[call.is_behind].remove(call)
+                self._turns[call.is_low_priority].remove(call)
                 self._threads.discard(threading.current_thread())
                 self._start()
                 self._changed.notify_all()
@@ -335,7 +334,7 @@ class CallPool:
             call.begun = time.perf_counter()
             time.sleep(min(LOOK_EVERY_S, self._rest * batch_s))
             call.check()
-        turns = self._turns[call.is_behind]
+        turns = self._turns[call.is_low_priority]
         with self._changed:
             if self._one_at_a_time and turns[0] is call:
                 turns.rotate(-1)
@@ -347,11 +346,11 @@ class CallPool:
         with self._changed:
             while call.over is None and not self._ready(call.tenant):
                 self._changed.wait(LOOK_EVERY_S)
-            call.is_behind = self._behind(call.tenant)
-            self._turns[call.is_behind].append(call)
+            call.is_low_priority = self._low_priority(call.tenant)
+            self._turns[call.is_low_priority].append(call)
 
     def _wait_for_turn(self, call: Call[Any]) -> None:
-        turns = self._turns[call.is_behind]
+        turns = self._turns[call.is_low_priority]
         with self._changed:
             call.waits_for_turn = True
             while self._one_at_a_time and (first := turns[0]) is not call and call.over is None:

@@ -96,8 +96,8 @@ class QualityGuard:
 
     A level is the least ratio that blended requests run at: 0 leaves them as they are planned, 1 is full recompute. Only checks
     of requests that ran at the level count, so a raise is judged anew. Raised, the level below is tried out on checked requests
-    in the shadow of the served ones, and taken again once those agree: at full recompute nothing else could tell. It must agree
-    better than the floor asks for, half-way to 1, so that the guard does not swing between two levels.
+    in the shadow of the served ones, and taken again once those agree: at full recompute nothing else could show it. It must
+    agree better than the floor asks for, half-way to 1, so that the guard does not swing between two levels.
 
     Args:
         floor: least mean agreement, 0..1; 0 never raises.
@@ -128,7 +128,7 @@ class QualityGuard:
 
     @property
     def first_token_kl_nats(self) -> float | None:
-        """Mean first-token KL of the requests that `agreement` is of; it is told, and raises nothing."""
+        """Mean first-token KL of the requests that `agreement` is of; it is reported, and raises nothing."""
         return fmean(self._kl_nats) if self._kl_nats else None
 
     def record_served(self, agreement: float, *, level: float, ratio: float, kl_nats: float | None = None) -> bool:
@@ -218,7 +218,7 @@ class ShadowEvaluation:
 
     Args:
         config: share and floor.
-        observer: told of every sampled request's check. Must return at once.
+        observer: called with every sampled request's check. Must return at once.
     """
 
     def __init__(self, config: ServingConfig, observer: Callable[[ShadowReport], None]) -> None:
@@ -357,7 +357,7 @@ class ShadowEvaluation:
         try:
             self._observer(ShadowReport(tenant=tenant, outcome=outcome, comparisons=comparisons or {}, level=level))
         except Exception:  # requests go on
-            logger.exception("a check could not be told")
+            logger.exception("the observer of checks failed")
 
 
 def _at(prepared: Request, level: float) -> Request:

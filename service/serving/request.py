@@ -152,7 +152,7 @@ class ServedRequest:
         return self._leader is not None
 
     def begin(self) -> None:
-        """Waiting becomes prefilling; a follower of one that decodes has that behind it."""
+        """Waiting becomes prefilling; a follower of one that decodes has done that."""
         self._began = time.perf_counter()
         self._held.enter_context(self.engine.foreground)
         leader = self._leader

@@ -1,4 +1,4 @@
-"""What one sequence is drawn by beside temperature and top-p: penalties, biases, a grammar; and what is told of each draw.
+"""What one sequence is drawn by beside temperature and top-p: penalties, biases, a grammar; and what is reported of each draw.
 
 Shapes: V words of the vocabulary.
 """
@@ -47,7 +47,7 @@ class Sampling:
         repetition_penalty: logits of tokens that prompt or answer has are divided by it (multiplied below 0); 1 for none.
         min_p: tokens less likely than this share of the likeliest one's probability are not drawn.
         logit_bias: added to tokens' logits.
-        logprobs: how many of the likeliest tokens are told with each token; None tells nothing.
+        logprobs: how many of the likeliest tokens are reported with each token; None: none.
         grammar: what the answer must be; None for any text.
     """
 

@@ -108,7 +108,7 @@ class Scheduler:
     Args:
         fusor: the model that all requests' engines share.
         config: limits.
-        observer: told of every request that ends, and how; None where it was cancelled. Must return at once.
+        observer: called with every request that ends, and how; None where it was cancelled. Must return at once.
         shadow_observer: given a report of every shadow evaluation. Must return at once.
         several_tenants: none of them takes more than three quarters of the places, so that another's request finds one.
     """
@@ -388,4 +388,4 @@ class Scheduler:
             if how is not None:
                 request.deliver(how)
         except Exception:  # the client's loop may be gone; the other requests go on
-            logger.exception("the end of a request could not be told")
+            logger.exception("the observer of requests failed")

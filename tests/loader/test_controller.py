@@ -89,8 +89,8 @@ def test_recompute_hides_behind_loading(rate: float, reusable: int, fresh: int) 
 
 @given(rate=rates, reusable=tokens, fresh=tokens, layers=st.integers(2, 40))
 @settings(deadline=None, max_examples=60)
-def test_the_sooner_way_is_taken(rate: float, reusable: int, fresh: int, layers: int) -> None:
-    """Full prefill is taken exactly where blending takes longer, or waits for its loading and is hardly sooner."""
+def test_the_faster_way_is_taken(rate: float, reusable: int, fresh: int, layers: int) -> None:
+    """Full prefill is taken exactly where blending takes longer, or waits for its loading and is hardly faster."""
     controller = controller_of(rate, layers)
     made = controller.plan(reads(reusable), reusable, fresh)
     blended = blend_s(controller, made.ratio, reusable, fresh)
@@ -110,7 +110,7 @@ def test_the_papers_example() -> None:
 @given(fresh=tokens, layers=st.integers(1, 40))
 @settings(deadline=None, max_examples=30)
 def test_nothing_to_reuse(fresh: int, layers: int) -> None:
-    """Without stored KV a request is not called slower than a prefill, so that its holes are noted."""
+    """Without stored KV a request is not called slower than a prefill, so that its misses are noted."""
     made = controller_of(1e9, layers).plan([], 0, fresh)
     assert (made.ratio, made.load_s, made.full_recompute) == (R_STAR, 0, False)
     assert made.prefill_s == made.recompute_s == pytest.approx(ROW_S * (fresh if layers == 1 else (layers - 1) * fresh + 1))
@@ -179,6 +179,16 @@ class TestLearning:
         assert plan_once(controller).full_recompute
         self.observe(controller, WINDOW)
         assert not plan_once(controller).full_recompute
+
+    def test_a_tier_that_the_profile_lacks(self) -> None:
+        """A tier that was not measured is planned with the slowest one's speed, and learnt like the others."""
+        controller = controller_of(1e9)
+        before = controller.plan(reads(1000, "remote"), 1000, 10)
+        assert before.load_s == plan_once(controller).load_s
+        for _ in range(WINDOW):
+            controller.record(before, load_s=2 * before.load_s, compute_s=None)
+        assert controller.plan(reads(1000, "remote"), 1000, 10).load_s == pytest.approx(2 * before.load_s)
+        assert plan_once(controller).load_s == before.load_s
 
     def test_mixed_tiers_correct_neither(self) -> None:
         """Loads from two tiers at once do not say which of them was slow."""

@@ -82,7 +82,7 @@ def test_each_layer_is_read_once(
 
 
 def test_exact_segments_are_read_at_layer_0(fusor: Fusor, stores: dict[str, KVStore]) -> None:
-    """An exact prefix in the store is read in every layer, and with holes alone after it nothing else is."""
+    """An exact prefix in the store is read in every layer, and with misses alone after it nothing else is."""
     ids = [*BOS, *draw_ids(11, seed=40)]
     kv = fusor.precompute(ids)
     key = ChunkKey.of(ids, model=fusor.fingerprint)

@@ -79,7 +79,7 @@ def test_another_version_beside_an_open_index(
         if documents:
             index.add(documents)
         with monkeypatch.context() as later:
-            later.setattr("cacheblend.retriever.catalog.FORMAT", "3")
+            later.setattr("cacheblend.retriever.sqlite_catalog.SqliteCatalog.format", "3")
             with pytest.raises(
                 RetrieverError, match="has format 2, this version of cacheblend reads 3; use the version that made"
             ):

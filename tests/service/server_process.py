@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +55,10 @@ class ServedConfig:
     grace_s: float = 30.0
     on_miss: str = "recompute"
     answers: str | None = None
+    host: str = "127.0.0.1"
+    index: str | None = None
+    remote: str | None = None
+    remote_secret: str | None = None
 
 
 class ServerProcess:
@@ -62,12 +67,13 @@ class ServerProcess:
     Args:
         config: what is served.
         log: file that its stderr is appended to.
+        within: a command that runs it elsewhere, such as `ip netns exec NAME`.
     """
 
-    def __init__(self, config: ServedConfig, log: Path) -> None:
-        self.address = f"http://127.0.0.1:{config.port}"
+    def __init__(self, config: ServedConfig, log: Path, within: Sequence[str] = ()) -> None:
+        self.address = f"http://{config.host}:{config.port}"
         self._log: IO[bytes] = log.open("ab")
-        command = [sys.executable, __file__, json.dumps(asdict(config))]
+        command = [*within, sys.executable, __file__, json.dumps(asdict(config))]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -211,8 +217,13 @@ def main(config: ServedConfig) -> None:
         store_dir=config.store_dir,
         prefix_budget_bytes=config.prefix_budget_bytes,
         on_miss=config.on_miss,
-        retriever=RetrieverConfig(chunk_tokens=config.chunk_tokens),
-        store=StoreConfig(ram_budget_bytes=config.ram_budget_bytes, nvme_budget_bytes=config.nvme_budget_bytes),
+        retriever=RetrieverConfig(chunk_tokens=config.chunk_tokens, index=config.index),
+        store=StoreConfig(
+            ram_budget_bytes=config.ram_budget_bytes,
+            nvme_budget_bytes=config.nvme_budget_bytes,
+            remote=config.remote,
+            remote_secret=config.remote_secret,
+        ),
     )
     serving = ServingConfig(
         max_num_seqs=config.max_num_seqs,
@@ -220,7 +231,7 @@ def main(config: ServedConfig) -> None:
         guard_share=config.guard_share,
         grace_s=config.grace_s,
     )
-    http = HttpConfig(port=config.port, served_model_name=MODEL, max_body_bytes=config.max_body_bytes)
+    http = HttpConfig(host=config.host, port=config.port, served_model_name=MODEL, max_body_bytes=config.max_body_bytes)
     with open(config.answers or os.devnull, "a") as answers:
 
         def record(request: ServedRequest, how: Done | Failed | None) -> None:

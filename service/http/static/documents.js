@@ -13,10 +13,12 @@ let onChange = () => {};
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
 const named = (document) => document.title || document.id;
+const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 function about(document) {
+  const parts = document.parts > 1 ? `${counted(document.parts, "part")}, ` : "";
   const stored = document.stored_chunks >= document.chunks ? "ready" : `${document.stored_chunks} ready`;
-  return `${document.chunks} ${document.chunks === 1 ? "chunk" : "chunks"}, ${stored}, ${(document.stored_bytes / 2 ** 20).toFixed(1)} MiB`;
+  return `${parts}${counted(document.chunks, "chunk")}, ${stored}, ${(document.stored_bytes / 2 ** 20).toFixed(1)} MiB`;
 }
 
 async function act(work) {
@@ -92,7 +94,7 @@ function askToDelete(document, item) {
 export async function list(further = false) {
   const after = further && last !== null ? `&after=${encodeURIComponent(last)}` : "";
   const number = ++lists;
-  const page = await (await api(`/v1/documents?limit=${LISTED}${after}`)).json();
+  const page = await (await api(`/v1/documents?by=file&limit=${LISTED}${after}`)).json();
   if (number !== lists) return;
   const rows = page.data.map(row);
   if (further) $("documents").append(...rows);

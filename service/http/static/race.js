@@ -88,7 +88,7 @@ async function raceAll(methods, bodyOf, signal) {
   $("speed_up").replaceChildren();
   if (blend && reference) {
     const times = reference.ttft / blend.ttft;
-    $("speed_up").append(element("strong", `${times.toFixed(1)} ×`), times >= 1 ? "sooner with blending" : "as fast with blending: this prompt is too short to gain");
+    $("speed_up").append(element("strong", `${times.toFixed(1)} ×`), times >= 1 ? "faster with blending" : "as fast with blending: this prompt is too short to gain");
   }
   $("raced").scrollIntoView({ block: "nearest" });
   return results;

@@ -254,6 +254,24 @@ def test_pages_of_documents(run: CommandLine, passages: Path) -> None:
     assert run("documents", "ls", "--after", "nothing", *store).code == 2
 
 
+def test_a_file_of_pages_is_one_row(run: CommandLine, tmp_path: Path) -> None:
+    """A file's pages are one row, deleted by the file's name; `--parts` lists each."""
+    passages = tmp_path / "pages.jsonl"
+    pages = [{"id": f"r.pdf#page={page}", "title": "", "text": f"Words of page {page}."} for page in (1, 2)]
+    passages.write_text("".join(json.dumps(page) + "\n" for page in pages))
+    run.on_store("ingest", str(passages))
+    store = ("--store-dir", str(run.store))
+    (file,) = run("documents", "ls", *store, "--json").json["documents"]
+    assert (file["id"], file["parts"]) == ("r.pdf", 2)
+    assert run("documents", "ls", *store).out.endswith("1 document\n")
+    assert [part["id"] for part in run("documents", "ls", "--parts", *store, "--json").json["documents"]] == [
+        page["id"] for page in pages
+    ]
+    assert "[0] page=2, " in run("documents", "show", "r.pdf", *store).out
+    assert "KV of 2 chunks" in run("documents", "delete", "r.pdf", *store, "--yes").out
+    assert run("documents", "ls", *store).out.endswith("0 documents\n")
+
+
 def test_demo_compares_four_methods(run: CommandLine, passages: Path) -> None:
     """The demo asks by every method; prefix caching is exact, blending recomputes less than everything."""
     arguments = ("--passages", str(passages), "--question", QUESTION, "--chunk-tokens", "24", "--top-k", "4", "--repeats", "1")
@@ -363,7 +381,7 @@ def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG\0")
     outcome = run.on_store("ingest", str(folder))
     assert outcome.code == 1
-    assert outcome.out.startswith("1 documents (1 new")
+    assert outcome.out.startswith("1 document (1 new")
     *_, head, first, second = outcome.err.splitlines()
     assert head == "2 files could not be used:"
     assert (first.strip(), second.strip()) == (

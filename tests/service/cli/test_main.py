@@ -11,8 +11,8 @@ import typer
 from typer.main import get_command
 
 from cacheblend.eval.cli import COMMANDS as EVALUATION
-from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index_folder import INDEX_FILE
+from cacheblend.retriever.sqlite_catalog import SqliteCatalog
 from cacheblend.service.cli.main import COMMANDS, Command, app
 from cacheblend.store import KVStore, StoreConfig
 
@@ -47,7 +47,7 @@ def test_help_of_a_command_is_light(command: Command) -> None:
 def test_listing_documents_is_light(tmp_path: Path) -> None:
     """`documents ls` reads the catalogs, and loads no model library."""
     (tmp_path / "index").mkdir()
-    Catalog(tmp_path / "index" / INDEX_FILE, {}).close()
+    SqliteCatalog(tmp_path / "index" / INDEX_FILE, {}).close()
     KVStore(StoreConfig(directory=tmp_path / "kv")).close()
     assert not _modules_after("documents", "ls", "--store-dir", str(tmp_path)) & LOADED
 

@@ -50,5 +50,5 @@ def test_docs_are_up_to_date() -> None:
     finally:
         sys.path.pop(0)
     page = options_page()
-    assert FILE.read_text(encoding="utf-8") == page, "run python scripts/write_options.py"
+    assert FILE.read_text(encoding="utf-8") == page, "run .venv/bin/python scripts/write_options.py"
     assert set(re.findall(r"\| `(--[a-z-]+)` \| `CACHEBLEND", page)) == {option.flag for option in OPTIONS.values()}

@@ -13,9 +13,9 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthe
 
 from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
 from cacheblend.base.sqlite import Database
-from cacheblend.retriever import EmbeddedDocument, Retriever
-from cacheblend.retriever.catalog import Catalog as IndexCatalog
+from cacheblend.retriever import Retriever
 from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.sqlite_catalog import SqliteCatalog as IndexCatalog
 from cacheblend.service import Engine
 from cacheblend.service.engine.documents import Documents
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
@@ -46,6 +46,41 @@ def test_ls_and_show(engine: Engine) -> None:
     assert "".join(chunk.text for chunk in chunks).endswith(str(FIRST["text"])[-20:])
 
 
+def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
+    """A file's pages are one row, in the place of the first, and its name shows, pins and deletes all of them."""
+    pages = [{"id": f"f/report.pdf#page={page}", "title": f"report, page {page}", "text": f"page {page}"} for page in (2, 10)]
+    engine.ingest([pages[0], {"id": "note", "text": "between"}, pages[1], {"id": "f/report.pdf.txt", "text": "another"}])
+    documents = engine.documents
+    files, has_more = documents.files()
+    names = [document["id"] for document in DOCUMENTS] + ["f/report.pdf", "note", "f/report.pdf.txt"]
+    assert ([file.id for file in files], has_more) == (names, False)
+    file = files[-3]
+    assert (file.title, file.parts, file.pinned) == ("report.pdf", 2, False)
+    assert file.stored_bytes == sum(documents.status(str(page["id"])).stored_bytes for page in pages) > 0
+    paged, has_more = documents.files(1, after=names[-4])
+    assert (paged, has_more) == ([file], True)
+    assert [status.id for status in documents.files(after="f/report.pdf")[0]] == names[-2:]
+    status, chunks = documents.show("f/report.pdf")
+    assert (status, [chunk.document_id for chunk in chunks]) == (file, [page["id"] for page in pages])
+    assert len(documents.places(chunks)) == len(chunks)
+    assert documents.pin("f/report.pdf").pinned
+    assert documents.status(str(pages[1]["id"])).pinned
+    assert not documents.unpin("f/report.pdf").pinned
+    assert documents.delete("f/report.pdf") == file
+    assert [status.id for status in documents.ls()] == [name for name in names if name != "f/report.pdf"]
+    with pytest.raises(InputError, match="there is no such document"):
+        documents.files(after="f/report.pdf")
+
+
+def test_a_documents_own_name_is_no_files(engine: Engine) -> None:
+    """Where a document has the name of a file itself, the name means that document alone."""
+    engine.ingest([{"id": "a", "text": "itself"}, {"id": "a#page=1", "text": "its page"}])
+    assert [status.id for status in engine.documents.files()[0]][-2:] == ["a", "a#page=1"]
+    engine.documents.delete("a")
+    assert [(status.id, status.parts) for status in engine.documents.files()[0]][-1] == ("a", 1)
+    assert engine.documents.status("a").chunks == engine.documents.status("a#page=1").chunks
+
+
 def test_delete(engine: Engine) -> None:
     """A deleted document is in neither index nor store, and the others are untouched."""
     keys = keys_of(engine, ID)
@@ -64,12 +99,12 @@ def test_deletions_do_not_come_between_an_ingests_halves(engine: Engine, monkeyp
     """A document that is deleted while it is replaced is there with its new text, or gone from index and store."""
     put, deletions = engine.retriever.put, list[threading.Thread]()
 
-    def delete_meanwhile(embedded: EmbeddedDocument) -> bool:
+    def delete_meanwhile(*arguments: Any) -> int:
         if not deletions:
             deletions.append(threading.Thread(target=engine.documents.delete, args=(ID,)))
             deletions[0].start()
             deletions[0].join(0.3)
-        return put(embedded)
+        return put(*arguments)
 
     monkeypatch.setattr(engine.retriever, "put", delete_meanwhile)
     engine.ingest([{"id": ID, "text": "other words"}])

@@ -125,7 +125,7 @@ def test_kv_that_cannot_be_stored(
 
 
 def test_full_recompute_computes_no_miss_first(open_ingested: OpenEngine) -> None:
-    """Where a full prefill is expected to be sooner than precomputed chunks and a blend, misses are computed afterwards."""
+    """Where a full prefill is expected to be faster than precomputed chunks and a blend, misses are computed afterwards."""
     engine = open_ingested(on_miss="precompute", context_document_tokens=0, recompute_ratio=None)
     engine._prefiller.controller = LoadingController(
         LoaderConfig(quality_ratio=0.5), linear_profile(layers=4, row_s=1.0), Schedule(0.0), ()

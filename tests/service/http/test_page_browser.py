@@ -305,6 +305,22 @@ def test_many_documents_come_in_parts(page: Any, open_engine: OpenEngine) -> Non
         assert page.get_by_role("button", name="Show more").count() == 0
 
 
+def test_a_file_of_pages_is_one_row(page: Any, open_engine: OpenEngine) -> None:
+    """The pages of a file are one row, opened and deleted together."""
+    engine = open_engine()
+    engine.ingest([{"id": f"r.pdf#page={number}", "title": "", "text": f"Words of page {number}."} for number in range(1, 24)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        assert "23 parts, 23 chunks" in page.locator("#documents li").inner_text()
+        page.get_by_role("button", name="r.pdf", exact=True).click()
+        assert "Words of page 23." in page.get_by_role("dialog").inner_text()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Delete r.pdf").click()
+        page.get_by_role("button", name="Delete it").click()
+        page.locator("#no_documents").wait_for()
+        assert not engine.documents.ls()
+
+
 def test_key(page: Any, open_engine: OpenEngine) -> None:
     """Where the service wants a key, the page asks for it, and keeps it for the tab alone."""
     engine = open_engine()

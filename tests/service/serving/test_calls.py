@@ -13,7 +13,7 @@ import pytest
 from engines import wait_until
 
 from cacheblend.base.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
-from cacheblend.base.process import BEHIND_NICENESS
+from cacheblend.base.process import LOW_PRIORITY_NICENESS
 from cacheblend.service.serving import Call, CallPool, Check
 from cacheblend.service.serving.calls import TURN_S, FairQueue
 
@@ -297,18 +297,18 @@ def test_not_before_it_is_worth_it() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux alone")
 def test_threads_behind_others() -> None:
     """A pool behind others computes at a higher niceness, and the thread that submits keeps its own."""
-    pool = CallPool("calls", 4, behind=lambda _: True)
+    pool = CallPool("calls", 4, low_priority=lambda _: True)
     own = os.getpriority(os.PRIO_PROCESS, 0)
     call = Call(lambda _: os.getpriority(os.PRIO_PROCESS, 0))
     pool.submit(call)
-    assert call.future.result(10) >= BEHIND_NICENESS
+    assert call.future.result(10) >= LOW_PRIORITY_NICENESS
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
     pool.close()
 
 
 def test_a_call_ahead_does_not_wait_for_one_behind() -> None:
     """While a call at the lower priority keeps its turn, another tenant's ahead of it is done at once."""
-    pool = CallPool(NAME, 4, one_at_a_time=True, behind={"a": True, "b": False}.__getitem__)
+    pool = CallPool(NAME, 4, one_at_a_time=True, low_priority={"a": True, "b": False}.__getitem__)
     _, gate = held(pool, "a")
     began = time.perf_counter()
     ahead = Call(lambda _: "done", tenant="b")

@@ -9,7 +9,7 @@ import numpy as np
 from fakes import FakeEmbedder
 from numpy.typing import NDArray
 
-from cacheblend.eval.data.remembering_embedder import RememberingEmbedder
+from cacheblend.eval.data.caching_embedder import CachingEmbedder
 
 
 class CountingEmbedder(FakeEmbedder):
@@ -28,11 +28,9 @@ def test_each_text_is_embedded_once(tmp_path: Path) -> None:
     """The vectors are the embedder's own, in the texts' order; another process's embedder finds them in the file."""
     first, second = CountingEmbedder(), CountingEmbedder()
     file = tmp_path / "new" / "vectors.sqlite"
-    np.testing.assert_array_equal(
-        RememberingEmbedder(first, file).encode(["a b", "c", "a b"]), first.encode(["a b", "c", "a b"])
-    )
+    np.testing.assert_array_equal(CachingEmbedder(first, file).encode(["a b", "c", "a b"]), first.encode(["a b", "c", "a b"]))
     assert first.texts[:2] == ["a b", "c"]
-    kept = RememberingEmbedder(second, file)
+    kept = CachingEmbedder(second, file)
     np.testing.assert_array_equal(kept.encode(["d", "c", "\ud800"]), FakeEmbedder().encode(["d", "c", "\ud800"]))
     assert second.texts == ["d", "\ud800"]
     assert kept.encode([]).shape == (0, 64)
@@ -41,9 +39,9 @@ def test_each_text_is_embedded_once(tmp_path: Path) -> None:
 def test_vectors_of_others_are_not_taken(tmp_path: Path) -> None:
     """Neither those of an embedder of another name, nor those of another length."""
     file = tmp_path / "vectors.sqlite"
-    RememberingEmbedder(FakeEmbedder(), file).encode(["a"])
+    CachingEmbedder(FakeEmbedder(), file).encode(["a"])
     for other in (CountingEmbedder("other"), CountingEmbedder(dimensions=32)):
-        assert RememberingEmbedder(other, file).encode(["a"]).shape == (1, other.dimensions)
+        assert CachingEmbedder(other, file).encode(["a"]).shape == (1, other.dimensions)
         assert other.texts == ["a"]
 
 
@@ -53,7 +51,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for file in (tmp_path / "broken", tmp_path / "file" / "below.sqlite"):
         embedder = CountingEmbedder()
-        kept = RememberingEmbedder(embedder, file)
+        kept = CachingEmbedder(embedder, file)
         for _ in range(2):
             np.testing.assert_array_equal(kept.encode(["a"]), FakeEmbedder().encode(["a"]))
         assert embedder.texts == ["a", "a"]

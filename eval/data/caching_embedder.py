@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BUSY_S = 30.0  # another run writes
 
 
-class RememberingEmbedder:
+class CachingEmbedder:
     """An embedder that asks another one for what it has not met; texts are kept as digests. It does without a broken file.
 
     Args:

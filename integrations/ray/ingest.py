@@ -1,0 +1,273 @@
+"""The ingest on Ray: files are read in tasks, encoded in actors, and their documents put into the index here, by one writer.
+
+Ray Data moves the batches: it starts the actors, holds readers back while actors are busy, and gives the batch of an actor that
+died to another. What such a batch had stored is found by its key.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from cacheblend.base.errors import CacheBlendError, ConfigError, DocumentChangedError, InputError
+from cacheblend.base.extras import needs_extra
+from cacheblend.blend.models import load_tokenizer
+from cacheblend.retriever import Retriever
+from cacheblend.service.engine.config import EngineConfig, remember_settings
+from cacheblend.service.engine.document_sources import Shard, SourceReport
+from cacheblend.service.engine.documents import DocumentWriter
+from cacheblend.service.engine.ingest import IngestReport
+from cacheblend.store import KVStore
+
+from .precompute_actor import Delivery, PrecomputeActor
+from .source_files import SourceFile, in_groups, list_files, read_batches, scheme_of
+
+if TYPE_CHECKING:
+    from cacheblend.retriever import Embedder
+    from cacheblend.service.engine.distributed import RayConfig
+    from cacheblend.service.engine.document_encoder import EncodedDocuments
+    from cacheblend.service.engine.ingest import StreamProgress
+
+logger = logging.getLogger(__name__)
+LOCAL = "local"
+READERS = 2  # tasks that read files at once; one reads megabytes a second, of which an actor computes kilobytes
+WAITING_PER_ACTOR = 2  # batches that an actor was given: one that it encodes, and the next
+CONNECT_S = 5.0  # that a cluster may take to answer
+BUFFERED_BYTES = 64 * 2**20  # of batches that were read, and of those encoded that wait to be put into the index
+
+
+def ingest_on_ray(
+    sources: Sequence[str],
+    config: EngineConfig,
+    settings: RayConfig,
+    *,
+    shard: Shard = Shard(),  # noqa: B008  # immutable
+    report: SourceReport | None = None,
+    on_progress: StreamProgress | None = None,
+    embedder: Embedder | None = None,
+) -> IngestReport:
+    """Split, index and precompute the documents of files in actors; see `DistributedIngest`.
+
+    Documents come into the index a batch at a time, each batch whole or not at all, when the KV of its chunks is durable.
+
+    Args:
+        sources: see `list_files`; paths are read on this machine.
+        config: of the engine that is to use the KV.
+        settings: the cluster, and its part for this.
+        shard: ingests only the documents of this share.
+        report: takes files and documents that could not be used.
+        on_progress: called with the documents done and the tokens computed so far, after every batch.
+        embedder: in place of the one that the config names; must be picklable.
+
+    Raises:
+        InputError: a source cannot be used, or there is no document at all.
+        ConfigError: there is no cluster at the address.
+        CacheBlendError: an actor could not go on.
+    """
+    # 1. Find the files, before anything is started.
+    with needs_extra("ray"):
+        import ray.data  # noqa: F401  # before anything is read
+    started, report = time.perf_counter(), report or SourceReport()
+    files = list_files(sources, report.skipped)
+    config = _absolute(config)
+    tokenizer = load_tokenizer(config.model)
+    if tokenizer is None:
+        raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
+    with ExitStack() as opened:
+        # 2. Open index and store; of the model the tokenizer alone is loaded here.
+        store = opened.enter_context(KVStore(config.store_config()))
+        retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
+        writer = DocumentWriter(retriever, store, nullcontext())
+        remember_settings(config)
+        versions = {document.id: document.version for document in retriever.documents() if not document.damaged}
+        # 3. Have batches encoded, and put each into the index as it comes.
+        node = opened.enter_context(_cluster(settings))
+        total, evicted, done = IngestReport.empty(), 0, dict[str, str]()
+        deliveries = opened.enter_context(closing(_deliveries(files, config, settings, shard, versions, embedder, node)))
+        for delivery in deliveries:
+            report.faults.update(delivery.faults)
+            report.skipped.update(delivery.skipped)
+            if delivery.error:
+                raise CacheBlendError(f"an actor could not go on: {delivery.error}")
+            if delivery.encoded is None:
+                continue
+            is_here = delivery.node == node
+            if not is_here and config.store.remote is None:
+                allowed = "a cluster of this machine alone, unless --remote names a tier that all machines share"
+                raise ConfigError("ray", settings.ray, allowed)
+            total += _put(delivery.encoded, writer, versions, done, report)
+            evicted += sum(key not in store for key in delivery.encoded.distinct_keys) if is_here else 0
+            if on_progress is not None:
+                on_progress(total.documents, total.tokens)
+        if not total.documents and not report.faults:
+            raise InputError(f"no documents to ingest in {', '.join(sources)}")
+    return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
+
+
+def _put(
+    encoded: EncodedDocuments,
+    writer: DocumentWriter,
+    versions: Mapping[str, str],
+    done: dict[str, str],
+    report: SourceReport,
+) -> IngestReport:
+    """Put a batch into the index, without the documents that were changed meanwhile by others, or by this ingest itself.
+
+    Args:
+        encoded: the batch.
+        writer: puts it.
+        versions: of the documents that the index held at the start.
+        done: documents of this ingest, by id; gets those of the batch.
+        report: takes the documents that are left out.
+    """
+    for id_ in [id_ for id_, new in encoded.embedded.items() if done.get(id_) == new.document.version]:
+        del encoded.embedded[id_]  # the same text stood in two files
+    while True:
+        before = {document.id: versions.get(document.id) for document in encoded.documents}
+        try:
+            put = writer.put(encoded, before)
+            break
+        except DocumentChangedError as error:
+            id_ = error.document_id
+            why = f"another document has the id {id_!r}; rename it" if id_ in done else str(error)
+            report.faults[id_] = why
+            encoded.leave_out(id_)
+    assert put is not None, "no chunk was asked for"
+    done |= {document.id: document.version for document in encoded.documents}
+    return IngestReport.of(encoded, put, evicted=0, seconds=0.0)
+
+
+def _deliveries(
+    files: Sequence[SourceFile],
+    config: EngineConfig,
+    settings: RayConfig,
+    shard: Shard,
+    versions: Mapping[str, str],
+    embedder: Embedder | None,
+    node: str,
+) -> Iterator[Delivery]:
+    """What actors make of the files, in whatever order; few batches are under way at any time."""
+    import ray
+    from ray.data import ActorPoolStrategy, ExecutionResources, TaskPoolStrategy
+
+    context = ray.data.DataContext.get_current().copy()
+    context.target_max_block_size = 1  # a batch is a block: it goes on when it is done
+    context.execution_options.resource_limits = ExecutionResources(object_store_memory=BUFFERED_BYTES)
+    context.enable_progress_bars = False
+    with ray.data.DataContext.current(context):
+        # Paths are of this machine; objects can be read from any.
+        is_here = any(not scheme_of(file.name) for file in files)
+        where = {"ray.io/node-id": node} if is_here else None
+
+        batch_documents = settings.ray_batch_documents
+
+        def read(row: dict[str, Any]) -> Iterator[dict[str, list[bytes]]]:
+            for group in row["files"]:
+                for batch in read_batches(pickle.loads(group), shard, batch_documents):
+                    yield {"batch": [pickle.dumps(batch)]}
+
+        groups = [{"files": pickle.dumps(group)} for group in in_groups(files, batch_documents)]
+        rows = (
+            ray.data.from_items(groups)
+            # No CPU is asked for, since actors may have taken them all.
+            .map_batches(
+                read,
+                batch_size=1,
+                compute=TaskPoolStrategy(size=min(READERS, len(groups))),
+                num_cpus=0,
+                label_selector=where,
+            )
+            .map(
+                cast(Any, PrecomputeActor),  # Ray's types know functions alone
+                fn_constructor_args=(config, [ray.put(dict(versions))], embedder),
+                compute=ActorPoolStrategy(size=settings.ray_actors, max_tasks_in_flight_per_actor=WAITING_PER_ACTOR),
+                num_cpus=settings.ray_cpus,
+                num_gpus=settings.ray_gpus,
+            )
+        )
+        for row in rows.iter_rows():
+            yield pickle.loads(row["delivery"])
+
+
+@contextmanager
+def _cluster(settings: RayConfig) -> Iterator[str]:
+    """A connection to the cluster, or one of this machine for the time of the block; gives the id of this node.
+
+    Where this process is connected already, as in a notebook, that is used, and stays.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    import ray
+
+    _hush()
+    if ray.is_initialized():
+        yield ray.get_runtime_context().get_node_id()
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    address = str(settings.ray)
+    own: dict[str, Any] = {}
+    if address == LOCAL:
+        cpus = max(os.cpu_count() or 1, round(settings.ray_actors * settings.ray_cpus + 0.5))
+        own = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 4 * BUFFERED_BYTES}
+    try:
+        _reach(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (OSError, ValueError) as error:
+        allowed = f"local, or auto or HOST:PORT on a machine of a cluster that runs ({error})"
+        raise ConfigError("ray", address, allowed) from error
+    try:
+        yield ray.get_runtime_context().get_node_id()
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Find out whether anybody listens at an address: Ray would try for a minute, and then end the process.
+
+    Raises:
+        OSError: nobody does.
+        ValueError: it is no address.
+    """
+    if address in (LOCAL, "auto"):
+        return
+    host, found, port = address.rpartition(":")
+    if not found or not port.isdigit() or "/" in host:
+        raise ValueError("no HOST:PORT")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+
+
+def _hush() -> None:
+    """No advice and no progress of Ray's between ours; its own log files have them."""
+    import ray.data  # noqa: F401  # makes the logger's handlers
+
+    for name in ("ray", "ray.data"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
+
+def _absolute(config: EngineConfig) -> EngineConfig:
+    """The config with paths that mean the same in an actor, whose working folder is another."""
+
+    def absolute(name: str) -> str:
+        return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().exists() else name
+
+    secret_file = config.store.remote_secret_file
+    return replace(
+        config,
+        store=replace(config.store, remote_secret_file=secret_file and absolute(secret_file)),
+        model=absolute(config.model),
+        store_dir=Path(config.store_dir).absolute(),
+        context_filler=absolute(config.context_filler),
+        retriever=replace(config.retriever, embedder=absolute(config.retriever.embedder)),
+    )

@@ -1,0 +1,110 @@
+"""The actor of an ingest on Ray: with a model, an embedder and a store of its own it encodes batches of documents.
+
+It does with a batch what the local ingest does (`DocumentEncoder`), but for the change of the documents: the driver makes that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from cacheblend.base.errors import CacheBlendError
+from cacheblend.blend import Fusor
+from cacheblend.retriever import Retriever
+from cacheblend.service.engine.chunk_contexts import ChunkEncoder
+from cacheblend.service.engine.config import EngineConfig, torch_dtype
+from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
+from cacheblend.service.engine.prompt import PromptRenderer
+from cacheblend.store import KVStore
+
+if TYPE_CHECKING:
+    import ray
+
+    from cacheblend.retriever import Embedder
+
+    from .source_files import ReadBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What became of a batch.
+
+    Args:
+        encoded: its documents, whose KV is durable, in the remote tier where there is one; None for none, or an error.
+        faults: see `SourceReport`.
+        skipped: see `SourceReport`.
+        error: why the batch could not be done.
+        node: of the cluster, where its KV is.
+        process: that did it.
+    """
+
+    encoded: EncodedDocuments | None = None
+    faults: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    node: str
+    process: int = field(default_factory=os.getpid)
+
+
+class PrecomputeActor:
+    """Encodes batches of documents, and stores the KV of their chunks; all of a batch is durable before it is delivered.
+
+    Args:
+        config: of the engine that is to use the KV.
+        versions: of the documents that the index holds already, by id; a reference in a list, which is not resolved on the way.
+        embedder: in place of the one that the config names.
+    """
+
+    def __init__(self, config: EngineConfig, versions: list[ray.ObjectRef[dict[str, str]]], embedder: Embedder | None) -> None:
+        import ray
+
+        fusor = Fusor.from_pretrained(
+            config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
+        )
+        prompts = PromptRenderer(fusor.tokenizer, config.instruction, max_positions=fusor.max_positions)
+        in_memory = replace(config.retriever_config(), directory=None, index=None)
+        retriever = Retriever(in_memory, fusor.tokenizer, embedder)
+        self._store = KVStore(config.store_config())
+        atexit.register(self._store.close)  # Ray ends a process without a word to what runs in it
+        self._encoder = DocumentEncoder(ChunkEncoder.of(fusor, prompts.prefix, config), retriever, self._store, fetches=False)
+        (self._versions,) = ray.get(versions)
+        self._node = ray.get_runtime_context().get_node_id()
+
+    def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
+        """Encode a batch; see `ReadBatch` and `Delivery`, which travel as pickles."""
+        batch: ReadBatch = pickle.loads(row["batch"])
+        delivery = Delivery(faults=batch.faults, skipped=batch.skipped, node=self._node)
+        if batch.documents:
+            try:
+                delivery = replace(delivery, encoded=self._encode(batch))
+            except CacheBlendError as error:
+                delivery = replace(delivery, error=str(error))
+        return {"delivery": pickle.dumps(delivery)}
+
+    def _encode(self, batch: ReadBatch) -> EncodedDocuments:
+        watch = EncodingWatch()
+        given = {document.id: document for document in batch.documents}
+        changed = [document for document in given.values() if self._versions.get(document.id) != document.version]
+        encoded = self._encoder.split(batch.documents, changed, watch)
+        self._encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
+        self._share(encoded)
+        return replace(encoded, chunks={})  # which stand in `embedded` as well
+
+    def _share(self, encoded: EncodedDocuments) -> None:
+        """Wait until the remote tier has the KV of every chunk; what it had no room for on the way is sent now.
+
+        Raises:
+            RemoteError: it does not take it.
+        """
+        remote, keys = self._store.remote, encoded.distinct_keys
+        if remote is None:
+            return
+        self._store.flush_remote(self._store.config.remote_timeout_s)
+        there = remote.contains([key.digest for key in keys])
+        for key in keys:
+            if key.digest not in there and (entry := self._store.load(key)) is not None:
+                remote.send([entry])

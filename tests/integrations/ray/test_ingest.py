@@ -1,0 +1,182 @@
+"""Ingest on Ray: the local ingest's result from actors, and what a kill and an interrupt leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed; run `make check-ray`")
+
+from crash_ray import actors_below
+from engines import CHUNK_TOKENS, make_model
+from fakes import FakeEmbedder
+
+from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.integrations.ray.ingest import ingest_on_ray
+from cacheblend.retriever import RetrieverConfig
+from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.engine.distributed import RayConfig
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport
+from cacheblend.store import KVStore, StoreConfig
+
+# Ray starts processes, and warns, in ways of its own.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
+
+MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:40]]
+ON_RAY = RayConfig(ray="local", ray_actors=2, ray_cpus=0.5, ray_batch_documents=4)
+TESTS = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    """A cluster of this machine for the tests that ask for none of their own; its actors find the fake embedder."""
+    import ray
+
+    environment = {"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}}
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=2**28, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def configure(model: Path, tmp_path: Path) -> Callable[..., EngineConfig]:
+    """Makes configurations in the test's folder."""
+
+    def make(name: str = "store", **options: object) -> EngineConfig:
+        retriever = RetrieverConfig(chunk_tokens=CHUNK_TOKENS)
+        return EngineConfig(model=str(model), store_dir=tmp_path / name, retriever=retriever, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of two files, which both have one document, and of one that cannot be used."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, own in (("a", MANY[:21]), ("b", MANY[20:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in own))
+    (folder / "bad.jsonl").write_text("{")
+    return folder
+
+
+def test_as_the_local_ingest(configure: Callable[..., EngineConfig], corpus: Path) -> None:
+    """Actors leave what the local ingest leaves in index and store; a second run, with a changed document, adds that alone."""
+    report, steps = SourceReport(), list[tuple[int, int]]()
+
+    def progress(documents: int, tokens: int) -> None:
+        steps.append((documents, tokens))
+
+    config, local = configure(), configure("local")
+    first = ingest_on_ray([str(corpus)], config, ON_RAY, report=report, on_progress=progress, embedder=FakeEmbedder())
+    stream = DocumentStream([str(corpus)], Shard())
+    with Engine(local, embedder=FakeEmbedder()) as engine:
+        expected = engine.ingest_stream(stream)
+        chunks = {(chunk.document_id, chunk.position): chunk for chunk in engine.retriever.chunks()}
+        keys = {entry.key for entry in engine.store.ls()}
+    assert report.faults.keys() == stream.report.faults.keys()
+    assert (first.documents, first.added, first.unchanged) == (expected.documents, expected.added, expected.unchanged)
+    assert (first.computed, first.tokens, first.evicted) == (expected.computed, expected.tokens, 0)
+    assert steps[-1] == (first.documents, first.tokens)
+    assert len(steps) > 5
+    with Engine(config, embedder=FakeEmbedder()) as engine:
+        assert {(chunk.document_id, chunk.position): chunk for chunk in engine.retriever.chunks()} == chunks
+        assert {entry.key for entry in engine.store.ls()} == keys
+        assert engine.store.verify().ok
+        assert len(engine.answer("What does the else clause do?", method="blend", max_tokens=4).token_ids) == 4
+    (corpus / "a.jsonl").write_text(json.dumps({**MANY[0], "text": "words that are quite new"}) + "\n")
+    second = ingest_on_ray([str(corpus)], config, ON_RAY, embedder=FakeEmbedder())
+    assert (second.documents, second.replaced, second.unchanged) == (len(MANY) - 20 + 1, 1, len(MANY) - 20)
+    assert 0 < second.computed <= 2
+
+
+def test_what_an_actor_cannot_do(configure: Callable[..., EngineConfig], tmp_path: Path) -> None:
+    """An actor's error ends the ingest with its message, and what was done before is kept."""
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in MANY[:4]))
+    small = configure("small", store=StoreConfig(nvme_budget_bytes=2000))
+    with pytest.raises(CacheBlendError, match=r"an actor could not go on: .* is larger than nvme_budget_bytes=2000"):
+        ingest_on_ray([str(path)], small, ON_RAY, embedder=FakeEmbedder())
+    path.write_text("")
+    with pytest.raises(InputError, match="no documents to ingest"):
+        ingest_on_ray([str(path)], configure(), ON_RAY, embedder=FakeEmbedder())
+
+
+def test_remote_tier(configure: Callable[..., EngineConfig], corpus: Path, tmp_path: Path) -> None:
+    """With a remote tier the KV of every chunk is there when its document is indexed, and computed for no other store again."""
+    pytest.importorskip("obstore", reason="obstore is not installed; pip install 'cacheblend[objects]'")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    # A queue with room for one entry: what it dropped is sent all the same.
+    store = StoreConfig(remote=f"file://{shared}", remote_queue_bytes=2**16)
+    first = ingest_on_ray([str(corpus)], configure(store=store), ON_RAY, embedder=FakeEmbedder())
+    with Engine(configure(), embedder=FakeEmbedder()) as engine:
+        digests = {entry.key.digest for entry in engine.store.ls()}
+    with KVStore(StoreConfig(directory=tmp_path / "looks", remote=f"file://{shared}")) as looks:
+        assert looks.remote is not None
+        assert looks.remote.contains(sorted(digests)) == digests
+    second = ingest_on_ray([str(corpus)], configure("other", store=store), ON_RAY, embedder=FakeEmbedder())
+    assert (first.computed, second.computed, second.already_stored) == (len(digests), 0, first.chunks)
+
+
+def test_an_actor_and_the_command_are_killed() -> None:
+    """Killed on the way, an ingest loses nothing, and leaves nothing twice."""
+    script = TESTS.parent / "scripts" / "crash_ray.py"
+    command = [sys.executable, script, "--chunks", "400", "--kills", "1", "--driver-kills", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=390)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["actors_killed"], figures["commands_killed"]) == (1, 1)
+    assert figures["processes"] > figures["actors"]
+    assert figures["found"] > 0
+
+
+def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
+    """Ctrl-C ends the command with a word, and every process of its cluster; what was done is kept."""
+    command = [sys.executable, "-m", "cacheblend.service.cli.main", "ingest", str(corpus), "-m", str(model)]
+    command += [
+        "-s",
+        str(tmp_path / "store"),
+        "--ray",
+        "local",
+        "--ray-batch-documents",
+        "1",
+        "--chunk-tokens",
+        str(CHUNK_TOKENS),
+    ]
+    index = tmp_path / "store" / "index"
+
+    def indexed() -> int:
+        if not (index / "catalogue.sqlite").is_file():
+            return 0
+        with IndexedDocuments(index) as documents:
+            return len(documents.ids())
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as ingest:
+        while indexed() < 1 and ingest.poll() is None:
+            os.sched_yield()
+        actors = actors_below(ingest.pid)
+        ingest.send_signal(signal.SIGINT)
+        _, said = ingest.communicate()
+    assert ingest.returncode != 0
+    assert "interrupted; what was done is kept" in said
+    assert "Traceback" not in said
+    assert actors
+    assert not [actor for actor in actors if Path(f"/proc/{actor}").exists()]
+    assert 1 <= indexed() < len(MANY)

@@ -1,0 +1,158 @@
+"""Files of an ingest on Ray: what is listed, and the batches that are read of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cacheblend.base.errors import ConfigError, InputError, MissingExtraError
+from cacheblend.integrations.ray.ingest import _reach
+from cacheblend.integrations.ray.source_files import ReadBatch, in_groups, list_files, read_batches
+from cacheblend.service.cli.main import app
+from cacheblend.service.engine.distributed import RayConfig
+from cacheblend.service.engine.document_sources import DocumentStream, Shard
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with lines, texts, a hidden file, a file that cannot be used, and one that is no text."""
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    lines = [json.dumps({"id": f"line-{number}", "text": f"words of line {number}"}) for number in range(7)]
+    (folder / "lines.jsonl").write_text("\n".join(lines))
+    for number in range(3):
+        (folder / "sub" / f"{number}.txt").write_text(f"words of text {number}")
+    (folder / ".hidden.txt").write_text("hidden")
+    (folder / "bad.jsonl").write_text('{"id": "good", "text": "first"}\n{"id": "bad"}\n')
+    (folder / "empty.txt").write_text(" ")
+    (folder / "noise.bin").write_bytes(b"\0\1\2")
+    return folder
+
+
+def read(folder: Path, batch_documents: int, shard: Shard = Shard()) -> list[ReadBatch]:  # noqa: B008  # immutable
+    files = list_files([str(folder)], {})
+    return [batch for group in in_groups(files, batch_documents) for batch in read_batches(group, shard, batch_documents)]
+
+
+@pytest.mark.parametrize("batch_documents", [1, 2, 64])
+def test_batches_are_the_stream_s_documents(corpus: Path, batch_documents: int) -> None:
+    """The batches hold the documents of the local ingest, and name the same files that gave none."""
+    stream = DocumentStream([str(corpus)], Shard())
+    expected = list(stream)
+    found = read(corpus, batch_documents)
+    documents = [document for batch in found for document in batch.documents]
+    assert sorted(documents, key=lambda one: one.id) == sorted(expected, key=lambda one: one.id)
+    assert all(len(batch.documents) <= batch_documents for batch in found)
+    faults = {name: why for batch in found for name, why in batch.faults.items()}
+    skipped = {name: why for batch in found for name, why in batch.skipped.items()}
+    assert faults == stream.report.faults
+    assert skipped == {name: why for name, why in stream.report.skipped.items() if "hidden" not in name}
+
+
+def test_small_files_fill_a_batch(corpus: Path) -> None:
+    """Small files are read together, so that an actor gets more than one document at once."""
+    files = list_files([str(corpus / "sub")], {})
+    assert [len(group) for group in in_groups(files, 2)] == [2, 1]
+    assert [[document.id for document in batch.documents] for batch in read(corpus / "sub", 64)] == [
+        ["0.txt", "1.txt", "2.txt"]
+    ]
+
+
+def test_shares_of_batches(corpus: Path) -> None:
+    """Every document is of one share, as in the local ingest."""
+    shares = [{one.id for batch in read(corpus, 64, Shard(index, 2)) for one in batch.documents} for index in (1, 2)]
+    assert not shares[0] & shares[1]
+    assert shares[0] == {document.id for document in DocumentStream([str(corpus)], Shard(1, 2))}
+
+
+def test_two_texts_of_one_id(tmp_path: Path) -> None:
+    """Of two texts of one id in the files that are read together the first is taken, and the second is named."""
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"id": "one", "text": "a"}\n{"id": "one", "text": "b"}\n{"id": "two", "text": "c"}\n')
+    documents, faults = read(path, 64)
+    assert [(one.id, one.text) for one in documents.documents] == [("one", "a"), ("two", "c")]
+    assert list(faults.faults) == [f"{path}: one"]
+
+
+@pytest.mark.parametrize("source", ["-", "https://example.org/a.html", "missing"])
+def test_sources_that_no_other_process_reads(source: str) -> None:
+    """Standard input, web pages and what does not exist are refused before anything is started."""
+    with pytest.raises(InputError, match=source):
+        list_files([source], {})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"ray": " "}, {"ray_actors": 0}, {"ray_cpus": 0}, {"ray_gpus": -1}, {"ray_gpus": 1.5}, {"ray_batch_documents": 0}],
+)
+def test_settings_that_are_not_allowed(values: dict[str, object]) -> None:
+    """A setting that cannot be is refused by its name."""
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        RayConfig(**values)  # type: ignore[arg-type]  # the wrong values are the test
+
+
+def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray the command says what to install, before anything is made; and it follows no folder on Ray."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    store = corpus.parent / "store"
+    command = ["ingest", str(corpus), "--model", "none", "--store-dir", str(store), "--ray", "local"]
+    with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend\[ray\]'"):
+        app(command, standalone_mode=False)
+    with pytest.raises(InputError, match="--watch cannot be given with --ray"):
+        app([*command, "--watch"], standalone_mode=False)
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "somewhere"])
+def test_no_cluster(address: str) -> None:
+    """An address at which nothing listens, or that is none, is refused at once, where Ray would wait for a minute."""
+    with pytest.raises((OSError, ValueError)):
+        _reach(address)
+
+
+def test_objects_are_read_as_files_are(corpus: Path) -> None:
+    """Objects below a prefix of a URL give the documents of the same files in a folder."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'cacheblend[ray]'")
+    from cacheblend.integrations.ray import source_files
+
+    files = list(source_files._objects(f"file://{corpus}"))
+    assert [file.id for file in files] == [
+        "bad.jsonl",
+        "empty.txt",
+        "lines.jsonl",
+        "noise.bin",
+        "sub/0.txt",
+        "sub/1.txt",
+        "sub/2.txt",
+    ]
+    found = [one for batch in read_batches(files, Shard(), 64) for one in batch.documents]
+    expected = list(DocumentStream([str(corpus)], Shard()))
+    assert {(one.id, one.title, one.text) for one in found} == {(one.id, one.title, one.text) for one in expected}
+    (file,) = source_files._objects(f"file://{corpus}/lines.jsonl")
+    assert (file.id, file.is_found) == ("lines.jsonl", False)
+    with pytest.raises(InputError, match="holds no object"):
+        list(source_files._objects(f"file://{corpus}/none"))
+
+
+def test_parquet(tmp_path: Path) -> None:
+    """Rows of a Parquet file are documents; one without texts, and one that is damaged, are named."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'cacheblend[ray]'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = {
+        "id": list(range(100)),
+        "title": [None] * 100,
+        "text": [f"row {number}" for number in range(100)],
+        "more": [1.0] * 100,
+    }
+    parquet.write_table(arrow.table(rows), tmp_path / "rows.parquet")
+    documents = list(DocumentStream([str(tmp_path / "rows.parquet")], Shard()))
+    assert [(one.id, one.title, one.text) for one in documents] == [(str(number), "", f"row {number}") for number in range(100)]
+    parquet.write_table(arrow.table({"words": ["a"]}), tmp_path / "other.parquet")
+    with pytest.raises(InputError, match="no column 'text'; its columns are words"):
+        list(DocumentStream([str(tmp_path / "other.parquet")], Shard()))
+    (tmp_path / "damaged.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
+    with pytest.raises(InputError, match="no Parquet file"):
+        list(DocumentStream([str(tmp_path / "damaged.parquet")], Shard()))
