@@ -177,6 +177,9 @@ class UploadQueue:
                     elif change.entry is not None:  # behind the others, in case it is this one that is refused
                         self._changes.move_to_end(digest)
             return
+        except Exception:  # the thread must go on with the others
+            logger.exception("%d changes were not made in the remote tier", len(group))
+            self.dropped += len(group)
         with self._changed:
             for digest, change in group.items():
                 if self._changes.get(digest) is change:

@@ -71,6 +71,26 @@ def passages(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_store_goes_to_a_remote_tier_and_back(run: CommandLine, passages: Path, tmp_path: Path) -> None:
+    """`store push`, `ls` and `pull` of --remote say in JSON what they did; without a URL they say what to give."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    entries = run.on_store("ingest", str(passages), "--json").json["computed"]
+    store, remote = ("--store-dir", str(run.store)), ("--remote", f"file://{tmp_path}/objects", "--json")
+    report = run("store", "push", *store, *remote).json
+    assert (report["entries"], report["already_there"], report["refused"]) == (entries, 0, 0)
+    listed = run("store", "ls", *remote).json["entries"]
+    assert isinstance(listed, list)
+    assert {entry["key"] for entry in listed} == {
+        entry["key"] for entry in run("store", "ls", *store, "--json").json["entries"]
+    }
+    run("store", "clear", *store, "--yes")
+    assert run("store", "pull", *store, *remote).json["entries"] == entries
+    assert run("store", "verify", *store, "--json").json["ok"] is True
+    refused = run("store", "push", *store)
+    assert refused.code == 2
+    assert "--remote URL" in refused.err
+
+
 def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     """Documents are ingested, a question is answered from their stored KV, and the store is listed, checked and emptied."""
     first = run.on_store("ingest", str(passages), "--json")

@@ -1,0 +1,132 @@
+"""Engines that share a remote tier: KV of one is a hit at another, and faults of the server never reach an answer."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engines import DOCUMENTS, QUESTION, OpenEngine
+from remote_servers import SECRET, RedisServer, remote_of, wait_until
+
+from cacheblend.service import Answer, Engine
+from cacheblend.store.remote.redis_backend import KEY_PREFIX
+from cacheblend.store.remote.remote_tier import RemoteTier
+
+BROUGHT = [{"title": str(document["title"]), "text": str(document["text"])} for document in DOCUMENTS[:2]]
+TIMEOUT_S = 0.5
+
+
+@pytest.fixture
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("r"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def remote_engine(redis_server: RedisServer, open_engine: OpenEngine, tmp_path: Path) -> Engine:
+    """An engine that holds no KV itself, on a remote tier that another one has filled."""
+    shared = {"remote": redis_server.url, "remote_secret": SECRET, "remote_timeout_s": TIMEOUT_S}
+    writer = open_engine(store_dir=tmp_path / "writer", **shared)
+    writer.answer(QUESTION, documents=BROUGHT)
+    writer.background.drain()
+    assert writer.store.flush_remote(10)
+    writer.close()
+    return open_engine(store_dir=tmp_path / "reader", ram_budget_bytes=1, nvme_budget_bytes=1, **shared)
+
+
+def tiers(answer: Answer) -> list[str | None]:
+    return [segment.tier for segment in answer.plan.segments if segment.tier is not None]
+
+
+def test_a_miss_at_one_is_a_hit_at_the_other(remote_engine: Engine, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """What a request missed at one replica is read remotely at another, and gives the tokens that KV of its own gives."""
+    alone = open_engine(store_dir=tmp_path / "alone")
+    alone.answer(QUESTION, documents=BROUGHT)
+    alone.background.drain()
+    expected, found = (engine.answer(QUESTION, documents=BROUGHT) for engine in (alone, remote_engine))
+    assert "remote" in tiers(found)
+    assert not {"ram", "nvme"} & set(tiers(found))
+    assert found.token_ids == expected.token_ids
+    assert remote_engine.store.stats().misses == 0
+
+
+def test_what_one_ingested_another_does_not_compute(redis_server: RedisServer, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """An ingest of a document that another replica has ingested takes its KV from the remote tier, durable as ever."""
+    one, other = (open_engine(store_dir=tmp_path / name, remote=redis_server.url) for name in "ab")
+    computed = one.ingest(DOCUMENTS)
+    assert one.store.flush_remote(10)
+    taken = other.ingest(DOCUMENTS)
+    assert (taken.computed, taken.already_stored) == (0, computed.chunks)
+    assert other.store.stats().nvme.entries == one.store.stats().nvme.entries
+    other.documents.delete([str(DOCUMENTS[0]["id"])])
+    assert other.store.flush_remote(10)
+    assert len(list(remote_of(other.store).backend.ls())) < computed.chunks
+
+
+def _paused(server: RedisServer) -> None:
+    server.pause()
+
+
+def _killed(server: RedisServer) -> None:
+    server.kill()
+
+
+def _flipped(server: RedisServer) -> None:
+    import redis
+
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        for name in client.scan_iter(match=KEY_PREFIX + b"*"):
+            client.setrange(name, client.strlen(name) - 9, b"wrong")
+
+
+def _gone(server: RedisServer) -> None:
+    import redis
+
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        client.flushall()
+
+
+@pytest.mark.parametrize("fault", [_paused, _killed, _flipped, _gone])
+def test_faults_between_look_up_and_layers_never_reach_an_answer(
+    fault: Callable[[RedisServer], None],
+    remote_engine: Engine,
+    redis_server: RedisServer,
+    open_engine: OpenEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that fails after a request has planned with it costs the request no more than the time-out, and no token."""
+    expected = open_engine(store_dir=tmp_path / "empty").answer(QUESTION, documents=BROUGHT, method="full_recompute")
+    open_stream = RemoteTier.open_stream
+    faults: list[str] = []
+
+    def failing(tier: RemoteTier) -> object:
+        if not faults:
+            faults.append("one")
+            fault(redis_server)
+        return open_stream(tier)
+
+    monkeypatch.setattr(RemoteTier, "open_stream", failing)
+    started = time.monotonic()
+    answer = remote_engine.answer(QUESTION, documents=BROUGHT)
+    assert time.monotonic() - started < 10
+    assert faults
+    assert answer.token_ids == expected.token_ids
+    assert "remote" not in tiers(answer)
+    stats = remote_of(remote_engine.store).stats()
+    assert (stats.failures > 0) == (fault in (_paused, _killed))
+    assert (stats.damaged > 0) == (fault is _flipped)
+    if fault is _paused:
+        redis_server.resume()
+        wait_until(lambda: remote_of(remote_engine.store).reads.wait_s() == 0)
+        assert "remote" in tiers(remote_engine.answer(QUESTION, documents=BROUGHT))
+
+
+def test_another_salt_finds_nothing_of_it(remote_engine: Engine) -> None:
+    """A request with a salt misses what requests without one have put into the remote tier, and the counters say so."""
+    before = remote_of(remote_engine.store).stats()
+    answer = remote_engine.complete(remote_engine.prepare(QUESTION, documents=BROUGHT, cache_salt="tenant"))
+    assert "remote" not in tiers(answer)
+    after = remote_of(remote_engine.store).stats()
+    assert (after.hits, after.read_bytes) == (before.hits, before.read_bytes)
