@@ -37,6 +37,7 @@ class PackedLinear(nn.Module):
         self._weight = _pack(plain.weight)
 
     def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
+        """Outputs (S, O)."""
         return _product(inputs_SI, self._weight, self.plain.bias)
 
 
@@ -84,6 +85,7 @@ class SharingLinear(nn.Module):
         self.plain, self._product, self._index = plain, product, index
 
     def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
+        """Outputs (S, O)."""
         if self._index == 0:
             return self._product.first(inputs_SI)
         kept = self._product.next(self._index, inputs_SI)
@@ -127,5 +129,5 @@ def _pack(weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _product(inputs_SI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    outputs_SO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs_SI, weight, bias_O, "none", [], "")
+    outputs_SO: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs_SI, weight, bias_O, "none", [], "")
     return outputs_SO
