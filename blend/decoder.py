@@ -22,8 +22,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from . import packed_linear
 from .attention import Rows, attend
-from .generation import DecodePass, SequenceKV
+from .decode_attention import DecodePass, decode_kernel
+from .generation import SequenceKV
 from .layer_passes import IsolatedPass, QuestionPass, Run, SharedPrefix, prefix_mask, runs
 from .layer_source import KVGeometry, LayerKV
 from .model_runner import CosSin, ModelRunner
@@ -117,12 +119,14 @@ class Decoder:
         causal_lm = copy.deepcopy(model, shared)
         causal_lm.set_attn_implementation(IMPLEMENTATION)
         base = causal_lm.get_decoder()
-        self._layers: list[nn.Module] = [_with_modules(layer, mlp=_RowPieces(layer.mlp)) for layer in base.layers]
+        layers: list[nn.Module] = [_with_modules(layer, mlp=_RowPieces(layer.mlp)) for layer in base.layers]
         self._rotary: nn.Module = base.rotary_emb
         self.apply_rotary: Callable[..., CosSin] = vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"]
         # Without layers and norm, the decoder's own forward is its embedding, multipliers included.
         self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
-        self._head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
+        head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
+        pack = packed_linear.packed if packed_linear.pays(model) else _as_it_is
+        self._layers, self._head = [pack(layer) for layer in layers], pack(head)
         cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
         types = getattr(self.config, "layer_types", None) or []
@@ -138,7 +142,8 @@ class Decoder:
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         # About the multiply-adds of a row through a layer, but for attention scores and experts that a row does not visit.
-        self.layer_parameters = sum(parameter.numel() for parameter in self._layers[-1].parameters())
+        self.layer_parameters = sum(parameter.numel() for parameter in layers[-1].parameters())
+        self._decode_kernel = decode_kernel(self.geometry, int(self.config.num_attention_heads))
 
     def empty_cache(self) -> DynamicCache:
         """A cache with the model's layer kinds and nothing in it."""
@@ -268,7 +273,7 @@ class Decoder:
         hidden_1RM = self.embed(torch.tensor(token_ids, device=self.device))
         rotary = self.rotary(positions_R, hidden_1RM)
         for layer, layer_type in enumerate(self.layer_types):
-            layer_pass = DecodePass([sequence.layers[layer] for sequence in sequences])
+            layer_pass = DecodePass([sequence.layers[layer] for sequence in sequences], self._decode_kernel)
             hidden_1RM = self._run(layer, hidden_1RM, positions_R, rotary[layer_type], layer_pass)
         for sequence in sequences:
             sequence.tokens += 1
@@ -322,10 +327,15 @@ class CacheSink:
 
 def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.Tensor:
     """The last `count` outputs of a linear layer; the others are computed as well where its weight is packed (quantised)."""
+    linear = linear.plain if isinstance(linear, packed_linear.PackedLinear) else linear
     if type(linear) is not nn.Linear:
         whole: torch.Tensor = linear(inputs)
         return whole[..., -count:]
     return nn.functional.linear(inputs, linear.weight[-count:], None if linear.bias is None else linear.bias[-count:])
+
+
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _with_modules(module: Any, **replaced: nn.Module) -> Any:

@@ -1,10 +1,6 @@
-"""Generation after a blended prompt: as `model.generate` does, and the next token of several sequences in one pass.
+"""Generation after a blended prompt: as `model.generate` does, and token by token for sequences of a batch.
 
-In a pass the sequences stand where a prompt's rows would: projections and MLP run for all of them at once, which reads the
-weights once; attention runs for each over its own keys. So nothing is padded or masked, and a sequence joins or leaves between
-two steps without a copy of another's KV.
-
-Shapes: R sequences, Q query heads, H KV heads, G = Q / H, K keys that a sequence sees, C room for keys, D head size.
+Shapes: H KV heads, N tokens of the prompt, C room for keys, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,14 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from cacheblend.store import LayerPair
-
-from . import layer_source
+from .decode_attention import SequenceLayerKV
 from .prompt import FusionResult
 
 
@@ -43,93 +35,9 @@ class SequenceKV:
         if self.tokens == len(fused.token_ids):  # else somebody has generated on, and the cache is in memory of its own
             memory = fused.take_memory() or memory
         self.layers = [
-            LayerOfSequence(layer.keys[0], layer.values[0], window, memory_21HCD)
+            SequenceLayerKV(layer.keys[0], layer.values[0], window, memory_21HCD)
             for layer, window, memory_21HCD in zip(layers, windows, memory, strict=True)
         ]
-
-
-class LayerOfSequence:
-    """One layer of a sequence's KV.
-
-    Args:
-        k_HKD: keys.
-        v_HKD: values.
-        window: how many of the last positions it sees; None for all.
-        memory_21HCD: that keys and values stand at the start of, and nobody else's after them; None to copy them.
-    """
-
-    def __init__(
-        self, k_HKD: torch.Tensor, v_HKD: torch.Tensor, window: int | None, memory_21HCD: torch.Tensor | None = None
-    ) -> None:
-        self._window = window
-        if memory_21HCD is None:
-            self._move(k_HKD, v_HKD)
-        else:
-            self._used = k_HKD.shape[1]
-            self._k_HCD, self._v_HCD = memory_21HCD[:, 0]
-
-    def append(self, k_H1D: torch.Tensor, v_H1D: torch.Tensor) -> None:
-        """Add the next position."""
-        if self._used == self._k_HCD.shape[1]:
-            self._move(*self.visible())
-        self._k_HCD[:, self._used : self._used + 1] = k_H1D
-        self._v_HCD[:, self._used : self._used + 1] = v_H1D
-        self._used += 1
-
-    def visible(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (H, K, D) that the last position sees."""
-        start = 0 if self._window is None else max(0, self._used - self._window)
-        return self._k_HCD[:, start : self._used], self._v_HCD[:, start : self._used]
-
-    def last(self, tokens: int) -> LayerPair:
-        """Keys and values (H, tokens, D) of the last positions, at most those that the next one sees; not to be kept."""
-        return self._k_HCD[:, self._used - tokens : self._used], self._v_HCD[:, self._used - tokens : self._used]
-
-    def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
-        heads, self._used, size = k_HKD.shape
-        room = self._used + layer_source.GROWTH_TOKENS
-        kv_X = layer_source.empty_layer((heads * room * (size + v_HKD.shape[-1]),), k_HKD.dtype, k_HKD.device)
-        k_X, v_X = kv_X.split([heads * room * size, heads * room * v_HKD.shape[-1]])
-        self._k_HCD, self._v_HCD = k_X.view(heads, room, -1), v_X.view(heads, room, -1)
-        self._k_HCD[:, : self._used] = k_HKD
-        self._v_HCD[:, : self._used] = v_HKD
-
-
-class DecodePass:
-    """One layer's pass of every sequence's last token; stands where `RowsPass` stands for a prompt."""
-
-    def __init__(self, layers: Sequence[LayerOfSequence]) -> None:
-        self._layers = layers
-
-    def update(self, k_1HRD: torch.Tensor, v_1HRD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append each sequence's key and value to its own KV."""
-        for row, kv in enumerate(self._layers):
-            kv.append(k_1HRD[0, :, row : row + 1], v_1HRD[0, :, row : row + 1])
-        return k_1HRD, v_1HRD
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
-        """Attention output (1, R, Q, D), each row over its own sequence's keys."""
-        rows = [
-            _attend_one(q[0, :, row], *kv.visible(), scaling=kw["scaling"], softcap=kw.get("softcap"))
-            for row, kv in enumerate(self._layers)
-        ]
-        return torch.stack(rows)[None]
-
-
-def _attend_one(
-    q_QD: torch.Tensor, k_HKD: torch.Tensor, v_HKD: torch.Tensor, *, scaling: float, softcap: float | None
-) -> torch.Tensor:
-    """Output (Q, D) of one row that sees all keys given."""
-    q_HGD = q_QD.unflatten(0, (k_HKD.shape[0], -1))  # the query heads of one KV head are rows over the same keys
-    if softcap is None:
-        # With a batch dimension PyTorch takes its flash kernel: 62 us against 246 without (8/4 heads of 32, 1,024 keys, CPU).
-        return scaled_dot_product_attention(q_HGD[None], k_HKD[None], v_HKD[None], scale=scaling)[0].flatten(0, 1)
-    scores_HGK = torch.matmul(q_HGD, k_HKD.transpose(1, 2)) * scaling
-    scores_HGK = torch.tanh(scores_HGK / softcap) * softcap
-    weights_HGK = torch.softmax(scores_HGK, dim=-1, dtype=torch.float32).to(q_QD.dtype)
-    return torch.matmul(weights_HGK, v_HKD).flatten(0, 1)
 
 
 class NextToken:

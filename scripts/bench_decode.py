@@ -24,7 +24,7 @@ Seconds = dict[str, dict[int, float]]  # of a step, by engine and number of sequ
 
 
 def decode_ours(
-    model: str, dtype: str, tokens: int, counts: list[int], steps: int, threads: int
+    model: str, dtype: str, tokens: int, counts: list[int], steps: int, threads: int, *, peers: bool
 ) -> dict[str, dict[int, float]]:
     """Median seconds of a step, ours and transformers', by the number of sequences."""
     import torch
@@ -47,7 +47,8 @@ def decode_ours(
             last = fusor.decoder.decode(last, sequences).argmax(dim=-1).tolist()
             took.append(time.perf_counter() - began)
         seconds["ours"][count] = statistics.median(took)
-        seconds["generate"][count] = _generate(fusor.model, torch.tensor(prompts[:count]), steps)
+        if peers:
+            seconds["generate"][count] = _generate(fusor.model, torch.tensor(prompts[:count]), steps)
     return seconds
 
 
@@ -115,9 +116,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm", action="store_true", help="vLLM instead")
+    parser.add_argument("--ours-only", action="store_true", help="without transformers' generate")
     options = parser.parse_args()
     shape = (options.model, options.dtype, options.tokens, options.sequences, options.steps)
-    seconds = decode_vllm(*shape) if options.vllm else decode_ours(*shape, options.threads)
+    seconds = decode_vllm(*shape) if options.vllm else decode_ours(*shape, options.threads, peers=not options.ours_only)
     for name, by_count in seconds.items():
         for count, step_s in by_count.items():
             print(f"{name:8} {count:3} sequences: {1000 * step_s:7.2f} ms a step, {count / step_s:7.1f} tokens/s")

@@ -1,0 +1,274 @@
+"""Attention of the last token of every sequence of a batch, and the KV that it runs over.
+
+In a decoding step the sequences stand where a prompt's rows would: projections and MLP run for all of them at once, which reads
+the weights once; attention runs for each over its own keys. So nothing is padded or masked, and a sequence joins or leaves
+between two steps without a copy of another's KV.
+
+On a CPU one call of `decode_attention.c` serves all sequences of a layer, wherever their KV lies, at the speed at which memory
+is read. The file is compiled at its first use on a machine, for the model's shape, where there is a C compiler; without one
+PyTorch's attention is called for each sequence.
+
+Shapes: R sequences, Q query heads, H KV heads, G = Q / H, K keys that a sequence sees, C room for keys, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from cacheblend.base.files import user_cache_folder
+from cacheblend.store import LayerPair
+
+from . import layer_source
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SOURCE = Path(__file__).with_name("decode_attention.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+COMPILE_S = 60.0  # more than that is a compiler that hangs
+MAX_VECTORS = 256  # of 16 numbers, a KV head's queries: more than that is not for registers
+logger = logging.getLogger(__name__)
+
+
+class SequenceLayerKV:
+    """One layer of a sequence's KV.
+
+    Args:
+        k_HKD: keys.
+        v_HKD: values.
+        window: how many of the last positions it sees; None for all.
+        memory_21HCD: that keys and values stand at the start of, and nobody else's after them; None to copy them.
+    """
+
+    def __init__(
+        self, k_HKD: torch.Tensor, v_HKD: torch.Tensor, window: int | None, memory_21HCD: torch.Tensor | None = None
+    ) -> None:
+        self._window = window
+        if memory_21HCD is None:
+            self._move(k_HKD, v_HKD)
+        else:
+            self._used = k_HKD.shape[1]
+            self._k_HCD, self._v_HCD = memory_21HCD[:, 0]
+            self._address()
+
+    def append(self, k_H1D: torch.Tensor, v_H1D: torch.Tensor) -> None:
+        """Add the next position."""
+        self.reserve()
+        self._k_HCD[:, self._used : self._used + 1] = k_H1D
+        self._v_HCD[:, self._used : self._used + 1] = v_H1D
+        self._used += 1
+
+    def visible(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (H, K, D) that the last position sees."""
+        start = 0 if self._window is None else max(0, self._used - self._window)
+        return self._k_HCD[:, start : self._used], self._v_HCD[:, start : self._used]
+
+    def last(self, tokens: int) -> LayerPair:
+        """Keys and values (H, tokens, D) of the last positions, at most those that the next one sees; not to be kept."""
+        return self._k_HCD[:, self._used - tokens : self._used], self._v_HCD[:, self._used - tokens : self._used]
+
+    def reserve(self) -> None:
+        """See that there is room for the next position."""
+        if self._used == self._k_HCD.shape[1]:
+            start = 0 if self._window is None else max(0, self._used - self._window)
+            self._move(self._k_HCD[:, start : self._used], self._v_HCD[:, start : self._used])
+
+    def begin_append(self) -> tuple[int, int, int, int, int]:
+        """Count the next position, which the caller writes; `Sequence` of the C file."""
+        self.reserve()
+        self._used += 1
+        first = 0 if self._window is None else max(0, self._used - self._window)
+        return (*self._at, first, self._used - 1)
+
+    def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
+        heads, self._used, size = k_HKD.shape
+        room = self._used + layer_source.GROWTH_TOKENS
+        kv_X = layer_source.empty_layer((heads * room * (size + v_HKD.shape[-1]),), k_HKD.dtype, k_HKD.device)
+        k_X, v_X = kv_X.split([heads * room * size, heads * room * v_HKD.shape[-1]])
+        self._k_HCD, self._v_HCD = k_X.view(heads, room, -1), v_X.view(heads, room, -1)
+        self._k_HCD[:, : self._used] = k_HKD
+        self._v_HCD[:, : self._used] = v_HKD
+        self._address()
+
+    def _address(self) -> None:
+        self._at = (self._k_HCD.data_ptr(), self._v_HCD.data_ptr(), self._k_HCD.stride(0))
+
+
+class DecodePass:
+    """One layer's pass of every sequence's last token; stands where `RowsPass` stands for a prompt.
+
+    Args:
+        layers: the layer of every sequence.
+        kernel: that attends for all of them in one call; None for PyTorch's attention.
+    """
+
+    def __init__(self, layers: Sequence[SequenceLayerKV], kernel: DecodeKernel | None = None) -> None:
+        self._layers, self._kernel = layers, kernel
+
+    def update(self, k_1HRD: torch.Tensor, v_1HRD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append each sequence's key and value to its own KV; with a kernel `attend` does."""
+        if self._kernel is None:
+            for row, kv in enumerate(self._layers):
+                kv.append(k_1HRD[0, :, row : row + 1], v_1HRD[0, :, row : row + 1])
+        return k_1HRD, v_1HRD
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Attention output (1, R, Q, D), each row over its own sequence's keys."""
+        if self._kernel is not None:
+            return self._kernel.attend(q, k, v, self._layers, scaling=kw["scaling"], softcap=kw.get("softcap"))
+        rows = [
+            _attend_one(q[0, :, row], *kv.visible(), scaling=kw["scaling"], softcap=kw.get("softcap"))
+            for row, kv in enumerate(self._layers)
+        ]
+        return torch.stack(rows)[None]
+
+
+def _attend_one(
+    q_QD: torch.Tensor, k_HKD: torch.Tensor, v_HKD: torch.Tensor, *, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Output (Q, D) of one row that sees all keys given."""
+    q_HGD = q_QD.unflatten(0, (k_HKD.shape[0], -1))  # the query heads of one KV head are rows over the same keys
+    if softcap is None:
+        # With a batch dimension PyTorch takes its flash kernel: 62 us against 246 without (8/4 heads of 32, 1,024 keys, CPU).
+        return scaled_dot_product_attention(q_HGD[None], k_HKD[None], v_HKD[None], scale=scaling)[0].flatten(0, 1)
+    scores_HGK = torch.matmul(q_HGD, k_HKD.transpose(1, 2)) * scaling
+    scores_HGK = torch.tanh(scores_HGK / softcap) * softcap
+    weights_HGK = torch.softmax(scores_HGK, dim=-1, dtype=torch.float32).to(q_QD.dtype)
+    return torch.matmul(weights_HGK, v_HKD).flatten(0, 1)
+
+
+class _New(ctypes.Structure):
+    """`New` of the C file."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("row", ctypes.c_int64), ("head", ctypes.c_int64))
+
+    @classmethod
+    def rows_of(cls, x_1HRD: torch.Tensor) -> _New:
+        """Where a tensor's rows are; the last axis must be contiguous."""
+        return cls(x_1HRD.data_ptr(), x_1HRD.stride(2), x_1HRD.stride(1))
+
+
+class DecodeKernel:
+    """The compiled `decode_attention.c`.
+
+    Args:
+        library: the compiled file, for one number of query heads to a KV head, head size and dtype.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._call = library.decode_attention
+        self._call.restype = ctypes.c_int
+        number, pointer, real = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
+        self._call.argtypes = [pointer, pointer, pointer, pointer, number, number, real, real, number, pointer]
+
+    def attend(
+        self,
+        q_1QRD: torch.Tensor,
+        k_1HRD: torch.Tensor,
+        v_1HRD: torch.Tensor,
+        layers: Sequence[SequenceLayerKV],
+        *,
+        scaling: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Append each sequence's key and value; output (1, R, Q, D) of its query."""
+        _, heads, count, size = q_1QRD.shape
+        sequences = (ctypes.c_int64 * (5 * count))(*(word for kv in layers for word in kv.begin_append()))
+        fresh = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QRD, k_1HRD, v_1HRD)]
+        new = map(_New.rows_of, fresh)
+        out_1RQD = q_1QRD.new_empty(1, count, heads, size)
+        failed = self._call(
+            *map(ctypes.byref, new),
+            sequences,
+            count,
+            k_1HRD.shape[1],
+            scaling,
+            softcap or 0.0,
+            torch.get_num_threads(),
+            out_1RQD.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("the system has no memory left for a decoding step's attention weights")
+        return out_1RQD
+
+
+def decode_kernel(geometry: layer_source.KVGeometry, query_heads: int) -> DecodeKernel | None:
+    """The kernel for a model's shape, compiled where that was not done before; None where PyTorch's attention serves."""
+    groups = query_heads // geometry.kv_heads
+    if geometry.device.type != "cpu" or geometry.dtype not in (torch.float32, torch.bfloat16) or geometry.head_dim % 4:
+        return None
+    if groups * geometry.head_dim > 16 * MAX_VECTORS:
+        return None
+    return _load(groups, geometry.head_dim, geometry.dtype)
+
+
+@functools.cache
+def _load(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    shape = [f"-DGROUPS={groups}", f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
+    try:
+        kernel = DecodeKernel(ctypes.CDLL(str(_compile(compiler, shape))))
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        logger.info("decode_attention.c was not compiled, PyTorch's attention decodes: %s", error)
+        return None
+    if (off := _error_of(kernel, groups, head_size, dtype)) > (1e-5 if dtype == torch.float32 else 2e-2):
+        logger.warning("decode_attention.c as %s compiled it is off by %.2g and not used", compiler, off)
+        return None
+    return kernel
+
+
+def _compile(compiler: str, shape: Sequence[str]) -> Path:
+    """The compiled file, in the cache under a name of all that it depends on: source, compiler, shape and processor."""
+    known = "|".join([compiler, *FLAGS, *shape, platform.machine(), _processor()]).encode() + SOURCE.read_bytes()
+    target = user_cache_folder() / "compiled" / f"decode_attention-{hashlib.sha256(known).hexdigest()[:32]}.so"
+    if not target.exists():
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+            made = Path(directory) / target.name
+            command = [compiler, *FLAGS, *shape, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, timeout=COMPILE_S, capture_output=True, stdin=subprocess.DEVNULL)
+            os.replace(made, target)
+    return target
+
+
+def _processor() -> str:
+    """What the processor can do, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _error_of(kernel: DecodeKernel, groups: int, head_size: int, dtype: torch.dtype) -> float:
+    """The largest difference from PyTorch's attention, for one small case with a window and one without."""
+    generator = torch.Generator().manual_seed(0)
+    heads, lengths, windows = 2, (19, 40), (None, 7)
+    draw = functools.partial(torch.randn, generator=generator, dtype=dtype)
+    q, k, v = draw(1, heads * groups, 2, head_size), draw(1, heads, 2, head_size), draw(1, heads, 2, head_size)
+    stored = [draw(2, heads, length, head_size) for length in lengths]
+    outputs = []
+    for own in (kernel, None):
+        layers = [SequenceLayerKV(kv[0], kv[1], window) for kv, window in zip(stored, windows, strict=True)]
+        layer_pass = DecodePass(layers, own)
+        layer_pass.update(k, v, 0)
+        outputs.append(layer_pass.attend(None, q, k, v, None, scaling=head_size**-0.5, softcap=3.0))  # type: ignore[arg-type]  # the module is not looked at
+    return float((outputs[0] - outputs[1]).abs().max())

@@ -1,0 +1,133 @@
+"""Linear layers whose weights are packed once for the CPU's matrix instructions, and read once for all that share an input.
+
+A product of a few rows takes as long as reading its weight. In 16 bits oneDNN first copies the weight into the order that the
+instructions take it in, at every call: twice the time for 1 to 16 rows, 7 % for 500. Here the copy is made once and kept, which
+takes the linear weights' memory a second time; a model of more than `MEMORY_PART` of the machine's memory is left as it is.
+
+Shapes: S rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+MEMORY_PART = 1 / 8
+# Linear layers that a module calls one after the other with one input: one product for all.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+EXPECTED_ROWS = 16  # which decides how oneDNN packs; packed for 512, a product of any number of rows takes the same
+
+
+class PackedLinear(nn.Module):
+    """One linear layer.
+
+    Args:
+        plain: the layer; its parameters stay where they are.
+    """
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.plain = plain
+        self._weight = _pack(plain.weight)
+
+    def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
+        """Outputs (S, O)."""
+        return _product(inputs_SI, self._weight, self.plain.bias)
+
+
+class _Product:
+    """What several layers over one input give, computed when the first of them is called.
+
+    Args:
+        layers: in the order of their calls.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._outputs = [layer.out_features for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._weight = _pack(torch.cat([layer.weight.detach() for layer in layers]))
+        self._bias = torch.cat(biases).detach() if biases else None
+        self._of_thread = threading.local()
+
+    def first(self, inputs_SI: torch.Tensor) -> torch.Tensor:
+        """The first layer's outputs; the others' are kept for their calls."""
+        outputs = _product(inputs_SI, self._weight, self._bias).split(self._outputs, dim=-1)
+        self._of_thread.kept = inputs_SI, outputs
+        return outputs[0]
+
+    def next(self, index: int, inputs_SI: torch.Tensor) -> torch.Tensor | None:
+        """Outputs of a later layer; None where the first was not called with these very inputs."""
+        kept_SI, outputs = getattr(self._of_thread, "kept", (None, ()))
+        if kept_SI is not inputs_SI:
+            return None
+        if index == len(outputs) - 1:
+            del self._of_thread.kept
+        return outputs[index]
+
+
+class SharingLinear(nn.Module):
+    """One of several layers over one input, which are one product; called without the first of them, a product of its own.
+
+    Args:
+        plain: the layer.
+        product: of all of them.
+        index: among them.
+    """
+
+    def __init__(self, plain: nn.Linear, product: _Product, index: int) -> None:
+        super().__init__()
+        self.plain, self._product, self._index = plain, product, index
+
+    def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
+        """Outputs (S, O)."""
+        if self._index == 0:
+            return self._product.first(inputs_SI)
+        kept = self._product.next(self._index, inputs_SI)
+        return self.plain(inputs_SI) if kept is None else kept
+
+
+def pays(model: nn.Module) -> bool:
+    """Whether a model's linear layers are to be packed: 16 bits, on a CPU with instructions for them, and memory for a copy."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    if any(linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu" for linear in linears):
+        return False
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes
+
+
+def packed(module: Any) -> Any:
+    """A shallow copy of a module tree with its linear layers packed; the parameters stay shared with the original."""
+    twin = copy.copy(module)
+    twin._modules = {
+        name: child if child is None else PackedLinear(child) if type(child) is nn.Linear else packed(child)
+        for name, child in module._modules.items()
+    }
+    for names in TOGETHER:
+        layers = [module._modules.get(name) for name in names]
+        if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
+            product = _Product(layers)
+            twin._modules.update(
+                {
+                    name: SharingLinear(layer, product, index)
+                    for index, (name, layer) in enumerate(zip(names, layers, strict=True))
+                }
+            )
+    return twin
+
+
+def _pack(weight_OI: torch.Tensor) -> torch.Tensor:
+    packed_OI: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), EXPECTED_ROWS)
+    return packed_OI
+
+
+def _product(inputs_SI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    outputs_SO: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs_SI, weight, bias_O, "none", [], "")
+    return outputs_SO

@@ -1,0 +1,109 @@
+"""The compiled attention of a decoding step is PyTorch's attention, or is not used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from cacheblend.blend import Fusor, KVGeometry, SequenceKV, decode_attention
+from cacheblend.blend.decode_attention import DecodeKernel, DecodePass, SequenceLayerKV, decode_kernel
+
+needs_compiler = pytest.mark.skipif(
+    all(shutil.which(name) is None for name in ("cc", "gcc", "clang")), reason="there is no C compiler"
+)
+HEADS = 2
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of compiled files, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decode_attention._load.cache_clear()
+    yield tmp_path
+    decode_attention._load.cache_clear()
+
+
+def kernel_of(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | None:
+    """The kernel of a shape with two KV heads."""
+    return decode_kernel(KVGeometry(1, HEADS, head_size, dtype, torch.device("cpu")), HEADS * groups)
+
+
+@needs_compiler
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("groups", "head_size"), [(1, 4), (3, 24), (4, 64), (2, 256)])
+def test_equals_pytorch(groups: int, head_size: int, dtype: torch.dtype, softcap: float | None) -> None:
+    """Sequences of any length, with and without a window, get PyTorch's attention, step after step, past a growth of the KV."""
+    kernel = kernel_of(groups, head_size, dtype)
+    assert kernel is not None
+    generator = torch.Generator().manual_seed(groups)
+    lengths, windows = [1, 17, 64, 130, 33], [None, 5, None, 40, 200]
+    stored = [torch.randn(2, HEADS, length, head_size, generator=generator).to(dtype) for length in lengths]
+    sides = [[SequenceLayerKV(kv[0], kv[1], window) for kv, window in zip(stored, windows, strict=True)] for _ in range(2)]
+    for _ in range(131):
+        q, k, v = (torch.randn(1, len(lengths), HEADS * n, head_size, generator=generator).to(dtype) for n in (groups, 1, 1))
+        outputs = []
+        for layers, own in zip(sides, (kernel, None), strict=True):
+            layer_pass = DecodePass(layers, own)
+            rows = [x.transpose(1, 2) for x in (q, k, v)]
+            layer_pass.update(rows[1], rows[2], 0)
+            outputs.append(layer_pass.attend(torch.nn.Identity(), *rows, None, scaling=0.3, softcap=softcap))
+        tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=tolerance, atol=tolerance)
+    for own, other in zip(*sides, strict=True):
+        for mine, pytorch in zip(own.visible(), other.visible(), strict=True):
+            assert torch.equal(mine, pytorch)
+
+
+@needs_compiler
+def test_compiled_once(fresh_cache: Path) -> None:
+    """A shape is compiled at its first use on a machine, and another shape for itself."""
+    assert kernel_of(2, 16, torch.float32) is not None
+    made = list(fresh_cache.rglob("*.so"))
+    decode_attention._load.cache_clear()
+    assert kernel_of(2, 16, torch.float32) is not None
+    assert list(fresh_cache.rglob("*.so")) == made
+    assert len(made) == 1
+    assert kernel_of(1, 16, torch.float32) is not None
+    assert len(list(fresh_cache.rglob("*"))) == len(made) + 3  # two folders, and nothing left of the compiling
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("one.used + 1 - one.first;\n        attend", "one.used - one.first;\n        attend"),  # the last key is not seen
+        ("keys + one.first * HEAD_SIZE", "keys"),  # a window begins at the wrong key
+        ("* (2.0f / cap)", "* (1.0f / cap)"),
+        ("#include <omp.h>", "#error"),
+    ],
+)
+@pytest.mark.usefixtures("fresh_cache")
+def test_wrong_code_is_not_used(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not compile, or gives something else than PyTorch's attention, is not used."""
+    text = decode_attention.SOURCE.read_text()
+    assert right in text
+    source = tmp_path / "wrong.c"
+    source.write_text(text.replace(right, wrong))
+    monkeypatch.setattr(decode_attention, "SOURCE", source)
+    assert kernel_of(2, 16, torch.float32) is None
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_decodes_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler PyTorch's attention decodes, and gives the same logits."""
+    usual = Fusor(tiny_model("gemma2"))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    decode_attention._load.cache_clear()
+    without = Fusor(tiny_model("gemma2"))
+    assert without.decoder._decode_kernel is None
+    prompt = list(range(1, 40))
+    logits = [
+        fusor.decoder.decode([7], [SequenceKV(fusor.prefill(prompt), fusor.decoder.windows)]) for fusor in (usual, without)
+    ]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
