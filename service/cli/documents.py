@@ -25,7 +25,6 @@ from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgres
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
-from .profile import load_fusor
 from .store import UNBOUNDED, open_store
 from .terminal import counted
 
@@ -266,6 +265,8 @@ def _ingest(
     terminal.hush_libraries()
     from cacheblend.service.engine.config import remember_settings
     from cacheblend.service.engine.engine import Engine
+
+    from .profile import load_fusor
 
     # Nobody reads here, and memory that is used again costs less than new.
     config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
