@@ -28,7 +28,6 @@ from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
-from .profile import load_fusor
 from .store import UNBOUNDED, open_index, open_store
 from .terminal import counted
 
@@ -304,6 +303,8 @@ def _ingest(
     terminal.hush_libraries()
     from cacheblend.service.engine.config import remember_settings
     from cacheblend.service.engine.engine import Engine
+
+    from .profile import load_fusor
 
     # Nobody reads here, and memory that is used again costs less than new.
     config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)

@@ -12,12 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.process import hold_freed_memory, in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
 from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.log import log_json
+from cacheblend.service.http.starting import Starting
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
+from .model import bundled_corpus, choose_model
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
@@ -107,15 +111,6 @@ def serve(
 
         cacheblend serve --config cacheblend.toml --port 9000
     """
-    terminal.hush_libraries()
-    from cacheblend.base.process import hold_freed_memory, in_own_thread
-    from cacheblend.service.http import HttpConfig, Server
-    from cacheblend.service.http.observability import log_json
-    from cacheblend.service.http.run import run
-    from cacheblend.service.http.starting import Starting
-
-    from .model import bundled_corpus, choose_model
-
     http = settings.make(HttpConfig)
     hold_freed_memory()
     chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
@@ -129,6 +124,11 @@ def serve(
     with Starting(http.host, http.port) as starting:
         log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
         starting.announce()
+        # Libraries take seconds to load: the port is taken and the address logged before.
+        terminal.hush_libraries()
+        from cacheblend.service.http import Server
+        from cacheblend.service.http.run import run
+
         with in_own_thread(Server, engine, serving, http, tenants) as server:
             if chosen.wants_corpus and not tables:
                 in_own_thread(server.engines[""].ingest, bundled_corpus(), starting.note_progress)

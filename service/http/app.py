@@ -12,7 +12,7 @@ from . import completions, documents, files, operations, responses, texts
 from .body import BodyLimit
 from .errors import install_error_handlers
 from .gate import Gate
-from .observability import RequestLog
+from .log import RequestLog
 from .page import add_page
 from .server import Server
 

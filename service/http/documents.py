@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
@@ -16,12 +17,31 @@ from cacheblend.service.engine.engine import Engine
 
 from .body import JsonRoute
 from .errors import ApiError
-from .schemas import IngestBody, PinBody, ReplaceBody
+from .schemas import DocumentBody, StrictModel, Text
 from .server import Server, run_call
 
 router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MOST_LISTED = 100, 1000  # documents of a page
+
+
+class IngestBody(StrictModel):
+    """`POST /v1/documents`."""
+
+    documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
+
+
+class ReplaceBody(StrictModel):
+    """`PUT /v1/documents/{id}`."""
+
+    title: Text | None = None
+    text: Text
+
+
+class PinBody(StrictModel):
+    """`POST /v1/documents/{id}/pin`."""
+
+    pinned: bool = True
 
 
 @router.post("", status_code=201)

@@ -1,26 +1,18 @@
-"""Counters for Prometheus, and a line of JSON a request."""
+"""Counters for Prometheus."""
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.service.engine.engine import Engine
 
 from ..serving import Done, Failed, Scheduler, ServedRequest, ShadowReport
-from .errors import error_response
 
 logger = logging.getLogger(__name__)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -48,8 +40,6 @@ REMOTE_COUNTERS = {
 AGREEMENT = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 KL_NATS = (0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0)
 RELATIVE_KV_ERROR = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-HEADER = "x-request-id"
 
 
 class Metrics:
@@ -228,80 +218,3 @@ class GuardMetrics:
             self._agreement.labels(*labels, prefill).observe(found.agreement)
             self._kl.labels(*labels, prefill).observe(found.first_token_kl_nats)
             self._deviation.labels(*labels, prefill).observe(found.relative_kv_error)
-
-
-class RequestLog:
-    """Middleware: gives each request an id, logs how it ended, counts errors, and answers those that nobody foresaw.
-
-    The id is the caller's own `X-Request-Id`, where that is a plain word of at most 64 characters, or a new one.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
-        request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
-        token = REQUEST_ID.set(request_id)
-        started, status = time.perf_counter(), 0
-        scope.setdefault("state", {})["arrived"] = started
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (HEADER.encode(), request_id.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            if status:  # the response has begun; the server cuts it off
-                raise
-            await error_response(error)(scope, receive, send_with_id)
-        finally:
-            if status >= 400:
-                self._metrics.count_error(status)
-            logger.info(
-                "request",
-                extra={
-                    "fields": {
-                        "method": scope["method"][:16],
-                        "path": getattr(scope.get("route"), "path", None),  # the route's template, which has no ids
-                        "status": status or None,  # None: the client went away before there was one
-                        "seconds": round(time.perf_counter() - started, 4),
-                    }
-                },
-            )
-            REQUEST_ID.reset(token)
-
-
-class JsonFormatter(logging.Formatter):
-    """A log record as one JSON object on one line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if request_id := REQUEST_ID.get():
-            line["request_id"] = request_id
-        line.update(getattr(record, "fields", {}))
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=True, default=str)
-
-
-def log_json(level: int, stream: TextIO = sys.stderr) -> None:
-    """Have everything that is logged written as JSON lines."""
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger("uvicorn.access").disabled = True  # RequestLog writes the same, with the id

@@ -28,7 +28,6 @@ MOST_PARTS = 1000
 MOST_CHOICES = 16
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
-MOST_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
 TEXT_TAG, LIST_TAG, OBJECT_TAG = "<text>", "<list>", "<object>"  # which part of a union a value is read as; no names of fields
 MOST_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 
@@ -48,7 +47,6 @@ StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
 OneText = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
 StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS, fail_fast=True)]
 # Says which of two forms a value has, so that an error speaks of that one.
 TextOrList = Discriminator(lambda value: LIST_TAG if isinstance(value, list) else TEXT_TAG)
@@ -486,58 +484,3 @@ class ResponsesBody(GenerationBody):
         if isinstance(self.input, str):
             return [*system, Message("user", self.input)]
         return [*system, *(item.message() for item in self.input)]
-
-
-class EmbeddingsBody(IgnoredFields):
-    """`POST /v1/embeddings`."""
-
-    model: str | None = None
-    input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Inputs, Tag(LIST_TAG)], TextOrList]
-    encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = None
-
-    def texts(self) -> list[str]:
-        """`input` as a list."""
-        return [self.input] if isinstance(self.input, str) else self.input
-
-
-class TokenizeBody(StrictModel):
-    """`POST /tokenize`: a text, or a chat as the model's template renders it."""
-
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = False
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, and one of them alone")
-        return self
-
-
-class DetokenizeBody(StrictModel):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-
-
-class IngestBody(StrictModel):
-    """`POST /v1/documents`."""
-
-    documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
-
-
-class ReplaceBody(StrictModel):
-    """`PUT /v1/documents/{id}`."""
-
-    title: Text | None = None
-    text: Text
-
-
-class PinBody(StrictModel):
-    """`POST /v1/documents/{id}/pin`."""
-
-    pinned: bool = True

@@ -36,7 +36,7 @@ class Starting(logging.Handler):
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(logging.INFO)
-        self.stage = "starting"
+        self.stage = "loading libraries"
         self._next_line = 0.0
         self.sockets = _listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.sockets[0].getsockname()[1]}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field, Tag, model_validator
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import checked_between_batches
@@ -17,10 +18,48 @@ from cacheblend.service.engine.engine import Engine
 from ..serving import Check
 from .body import JsonRoute
 from .errors import ApiError
-from .schemas import DetokenizeBody, EmbeddingsBody, TokenizeBody
+from .schemas import LIST_TAG, MOST_MESSAGES, TEXT_TAG, IgnoredFields, MessageBody, StrictModel, Text, TextOrList
 from .server import Server, run_call
 
 router = APIRouter(route_class=JsonRoute)
+MOST_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
+Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+
+
+class EmbeddingsBody(IgnoredFields):
+    """`POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Inputs, Tag(LIST_TAG)], TextOrList]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None
+
+    def texts(self) -> list[str]:
+        """`input` as a list."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class TokenizeBody(StrictModel):
+    """`POST /tokenize`: a text, or a chat as the model's template renders it."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, and one of them alone")
+        return self
+
+
+class DetokenizeBody(StrictModel):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 @router.post("/v1/embeddings")

@@ -206,7 +206,7 @@ def main(config: ServedConfig) -> None:
     from cacheblend.retriever import RetrieverConfig
     from cacheblend.service import EngineConfig
     from cacheblend.service.http import HttpConfig, Server
-    from cacheblend.service.http.observability import log_json
+    from cacheblend.service.http.log import log_json
     from cacheblend.service.http.run import run
     from cacheblend.service.serving import Done, Failed, ServedRequest, ServingConfig
     from cacheblend.store import StoreConfig

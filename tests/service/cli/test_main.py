@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,11 @@ from cacheblend.service.cli.main import COMMANDS, Command, app
 from cacheblend.store import KVStore, StoreConfig
 
 
-def _modules_after(*arguments: str) -> set[str]:
+def _modules_after(*arguments: str, exit_code: int = 0) -> set[str]:
     """What a run of the command line has imported, told by a new interpreter."""
     code = (
         "import sys\nfrom cacheblend.service.cli.main import main\n"
-        f"try:\n    main({list(arguments)!r})\nexcept SystemExit as ended:\n    assert not ended.code, ended.code\n"
+        f"try:\n    main({list(arguments)!r})\nexcept SystemExit as ended:\n    assert (ended.code or 0) == {exit_code}\n"
         "print('\\n' + ' '.join(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -42,6 +43,14 @@ LOADED = {"torch._C", "transformers.utils", "faiss.loader", "sentence_transforme
 def test_help_of_a_command_is_light(command: Command) -> None:
     """A command's help loads no model library, no retriever and no server."""
     assert not _modules_after(command.name, "--help") & LOADED
+
+
+def test_the_port_is_taken_before_libraries_load() -> None:
+    """`serve` listens, or says that the port is taken, before it loads what the service needs."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        modules = _modules_after("serve", "--model", "m", "--port", str(taken.getsockname()[1]), exit_code=1)
+    assert "cacheblend.service.http.starting" in modules
+    assert not modules & LOADED
 
 
 def test_listing_documents_is_light(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr("cacheblend.service.http.Server", Recorder)
     monkeypatch.setattr("cacheblend.service.http.run.run", lambda *_: None)
-    monkeypatch.setattr("cacheblend.service.http.observability.log_json", lambda _: None)
+    monkeypatch.setattr("cacheblend.service.cli.serve.log_json", lambda _: None)
     return seen
 
 

@@ -26,8 +26,9 @@ from cacheblend.service.engine.request import sampling_options
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http import body as http_body
 from cacheblend.service.http.body import MOST_TEXT_BYTES, MOST_VALUES, PIECE_BYTES, check_values, read_body
+from cacheblend.service.http.documents import IngestBody
 from cacheblend.service.http.errors import ApiError
-from cacheblend.service.http.schemas import ChatBody, IngestBody
+from cacheblend.service.http.schemas import ChatBody
 
 JSON = {"Content-Type": "application/json"}
 MIB = 2**20

@@ -21,7 +21,7 @@ from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
 from cacheblend.service.http.auth import hash_key, new_key
-from cacheblend.service.http.observability import JsonFormatter
+from cacheblend.service.http.log import JsonFormatter
 from cacheblend.service.http.page import STATIC
 from cacheblend.service.http.run import run
 from cacheblend.service.serving import ServingConfig
@@ -132,7 +132,7 @@ def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> 
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    logger = logging.getLogger("cacheblend.service.http.observability")
+    logger = logging.getLogger("cacheblend.service.http.log")
     logger.addHandler(handler)
     caplog.set_level(logging.INFO, logger.name)
     try:
@@ -150,7 +150,7 @@ def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> 
 
 def test_the_log_has_no_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     """A request's log line has its route, and nothing of what its client wrote into path or method."""
-    caplog.set_level(logging.INFO, "cacheblend.service.http.observability")
+    caplog.set_level(logging.INFO, "cacheblend.service.http.log")
     client.get("/v1/documents/secret-id")
     client.get("/secret-path")
     client.request("SECRET" * 100, "/healthz")
