@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +177,7 @@ def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as ingest:
         while indexed() < 1 and ingest.poll() is None:
-            os.sched_yield()
+            time.sleep(0.1)
         actors = actors_below(ingest.pid)
         ingest.send_signal(signal.SIGINT)
         _, said = ingest.communicate()
