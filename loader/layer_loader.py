@@ -69,6 +69,7 @@ class LoaderConfig:
 
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
+STREAM_THREADS = DaemonThreads("layer-streams")  # likewise; one may hang in its network for a while
 LATE_EVERY_S = 0.02  # how often a layer that is waited for is held against what else could be done
 
 
@@ -154,7 +155,7 @@ class LayerLoader:
         load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
         for lane in self._lanes:  # nobody waits for their end: a thread may hang in its network
-            THREADS.run(functools.partial(_stream_all, weakref.ref(self), self._changed, lane))
+            STREAM_THREADS.run(functools.partial(_stream_all, weakref.ref(self), self._changed, lane))
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """Load one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
@@ -249,9 +250,9 @@ class LayerLoader:
     def _end_lanes(self, *, late: bool = False) -> None:
         """Have threads that wait for streams end, under the lock."""
         for lane in self._lanes:
-            if lane.opened is not None:
-                lane.opened.abort(late=late)
             if lane.asked:
+                if lane.opened is not None:
+                    lane.opened.abort(late=late)
                 lane.asked.clear()
                 self._end()
 

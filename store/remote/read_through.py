@@ -61,6 +61,8 @@ class ReadThrough:
     def offer(self, nbytes: int, load: Callable[[], EncodedEntry]) -> None:
         """Have an admitted entry copied; its bytes are given back then."""
         with self._changed:
+            if self._stopping:
+                return
             self._copies.append(_Copy(nbytes, load))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cacheblend-read-through", daemon=True)

@@ -11,7 +11,7 @@ from prompts import BOS, chunk, draw_ids, largest_difference
 from spy_loader import LAYERS, wait_until
 
 from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError
-from cacheblend.blend import FusionConfig, Fusor, Segment
+from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.store import KVHandle
 from cacheblend.store.chunk import LayerStream
@@ -130,10 +130,8 @@ def test_closing_ends_a_stream_that_stands_still(fusor: Fusor) -> None:
     """Who closes the loader does not wait for the network."""
     remote, _, stream = streamed(fusor, lambda _: False)
     with LayerLoader() as loader:
-        steps = fusor.fuse_steps(remote, RATIO, loader)
-        next(steps)
+        loader.start(Prompt.of(remote), fusor.decoder.geometry, reuse_layer_0=False)
         wait_until(lambda: bool(stream.asked))
-        steps.close()
         started = time.monotonic()
     assert time.monotonic() - started < 5
     assert stream.aborted.is_set()

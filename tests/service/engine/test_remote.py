@@ -59,7 +59,7 @@ def test_what_one_ingested_another_does_not_compute(redis_server: RedisServer, o
     taken = other.ingest(DOCUMENTS)
     assert (taken.computed, taken.already_stored) == (0, computed.chunks)
     assert other.store.stats().nvme.entries == one.store.stats().nvme.entries
-    other.documents.delete([str(DOCUMENTS[0]["id"])])
+    other.documents.delete(str(DOCUMENTS[0]["id"]))
     assert other.store.flush_remote(10)
     assert len(list(remote_of(other.store).backend.ls())) < computed.chunks
 
