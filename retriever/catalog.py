@@ -73,7 +73,7 @@ class Change:
         added_ids: index ids that came.
         removed_ids: those that went.
         generation: the catalog's, after them.
-        removed_documents: ids of documents that went, or were replaced; of others' writes alone.
+        removed_documents: ids of documents that went, or were replaced.
     """
 
     added_ids: list[int]
@@ -182,7 +182,7 @@ class Catalog(ABC):
                 self._check_versions(expected or {})
                 return Change([], [], self.generation)
         added: list[int] = []
-        removed: list[int] = []
+        removed: dict[str, list[int]] = {}
         with self._write():
             self._check_format()
             self._check_versions(expected or {})
@@ -194,14 +194,15 @@ class Catalog(ABC):
             else:
                 self._compare(settings)
             for document, chunks, vectors_ND in entries:
-                removed += self._remove(document.id)
+                if of_document := self._remove(document.id):
+                    removed[document.id] = of_document
                 checksum = row_checksum(document.id, document.version, document.title, len(chunks))
                 self._run(
                     "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)",
                     (document.id, document.version, document.title, time.time(), len(chunks), checksum),
                 )
                 added += self._insert([_row(chunk, vector_D) for chunk, vector_D in zip(chunks, vectors_ND, strict=True)])
-            return Change(added, removed, self.generation)
+            return Change(added, [id_ for ids in removed.values() for id_ in ids], self.generation, frozenset(removed))
 
     def remove(self, document_id: str) -> Change:
         """Remove a document and its chunks in one transaction.
@@ -214,7 +215,7 @@ class Catalog(ABC):
         with self._write():
             if self.version(document_id) is None:
                 raise self._unknown(document_id)
-            return Change([], self._remove(document_id), self.generation)
+            return Change([], self._remove(document_id), self.generation, frozenset({document_id}))
 
     def version(self, document_id: str) -> str | None:
         """The version of a document; None where there is no such document."""
@@ -394,8 +395,12 @@ class Catalog(ABC):
         return removed
 
     def _check_versions(self, expected: Mapping[str, Sequence[str | None]]) -> None:
+        ids, here = sorted(expected), dict[str, str]()
+        for start in range(0, len(ids), _GIVEN):
+            part = ids[start : start + _GIVEN]
+            here |= dict(self._rows(f"SELECT id, version FROM documents WHERE id IN ({', '.join('?' * len(part))})", part))
         for document_id, versions in expected.items():
-            if self.version(document_id) not in versions:
+            if here.get(document_id) not in versions:
                 raise DocumentChangedError(document_id)
 
     def _check_format(self) -> None:

@@ -194,13 +194,12 @@ class Retriever:
 
         """
         with self._lock:
-            replaced = sum(self._catalog.version(one.document.id) is not None for one in embedded)
             change = self._catalog.put([(one.document, one.chunks, one.vectors_ND) for one in embedded], expected)
             if embedded:
                 self._index.apply(change, np.concatenate([one.vectors_ND for one in embedded]))
                 if self._words is not None:
                     self._words.apply(change, [chunk for one in embedded for chunk in one.chunks])
-        return replaced
+        return len(change.removed_documents)
 
     def delete(self, document_id: str) -> int:
         """Remove a document; returns how many chunks went with it.

@@ -93,23 +93,31 @@ class IndexFollower:
             if known is None or known == versions.get(id_):
                 continue
             with self._changing, self._store.exclusive():  # no upload, and no computed chunk, comes between
-                known = self._store.documents.version(id_)
-                if known is not None and known != self._retriever.version(id_):
-                    self._store.documents.delete(id_)
+                known, now_has = self._store.documents.version(id_), self._retriever.version(id_)
+                if known is not None and known != now_has:
+                    # Of a version that was replaced, chunks may be the new one's too: the remote tier keeps them.
+                    documents = self._store.documents if now_has is None else self._store.own_documents
+                    documents.delete(id_)
         with self._wakes:
             self._noted.clear()  # a document may come back as it was
         self._generation = now
 
     def _note_used(self) -> None:
         """Note what requests have used; of a document that went meanwhile, drop what came of it."""
-        with self._wakes:
-            used, self._used = self._used, defaultdict(set)
-        for document, keys in used.items():
+        while True:
+            with self._wakes:
+                if not self._used:
+                    return
+                document, keys = next((document, set(keys)) for document, keys in self._used.items())
             with self._store.exclusive():
                 if is_there := self._retriever.version(document[0]) == document[1]:
-                    self._store.documents.put([(*document, sorted(keys, key=str))])
+                    self._store.own_documents.put([(*document, sorted(keys, key=str))])
             if not is_there:
-                with self._wakes:
-                    self._noted -= {(document, key.digest) for key in keys}
                 self._store.flush()  # copies of the remote tier's entries may be on their way
-                self._store.documents.drop_unowned(keys)
+                self._store.own_documents.drop_unowned(keys)
+            with self._wakes:
+                if not is_there:
+                    self._noted -= {(document, key.digest) for key in keys}
+                self._used[document] -= keys
+                if not self._used[document]:
+                    del self._used[document]
