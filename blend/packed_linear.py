@@ -51,19 +51,22 @@ class _Product:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._outputs = [layer.out_features for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        self._weight = _pack(torch.cat([layer.weight.detach() for layer in layers]))
+        weights: list[torch.Tensor] = [layer.weight.detach() for layer in layers]
+        self._weight = _pack(torch.cat(weights))
         self._bias = torch.cat(biases).detach() if biases else None
         self._of_thread = threading.local()
 
     def first(self, inputs_SI: torch.Tensor) -> torch.Tensor:
         """The first layer's outputs; the others' are kept for their calls."""
-        outputs = _product(inputs_SI, self._weight, self._bias).split(self._outputs, dim=-1)
+        outputs: tuple[torch.Tensor, ...] = _product(inputs_SI, self._weight, self._bias).split(self._outputs, dim=-1)
         self._of_thread.kept = inputs_SI, outputs
         return outputs[0]
 
     def next(self, index: int, inputs_SI: torch.Tensor) -> torch.Tensor | None:
         """Outputs of a later layer; None where the first was not called with these very inputs."""
-        kept_SI, outputs = getattr(self._of_thread, "kept", (None, ()))
+        nothing: tuple[None, tuple[torch.Tensor, ...]] = None, ()
+        kept: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = getattr(self._of_thread, "kept", nothing)
+        kept_SI, outputs = kept
         if kept_SI is not inputs_SI:
             return None
         if index == len(outputs) - 1:

@@ -1,7 +1,7 @@
-"""Checks and times the CUDA path on random weights of a real model's shape; the same steps run on a CPU with a tiny one.
+"""Checks and times the CUDA path on random weights of real models' shapes; the same steps run on a CPU with a tiny one.
 
-    python scripts/gpu_check.py                                # Mistral-7B's shape, bf16, 6 x 512 and 32 x 512 chunk tokens
-    python scripts/gpu_check.py --device cpu --shape tiny
+    python scripts/gpu_check.py --out gpu.json                 # shapes of 8B and 32B, bfloat16, 4k, 16k and 64k tokens
+    python scripts/gpu_check.py --device cpu --shapes tiny
 
 For each prompt:
 - logits at ratio 1.0 against the model's own forward; logits and every layer's K and V of a blend loaded from RAM and from
@@ -9,20 +9,23 @@ For each prompt:
 - TTFT (to the first logits, device synchronised, medians) of full prefill and of blends at each ratio from both tiers, the page
   cache dropped before each read from NVMe;
 - the loader's bandwidth from RAM over that of plain pinned copies of the same bytes to the device (on a CPU: of plain copies);
-- the share of a blend in which the device has nothing to run (on a CPU: in which the fusor waits for KV).
+- the share of a blend in which the device has nothing to run (on a CPU: in which the fusor waits for KV);
+- the most memory that the device held, and after the first prompt of a shape decoding steps of 1 to 64 sequences.
 
-Exits with 1 where a check fails. The last stdout line is one JSON object.
+A prompt for which the device's memory or the time is short is named as such. Exits with 1 where a check fails. stdout ends with
+a table and one JSON object, which `--out` writes as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +33,24 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import MistralConfig, MistralForCausalLM
 
-from cacheblend.blend import FusionConfig, FusionResult, Fusor, Prompt, Segment
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, Prompt, Segment, SequenceKV
+from cacheblend.blend.layer_source import GROWTH_TOKENS
 from cacheblend.loader import LayerLoader, describe_device
 from cacheblend.loader.profiler import drop_page_cache
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "mistral-7b": {
+    "8b": {
         "config": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-        | {"intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 32768},
+        | {"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072},
         "chunk_tokens": 512,
-        "chunks": [6, 31],
+        "chunks": [8, 32, 127],
+    },
+    "32b": {
+        "config": {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8}
+        | {"head_dim": 128, "intermediate_size": 27648, "vocab_size": 152064, "max_position_embeddings": 131072},
+        "chunk_tokens": 512,
+        "chunks": [8, 32, 127],
     },
     "tiny": {
         "config": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -49,7 +59,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "chunks": [3, 6],
     },
 }
-RATIOS = (0.05, 0.15, 0.5)
+RATIOS = (0.05, 0.15, 0.3)
+DECODED = (1, 4, 16, 64)  # sequences in one step
+DECODING_STEPS = 8
+MEMORY_PART = 0.7  # of what is free may be decoded sequences' KV
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest logit
 
 
@@ -172,9 +185,26 @@ def idle_share(check: Check, ratio: float, store: KVStore) -> float:
     return 1 - busy / max(1e-9, reached - spans[0][0])
 
 
+def decode_s(check: Check, fused: FusionResult) -> dict[int, float]:
+    """Median seconds of a step by the number of sequences, each with a copy of the prompt; as many as there is room for."""
+    decoder, device = check.fusor.decoder, check.fusor.decoder.device
+    one_bytes = decoder.geometry.layers * decoder.geometry.layer_bytes(len(fused.token_ids) + GROWTH_TOKENS)
+    seconds: dict[int, float] = {}
+    for count in DECODED:
+        if device.type == "cuda" and count * one_bytes > MEMORY_PART * torch.cuda.mem_get_info(device)[0]:
+            break
+        sequences = [SequenceKV(fused, decoder.windows) for _ in range(count)]
+        tokens = [int(fused.logits.argmax())] * count
+        step = lambda tokens=tokens, sequences=sequences: decoder.decode(tokens, sequences).argmax(dim=-1).tolist()  # noqa: E731 - bound to this turn's values
+        seconds[count] = median_s(step, device, DECODING_STEPS)
+    return seconds
+
+
 def run(check: Check, ratios: Sequence[float], repeats: int) -> dict[str, Any]:
     """All figures of one prompt."""
     device, allowed = check.fusor.decoder.device, ALLOWED[check.fusor.decoder.dtype]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     whole = check.fusor.prefill(check.token_ids)
     everything = check.blend(1.0, None)
     at_one = float((everything.logits - whole.logits).abs().max() / whole.logits.abs().max())
@@ -199,37 +229,91 @@ def run(check: Check, ratios: Sequence[float], repeats: int) -> dict[str, Any]:
             row[f"{tier}_idle_share"] = idle_share(check, 0.15, store)
     row["copy_bytes_per_s"] = copy_rate(check, repeats)
     row["ram_over_copy"] = row["ram_bytes_per_s"] / row["copy_bytes_per_s"]
+    if device.type == "cuda":
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return row
+
+
+def check_shape(name: str, device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row a prompt of one shape."""
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = MistralForCausalLM(MistralConfig(**shape["config"], sliding_window=None)).eval().requires_grad_(False)
+    except torch.OutOfMemoryError:
+        yield {"shape": name, "ok": True, "left_out": "the weights do not fit the device's memory"}
+        return
+    finally:
+        torch.set_default_dtype(torch.float32)
+    fusor = Fusor(model, fingerprint=f"gpu-check-{name}")
+    for chunks in shape["chunks"]:
+        row: dict[str, Any] = {"shape": name, "tokens": chunks * shape["chunk_tokens"], "ok": True}
+        if time.perf_counter() > options.ends:
+            yield row | {"left_out": f"not begun within {options.budget_s:g} s"}
+            continue
+        try:
+            with tempfile.TemporaryDirectory(dir=options.directory, prefix="gpu-check-") as scratch:
+                check = Check(fusor, Path(scratch), chunks, shape["chunk_tokens"])
+                row |= run(check, RATIOS, options.repeats)
+                if chunks == shape["chunks"][0]:
+                    row["decode_s"] = decode_s(check, check.blend(0.15, None))
+        except torch.OutOfMemoryError:
+            row["left_out"] = "the device's memory does not hold it"
+        yield row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines of a table: full prefill, blends from both tiers with their speed-up, memory, decoding."""
+    yield (
+        "| shape | tokens | full, s | "
+        + " | ".join(f"{tier} {r}" for tier in ("RAM", "disk") for r in RATIOS)
+        + " | GB | ms a step |"
+    )
+    yield "|---" * (5 + 2 * len(RATIOS)) + "|"
+    for row in rows:
+        if "full_s" not in row:
+            yield f"| {row['shape']} | {row.get('tokens', '')} | {row['left_out']} |"
+            continue
+        blends = (
+            f"{row[f'{tier}_{r}_s']:.3f} ({row[f'{tier}_{r}_speedup']:.1f} x)" for tier in ("ram", "nvme") for r in RATIOS
+        )
+        steps = ", ".join(f"{count}: {1000 * step_s:.1f}" for count, step_s in row.get("decode_s", {}).items())
+        memory = f"{row.get('peak_bytes', 0) / 1e9:.1f}"
+        yield f"| {row['shape']} | {row['tokens']} | {row['full_s']:.3f} | " + " | ".join(blends) + f" | {memory} | {steps} |"
 
 
 def main() -> None:
     """Check, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="mistral-7b")
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["8b", "32b"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="left out: bfloat16 on a GPU, else float32")
     parser.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to measure")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget-s", type=float, default=420.0, help="no prompt is begun after so long (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="a file for the JSON object")
     options = parser.parse_args()
+    options.ends = time.perf_counter() + options.budget_s
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        sys.exit("torch finds no GPU here; run with --device cpu --shape tiny to go through the same steps")
+        sys.exit("torch finds no GPU here; run with --device cpu --shapes tiny to go through the same steps")
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    shape = SHAPES[options.shape]
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    with device:
-        model = MistralForCausalLM(MistralConfig(**shape["config"], sliding_window=None)).eval().requires_grad_(False)
-    torch.set_default_dtype(torch.float32)
-    fusor = Fusor(model, fingerprint=f"gpu-check-{options.shape}")
-    rows = []
-    for chunks in shape["chunks"]:
-        with tempfile.TemporaryDirectory(dir=options.directory, prefix="gpu-check-") as scratch:
-            rows.append(run(Check(fusor, Path(scratch), chunks, shape["chunk_tokens"]), RATIOS, options.repeats))
-        print(json.dumps(rows[-1], indent=1), file=sys.stderr, flush=True)
+    rows: list[dict[str, Any]] = []
+    for name in options.shapes:
+        for row in check_shape(name, device, dtype, options):
+            rows.append(row)
+            print(json.dumps(row, indent=1), file=sys.stderr, flush=True)
+        gc.collect()  # the model's modules point at each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     ok = all(row["ok"] for row in rows)
-    summary = {"device": describe_device(device), "shape": options.shape, "dtype": str(dtype), "torch": torch.__version__}
-    print(json.dumps({**summary, "ok": ok, "prompts": rows}))
+    summary = {"device": describe_device(device), "dtype": str(dtype), "torch": torch.__version__, "ok": ok, "prompts": rows}
+    if options.out is not None:
+        options.out.write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n".join(table(rows)))
+    print(json.dumps(summary))
     sys.exit(0 if ok else 1)
 
 

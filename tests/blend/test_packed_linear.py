@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,7 +62,7 @@ def test_threads_do_not_mix() -> None:
 
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of 32 bits, and those that would take too much of the memory, are left as they are; logits agree."""
-    model = tiny_model("llama").to(torch.bfloat16)
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     assert not packed_linear.pays(tiny_model("llama"))
     packed = Fusor(model)
     monkeypatch.setattr(packed_linear, "MEMORY_PART", 1e-9)
