@@ -70,7 +70,7 @@ class _PageSink:
     def put(self, layer: int, whole: LayerKV) -> None:
         """See `LayerSink.put`."""
         handed_over = slice(self.job.start, len(self.job.token_ids) - 1)
-        k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1).contiguous() for x_1HND in (whole.k_1HND, whole.v_1HND))
+        k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1) for x_1HND in (whole.k_1HND, whole.v_1HND))
         self.pages.write(layer, k_THD, v_THD, self.job.block_ids, self.job.start)
 
 

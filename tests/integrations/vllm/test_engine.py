@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeEmbedder
-from vllm_engines import VOCAB, MakeModel, OpenServed, Served, first_logprobs
+from vllm_engines import FAMILIES, VOCAB, MakeModel, OpenServed, Served, first_logprobs
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
@@ -28,7 +28,6 @@ HEAD = [DRAW.randrange(2, VOCAB) for _ in range(40)]
 CHUNKS = [[DRAW.randrange(2, VOCAB) for _ in range(size)] for size in (70, 66, 72)]
 QUESTION = [DRAW.randrange(2, VOCAB) for _ in range(9)]
 MIXED_REQUESTS = int(os.environ.get("MIXED_REQUESTS", "60"))  # CI's; by hand as many as one likes
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "mixtral"]
 
 
 def prompt(*order: int) -> tuple[list[int], list[list[int]]]:
