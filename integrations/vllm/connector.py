@@ -136,7 +136,8 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             runner.cpu_attention = CpuAttention.of(worker, list(self._attentions))
             with set_forward_context(None, self._vllm_config):
                 check_against_engine(worker, fusor, pages, BlendMetadata)
-            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads)
+            controller = self._config.find_controller(keys.model, device)
+            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads, controller)
         except BaseException:
             store.close()
             raise
