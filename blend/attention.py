@@ -33,8 +33,8 @@ SKIPPED_PART = 4
 # In 16 bits on a CPU a block's attention is two matrix products, as in transformers' eager path: PyTorch's own kernel has
 # 16-bit instructions for them only where there is AMX (466 rows of 3,105 positions, 9 heads of 64: 8 ms a layer for 16 to 19).
 HALF = ("torch.bfloat16", "torch.float16")
-# A block's keys end at a multiple of so many positions, where the rows' last one allows it: a product of a new shape costs oneDNN
-# as much again, and the rows of a new prompt end anywhere (804 rows of 3,019 positions in bfloat16: 46 ms a layer, then 27).
+# A block's keys end at a multiple of so many positions, where the rows' last one allows it: a product of a new shape costs
+# oneDNN as much again, and a new prompt's rows end anywhere (804 rows of 3,019 positions in bfloat16: 46 ms a layer, then 27).
 KEYS_MULTIPLE = 64
 # Masks of all blocks together that are kept for the next layer of a window; to make them took a reader's layer 0.4 of 7.5 ms.
 KEPT_MASK_BYTES = 16 * 2**20

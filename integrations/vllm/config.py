@@ -90,6 +90,11 @@ class ConnectorConfig:
             nvme_budget_bytes=self.nvme_budget_bytes,
         )
 
+    @property
+    def profile_dir(self) -> Path:
+        """Folder of the measured profiles."""
+        return EngineConfig(model="any", store_dir=self.store_dir).profile_dir
+
     def find_controller(self, model: str, device: torch.device) -> LoadingController | None:
         """The loading controller with the profile that stands beside the store; None where there is none.
 
@@ -97,9 +102,8 @@ class ConnectorConfig:
             model: fingerprint.
             device: where it runs.
         """
-        folder = EngineConfig(model="any", store_dir=self.store_dir).profile_dir
         try:
-            profile = read_profile(folder, model=model, device=describe_device(device))
+            profile = read_profile(self.profile_dir, model=model, device=describe_device(device))
         except ProfileError as error:
             logger.warning("%s; until then the recompute ratio is %s", error, self.recompute_ratio)
             return None
