@@ -33,13 +33,16 @@ SKIPPED_PART = 4
 # In 16 bits on a CPU a block's attention is two matrix products, as in transformers' eager path: PyTorch's own kernel has
 # 16-bit instructions for them only where there is AMX (466 rows of 3,105 positions, 9 heads of 64: 8 ms a layer for 16 to 19).
 HALF = ("torch.bfloat16", "torch.float16")
+# A block's keys end at a multiple of so many positions, where the rows' last one allows it: a product of a new shape costs
+# oneDNN as much again, and a new prompt's rows end anywhere (804 rows of 3,019 positions in bfloat16: 46 ms a layer, then 27).
+KEYS_MULTIPLE = 64
 # Masks of all blocks together that are kept for the next layer of a window; to make them took a reader's layer 0.4 of 7.5 ms.
 KEPT_MASK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Rows that attention takes together, and the keys from `start` to `stop`, which is all that they see.
+    """Rows that attention takes together, and the keys from `start` to `stop`: all that they see, and a few that none sees.
 
     `bias_BGT` is what is added to their scores of the keys from `start + hidden_from` on: 0 where a row sees a key, -inf
     elsewhere; before that no key is hidden from any of them. G is 1 where it is the same for a KV head's query heads.
@@ -119,10 +122,11 @@ class Rows:
         return self._masked[kind]
 
     def _mask_blocks(self, groups: int | None, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
-        done = 0
+        done, last_stop = 0, int(self.positions_S[-1]) + 1
         for rows in self.blocks():
             start = 0 if window is None else max(0, rows.first - window + 1)
-            stop = int(rows.positions_S[-1]) + 1
+            start -= start % KEYS_MULTIPLE
+            stop = min(-(-(int(rows.positions_S[-1]) + 1) // KEYS_MULTIPLE) * KEYS_MULTIPLE, last_stop)
             hidden_from = rows.first + 1 if window is None and groups is None else 0
             bias_BGT = _mask(rows, groups or 1, start + hidden_from, stop, window, dtype)
             yield Block(slice(done, done + len(rows)), start, stop, bias_BGT, hidden_from)

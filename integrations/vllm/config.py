@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cacheblend.base.errors import ConfigError
+import torch
+
+from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.base.options import from_options
-from cacheblend.blend import DEFAULT_RATIO
+from cacheblend.blend import DEFAULT_RATIO, FusionConfig
+from cacheblend.loader import LoaderConfig, LoadingController, copied_tiers, describe_device, read_profile
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.store import StoreConfig
 
+logger = logging.getLogger(__name__)
 _ENGINE = EngineConfig(model="any", store_dir="any")
 
 
@@ -89,3 +94,20 @@ class ConnectorConfig:
     def profile_dir(self) -> Path:
         """Folder of the measured profiles."""
         return EngineConfig(model="any", store_dir=self.store_dir).profile_dir
+
+    def find_controller(self, model: str, device: torch.device) -> LoadingController | None:
+        """The loading controller with the profile that stands beside the store; None where there is none.
+
+        Args:
+            model: fingerprint.
+            device: where it runs.
+        """
+        try:
+            profile = read_profile(self.profile_dir, model=model, device=describe_device(device))
+        except ProfileError as error:
+            logger.warning("%s; until then the recompute ratio is %s", error, self.recompute_ratio)
+            return None
+        if profile is None:
+            return None
+        loader = LoaderConfig(quality_ratio=self.recompute_ratio)
+        return LoadingController(loader, profile, FusionConfig().schedule, copied_tiers(device))

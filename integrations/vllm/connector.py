@@ -26,6 +26,7 @@ from cacheblend.store import KVStore
 
 from .check import check_against_engine
 from .config import ConnectorConfig
+from .cpu_attention import CpuAttention
 from .keys import Chunk, ChunkKeys
 from .runner import VllmRunner
 from .scheduler import BlendJob, BlendScheduler, MissedChunk
@@ -132,9 +133,11 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             pages = _Pages(self._attentions, self._block_size, device)
             kv_heads = int(settings.get_total_num_kv_heads())
             fusor = Fusor.from_runner(runner, keys.model)
+            runner.cpu_attention = CpuAttention.of(worker, list(self._attentions))
             with set_forward_context(None, self._vllm_config):
                 check_against_engine(worker, fusor, pages, BlendMetadata)
-            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads)
+            controller = self._config.find_controller(keys.model, device)
+            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads, controller)
         except BaseException:
             store.close()
             raise
@@ -220,6 +223,8 @@ class _Pages:
         blocks_T = torch.tensor(block_ids)[positions_T // self._block_size]
         slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(self._device)
         attention = self._attentions[layer]
+        if self._device.type != "cpu":  # where backends read heads that stand side by side
+            k_THD, v_THD = k_THD.contiguous(), v_THD.contiguous()
         attention.impl.do_kv_cache_update(attention, k_THD, v_THD, attention.kv_cache, slots_T)
 
 

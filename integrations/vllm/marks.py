@@ -67,10 +67,16 @@ class Marks:
         """What tells blocks blended with these marks from exact ones, and from those of other marks.
 
         Args:
-            ratio: the one that the prompt is blended with.
+            ratio: the one that the prompt is blended with, or the least one where the marks name none.
             context: names what chunks' KV is computed after.
         """
-        named = {"ratio": ratio, "chunks": self.chunks, "documents": self.documents, "context": context}
+        named = {
+            "ratio": ratio,
+            "is_least": self.ratio is None,
+            "chunks": self.chunks,
+            "documents": self.documents,
+            "context": context,
+        }
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()
 
 

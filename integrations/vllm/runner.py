@@ -28,6 +28,8 @@ from cacheblend.blend.layer_passes import IsolatedPass, QuestionPass, SharedPref
 from cacheblend.blend.model_runner import CosSin
 from cacheblend.store import LayerPair
 
+from .cpu_attention import CpuAttention, CpuRowsPass
+
 
 class _LayerPass(Protocol):
     """What one pass of rows through one layer does with keys, values and attention."""
@@ -94,6 +96,9 @@ class VllmRunner:
         dtype: that it computes in.
         device: where it is.
 
+    Attributes:
+        cpu_attention: vLLM's own kernel for the rows' attention; None for PyTorch's.
+
     Raises:
         UnsupportedModelError: its layers are not of the shape that can be run on chosen rows; the message names what is not.
     """
@@ -126,6 +131,7 @@ class VllmRunner:
         self.geometry = KVGeometry(len(layers), *shapes.pop(), dtype, device)
         self.vocab_size = int(hf_config.vocab_size)
         self.max_positions: int | None = getattr(hf_config, "max_position_embeddings", None)
+        self.cpu_attention: CpuAttention | None = None
         self.ranks, self.rank = int(get_tensor_model_parallel_world_size()), int(get_tensor_model_parallel_rank())
 
     def empty_cache(self) -> DynamicCache:
@@ -205,7 +211,10 @@ class VllmRunner:
         pieces: list[torch.Tensor] = []
         done = 0
         for piece in rows.split(ROWS_AT_ONCE):
-            layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
+            if self.cpu_attention is None:
+                layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
+            else:
+                layer_pass = CpuRowsPass(self.cpu_attention, layer, whole, piece, scatter=scatter)
             pieces.append(self._run(layer, hidden_1SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
             done += len(piece)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

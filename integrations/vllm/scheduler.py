@@ -37,6 +37,7 @@ class BlendJob:
         start: first position whose KV is handed over; what stands before it is in vLLM's prefix cache.
         marks: where the chunks stand.
         ratio: recompute ratio.
+        is_least: whether the loading controller may take more; not where the request names its ratio.
         cache_salt: the request's.
     """
 
@@ -46,6 +47,7 @@ class BlendJob:
     start: int
     marks: Marks
     ratio: float
+    is_least: bool
     cache_salt: str | None
 
 
@@ -175,7 +177,16 @@ class BlendScheduler:
         marked.tried = request.num_preemptions
         start = request.num_prompt_tokens - 1 - handed_over
         ids = tuple(request.prompt_token_ids)
-        job = BlendJob(request.request_id, ids, tuple(block_ids), start, marked.marks, marked.ratio, request.cache_salt)
+        job = BlendJob(
+            request.request_id,
+            ids,
+            tuple(block_ids),
+            start,
+            marked.marks,
+            marked.ratio,
+            is_least=marked.marks.ratio is None,
+            cache_salt=request.cache_salt,
+        )
         self._jobs.append(job)
 
     def take_jobs(self) -> tuple[list[BlendJob], list[MissedChunk]]:
@@ -189,7 +200,7 @@ class BlendScheduler:
         """Take in what the workers have done."""
         self._waiting_misses = waiting_misses
         for request_id, report in reports.items():
-            self.counts["blended" if report["blended"] else "exact:failed"] += 1
+            self.counts["blended" if report["blended"] else f"exact:{report['reason'].partition(':')[0]}"] += 1
             for name in ("hit_tokens", "missed_tokens", "recomputed_tokens"):
                 self.counts[name] += report.get(name, 0)
             if request_id in self._marked:

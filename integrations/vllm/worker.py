@@ -17,7 +17,7 @@ import torch
 
 from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.blend import Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
-from cacheblend.loader import LayerLoader
+from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair
 
 from .keys import Chunk, ChunkKeys
@@ -29,6 +29,7 @@ BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no 
 # A layer's cost that grows with the prompt and not with its rows: for so many tokens KV is copied, rotated and written in the
 # time of one row.
 TOKENS_OF_A_ROW = 16
+SLOW_LOADING = "slow_loading"  # why a prompt is left to vLLM whose stored KV would come no sooner than it is computed
 # What stands before the first chunk is the same for many requests (a system message): its KV is computed once.
 KEPT_OPENINGS = 4
 MIN_OPENING_TOKENS = 64
@@ -70,7 +71,7 @@ class _PageSink:
     def put(self, layer: int, whole: LayerKV) -> None:
         """See `LayerSink.put`."""
         handed_over = slice(self.job.start, len(self.job.token_ids) - 1)
-        k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1).contiguous() for x_1HND in (whole.k_1HND, whole.v_1HND))
+        k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1) for x_1HND in (whole.k_1HND, whole.v_1HND))
         self.pages.write(layer, k_THD, v_THD, self.job.block_ids, self.job.start)
 
 
@@ -96,11 +97,22 @@ class BlendWorker:
         pages: where blended KV goes.
         ranks: this process among those that hold the model.
         kv_heads: of all ranks together.
+        controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV
+            before the first layer, so there is no loading to hide behind.
     """
 
-    def __init__(self, fusor: Fusor, keys: ChunkKeys, store: KVStore, pages: Pages, ranks: Ranks, kv_heads: int) -> None:
+    def __init__(
+        self,
+        fusor: Fusor,
+        keys: ChunkKeys,
+        store: KVStore,
+        pages: Pages,
+        ranks: Ranks,
+        kv_heads: int,
+        controller: LoadingController | None = None,
+    ) -> None:
         self._fusor, self._keys, self._store, self._pages, self._ranks = fusor, keys, store, pages, ranks
-        self._kv_heads = kv_heads
+        self._kv_heads, self._controller = kv_heads, controller if ranks.ranks == 1 else None
         self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
         self._missed: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
         self._openings: OrderedDict[Chunk, ChunkKV] = OrderedDict()
@@ -130,6 +142,8 @@ class BlendWorker:
             try:
                 left -= next(steps)
             except StopIteration as done:
+                if not done.value["blended"]:
+                    self._progress.failed.add(job.request_id)
                 self._end(job, done.value)
             except Exception as error:
                 logger.exception("request %s is computed exactly: its blend failed", job.request_id)
@@ -183,9 +197,14 @@ class BlendWorker:
             after = [start for start, _ in job.marks.chunks[1:]] + [len(ids)]
             for (_, stop), chunk, kv, next_start in zip(job.marks.chunks, chunks, found, after, strict=True):
                 segments += [Segment(chunk, kv), Segment(ids[stop:next_start])]
-            # 3. Blend it, each finished layer straight into the pages.
+            # 3. Plan: more is recomputed where that hides behind loading; what is as soon computed whole is left to vLLM.
+            plan = self._plan(segments) if job.is_least else None
+            if plan is not None and plan.full_recompute:
+                return {"blended": False, "reason": SLOW_LOADING}
+            # 4. Blend it, each finished layer straight into the pages.
             fixed = -(-len(ids) // TOKENS_OF_A_ROW)
-            steps = self._fusor.fuse_steps(segments, fusion_config(job.ratio), source, _PageSink(self._pages, job))
+            config = fusion_config(job.ratio if plan is None else plan.ratio)
+            steps = self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))
             held.callback(steps.close)
             while True:
                 try:
@@ -194,7 +213,11 @@ class BlendWorker:
                     blended = done.value
                     break
                 yield layer.recomputed + fixed
-        # 4. What was missing is computed after its own context later, and stored.
+        if self._controller is not None and plan is not None and isinstance(source, LayerLoader):
+            computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
+            on_cpu = self._fusor.runner.geometry.device.type == "cpu"  # a GPU computes while the host waits
+            self._controller.record(plan, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
+        # 5. What was missing is computed after its own context later, and stored.
         for chunk, texts, kv in zip(chunks, earlier, found, strict=True):
             if kv is None:
                 self._miss(MissedChunk(chunk, texts, job.cache_salt))
@@ -226,6 +249,17 @@ class BlendWorker:
             else:
                 kept.append(replace(kv, layers=[self._ranks.own_heads(pair, self._kv_heads) for pair in kv.layers]))
         return kept, ResidentLayers()
+
+    def _plan(self, segments: Sequence[Segment]) -> LoadingPlan | None:
+        """The loading controller's choice for a prompt; None where there is none to ask."""
+        if self._controller is None:
+            return None
+        exact = sum(len(segment.token_ids) for segment in segments if segment.exact)
+        stored = [segment.kv for segment in segments if segment.kv is not None and not segment.exact]
+        reusable = sum(len(kv.token_ids) for kv in stored)
+        fresh = sum(len(segment.token_ids) for segment in segments) - reusable - exact
+        layer = self._fusor.runner.geometry.layers - 1
+        return self._controller.plan([(kv.tier, kv.layer_bytes(layer)) for kv in stored], reusable, fresh, exact)
 
     def _opening(self, ids: Chunk) -> Segment:
         """What stands before the first chunk: exact KV where it is worth to be kept."""

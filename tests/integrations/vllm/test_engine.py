@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeEmbedder
-from vllm_engines import VOCAB, MakeModel, OpenServed, Served, first_logprobs
+from profiles import linear_profile
+from vllm_engines import FAMILIES, VOCAB, MakeModel, OpenServed, Served, first_logprobs
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.blend.models import load_tokenizer
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.router import CHAT, PromptMarker
+from cacheblend.loader import describe_device, write_profile
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import KVStore, StoreConfig
@@ -28,7 +31,6 @@ HEAD = [DRAW.randrange(2, VOCAB) for _ in range(40)]
 CHUNKS = [[DRAW.randrange(2, VOCAB) for _ in range(size)] for size in (70, 66, 72)]
 QUESTION = [DRAW.randrange(2, VOCAB) for _ in range(9)]
 MIXED_REQUESTS = int(os.environ.get("MIXED_REQUESTS", "60"))  # CI's; by hand as many as one likes
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "mixtral"]
 
 
 def prompt(*order: int) -> tuple[list[int], list[list[int]]]:
@@ -184,6 +186,56 @@ def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServ
             stored = worker._store.get(keys.key(chunk, (), None))
             for mine, other in zip(kv.layers, stored.layers, strict=True):
                 assert all(float((x - y).abs().max()) < 1e-4 for x, y in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
+def test_rows_by_vllms_own_kernel(
+    name: str, make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A blend by vLLM's CPU kernel is the one by PyTorch's, with windows, soft-capping and rows that stand apart."""
+    from cacheblend.integrations.vllm.cpu_attention import CpuAttention
+
+    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
+    monkeypatch.setattr(CpuAttention, "_is_faster", lambda _: True)
+    with open_served(make_model(name)) as served:
+        served.precompute(*([chunk] for chunk in CHUNKS))
+        runner = served.connector._worker._fusor.runner
+        kernel, answers = runner.cpu_attention, []
+        assert kernel is not None
+        tokens, spans = prompt(2, 0, 1)
+        for way in (kernel, None):
+            runner.cpu_attention = way
+            served.llm.reset_prefix_cache()
+            answers.append(first_logprobs(served.ask(tokens, spans, ratio=0.3)))
+        assert float((answers[0] - answers[1]).abs().max()) < 1e-3
+
+
+def test_the_loading_controller_picks_the_ratio(
+    make_model: MakeModel, open_served: OpenServed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a profile beside the store, a request that names no ratio gets the one that hides behind loading, others their own;
+    one whose KV would come later than it is computed is left to vLLM.
+    """
+    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
+    folder = make_model("llama")
+    shape: dict[str, Any] = {"layers": 4, "model": Fusor.from_pretrained(str(folder)).fingerprint}
+    shape |= {"device": describe_device(torch.device("cpu")), "layer_token_bytes": 2 * 2 * 32 * 4}
+    options = ConnectorConfig(store_dir=str(tmp_path / "store"), recompute_ratio=0.15)
+    tokens, spans = prompt(0, 1, 2)
+    for prefill_factor, blended in ((10, True), (1, False)):
+        profile = linear_profile(bytes_per_s=2e7, **shape)
+        slower = tuple(replace(sample, seconds=sample.seconds * prefill_factor) for sample in profile.prefill)
+        write_profile(options.profile_dir, replace(profile, prefill=slower))
+        with open_served(folder, connector={"ram_budget_bytes": 1}) as served:
+            served.precompute(*([chunk] for chunk in CHUNKS))
+            report = served.ask(tokens, spans).kv_transfer_params["cacheblend"]
+            assert report["blended"] == blended, report
+            if blended:
+                assert report["recompute_ratio"] > 0.2
+                named = served.ask(tokens, spans, ratio=0.15).kv_transfer_params["cacheblend"]
+                assert named["recompute_ratio"] == pytest.approx(0.15, abs=0.02)
+            else:
+                assert report["reason"] == "slow_loading"
 
 
 def test_a_failed_blend_is_computed_by_vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,108 @@
-"""What tests ask of a vLLM engine over a tiny random model; imports vLLM when it is used."""
+"""vLLM engines over tiny random models, and what tests ask of them; imports vLLM when it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
+from tiny_models import CONFIGS
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process, so that one can look into it
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 VOCAB = 400
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "mixtral"]
 BLOCK = 32  # the smallest that the CPU build takes
 MakeModel = Callable[..., Path]
 OpenServed = Callable[..., Any]
+
+
+class TinyModels:
+    """Writes tiny random models of the families, of shapes that vLLM's CPU attention takes, once each.
+
+    Args:
+        folder: where they go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer = train_tokenizer(python_help()[:20], ModelShape(vocab=VOCAB, max_positions=512))
+        self._tokenizer.chat_template = CHAT_TEMPLATE
+
+    def __call__(self, name: str, dtype: torch.dtype = torch.float32) -> Path:
+        """The model's folder."""
+        folder = self._folder / f"{name}-{str(dtype).removeprefix('torch.')}"
+        if folder.exists():
+            return folder
+        torch.manual_seed(0)
+        config = CONFIGS[name]()
+        sizes = {"vocab_size": VOCAB, "hidden_size": 128, "head_dim": 32, "bos_token_id": 0, "eos_token_id": 1}
+        for field, value in sizes.items():
+            setattr(config, field, value)
+        if hasattr(config, "query_pre_attn_scalar"):
+            config.query_pre_attn_scalar = 32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for parameter, weight in model.named_parameters():
+                if any(part in parameter for part in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")):
+                    weight.mul_(3.0)
+        model.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+        return folder
+
+
+@contextmanager
+def open_engine(
+    folder: Path, store: Path | None, *, dtype: str = "float32", connector: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Served]:
+    """Open an engine over a model's folder, closed afterwards.
+
+    Args:
+        folder: the model's.
+        store: of chunks' KV; None for vLLM without the connector.
+        dtype: vLLM's.
+        connector: options of the connector beside its store.
+        options: of vLLM's `LLM`.
+    """
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings: dict[str, Any] = {
+        "max_model_len": 448,
+        "max_num_batched_tokens": 256,
+        "max_logprobs": -1,
+        "block_size": BLOCK,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+    }
+    if store is not None:
+        extra = {"store_dir": str(store), "recompute_ratio": 0.15, **(connector or {})}
+        settings["kv_transfer_config"] = {
+            "kv_connector": "CacheBlendConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
+    try:
+        yield Served(llm, store or Path())
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
 
 
 @dataclass

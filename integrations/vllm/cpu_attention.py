@@ -1,0 +1,159 @@
+"""Attention of chosen rows by vLLM's own kernel for CPUs, where it is faster than PyTorch's.
+
+The kernel takes a batch of sequences, of each of which the last tokens are queries. So every run of neighbouring rows becomes a
+sequence of its own that ends with the run's last row, and all have the same pages: a row then sees just what stands before it.
+
+Shapes: H KV heads, Q query heads, S rows, R runs of neighbours, N positions, T of them, D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from cacheblend.blend.attention import Rows, attend
+from cacheblend.blend.decoder import RowsPass
+from cacheblend.blend.layer_source import LayerKV
+
+logger = logging.getLogger(__name__)
+BACKEND = "CPU_ATTN"
+# The trial: so many rows, in runs of four, of so many positions; each way so often, the median counts.
+TRIAL_ROWS, TRIAL_POSITIONS, TRIAL_REPEATS = 256, 1024, 5
+ALLOWED = {torch.float32: 1e-4}
+ALLOWED_16_BITS = 5e-2
+
+
+class CpuAttention:
+    """vLLM's CPU attention over one layer of a prompt at a time, in pages of its own.
+
+    Args:
+        attentions: vLLM's attention modules, in the order of the layers.
+        builders: what makes the batch's metadata, by the layer's name.
+    """
+
+    def __init__(self, attentions: list[Any], builders: Mapping[str, Any]) -> None:
+        self._attentions, self._builders = attentions, builders
+        self._pages = torch.empty(0)
+        self._rows: Rows | None = None
+        self._metadata: dict[int, Any] = {}
+
+    @classmethod
+    def of(cls, worker: Any, attentions: list[Any]) -> CpuAttention | None:
+        """That of a worker with vLLM's CPU backend and plain pages, where its kernel is the faster one; None for others."""
+        groups = [group for every in worker.model_runner.attn_groups for group in every]
+        is_plain = all(attention.impl.kv_cache_dtype == "auto" for attention in attentions)
+        if not is_plain or not all(group.backend.get_name() == BACKEND for group in groups):
+            return None
+        builders = {name: group.get_metadata_builder() for group in groups for name in group.layer_names}
+        kernel = cls(attentions, builders)
+        return kernel if kernel._is_faster() else None
+
+    def attend(self, layer: int, q_1QSD: torch.Tensor, rows: Rows, whole: LayerKV) -> torch.Tensor:
+        """Attention output (1, S, Q, D) of the rows, whose own keys and values are in `whole`."""
+        attention, positions = self._attentions[layer], int(rows.positions_S[-1]) + 1
+        cache = self._reserve(attention.kv_cache, positions)
+        k_THD, v_THD = (x_1HND[0, :, :positions].transpose(0, 1) for x_1HND in (whole.k_1HND, whole.v_1HND))
+        attention.impl.do_kv_cache_update(attention, k_THD, v_THD, cache, torch.arange(positions))
+        q_SQD = q_1QSD[0].transpose(0, 1).contiguous()
+        out_SQD = torch.empty_like(q_SQD)
+        attention.impl.forward(attention, q_SQD, q_SQD, q_SQD, cache, self._batch(attention.layer_name, rows), out_SQD)
+        return out_SQD[None]
+
+    def _reserve(self, own: torch.Tensor, positions: int) -> torch.Tensor:
+        """Pages for so many positions, like the layer's own: (pages, H, positions, 2 D)."""
+        pages = -(-positions // own.shape[2])
+        if len(self._pages) < pages:
+            self._pages = torch.zeros((pages, *own.shape[1:]), dtype=own.dtype)
+        return self._pages
+
+    def _batch(self, layer_name: str, rows: Rows) -> Any:
+        """The metadata of the rows as a batch; made once for the layers that run the same rows."""
+        if rows is not self._rows:
+            self._rows, self._metadata = rows, {}
+        builder = self._builders[layer_name]
+        if id(builder) not in self._metadata:
+            positions_S = rows.positions_S
+            gaps = (positions_S.diff() > 1).nonzero()[:, 0] + 1
+            bounds = torch.cat([torch.tensor([0]), gaps, torch.tensor([len(positions_S)])])
+            ends_R = (positions_S[bounds[1:] - 1] + 1).int()
+            pages = torch.arange(len(self._pages), dtype=torch.int32)
+            common = CommonAttentionMetadata(
+                query_start_loc=bounds.int(),
+                query_start_loc_cpu=bounds.int(),
+                seq_lens=ends_R,
+                num_reqs=len(ends_R),
+                num_actual_tokens=len(positions_S),
+                max_query_len=int(bounds.diff().max()),
+                max_seq_len=int(ends_R[-1]),
+                block_table_tensor=pages.expand(len(ends_R), -1).contiguous(),
+                slot_mapping=positions_S,
+            )
+            self._metadata[id(builder)] = builder.build(0, common)
+        return self._metadata[id(builder)]
+
+    def _is_faster(self) -> bool:
+        """Time both ways on the first layer, with rows that stand apart as a blend's do; also, both must give the same."""
+        attention = self._attentions[0]
+        own, dtype = attention.impl, attention.kv_cache.dtype
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(heads: int, tokens: int) -> torch.Tensor:
+            return torch.randn(1, heads, tokens, own.head_size, generator=generator).to(dtype)
+
+        positions_S = torch.arange(TRIAL_POSITIONS).view(-1, 4)[:: TRIAL_POSITIONS // TRIAL_ROWS].flatten()
+        rows = Rows.of(positions_S, torch.device("cpu"))
+        kv_21HND = torch.stack([draw(own.num_kv_heads, TRIAL_POSITIONS) for _ in "kv"])
+        q_1QSD, whole = draw(own.num_heads, len(rows)), LayerKV(kv_21HND, kv_21HND)
+        window = None if own.sliding_window == -1 else int(own.sliding_window)
+
+        def by_torch() -> torch.Tensor:
+            softcap = own.logits_soft_cap or None
+            return attend(q_1QSD, whole.k_1HND, whole.v_1HND, rows, scaling=own.scale, window=window, softcap=softcap)
+
+        def by_kernel() -> torch.Tensor:
+            return self.attend(0, q_1QSD, rows, whole)
+
+        off = float((by_torch() - by_kernel()).abs().max())
+        torch_s, kernel_s = (_median_s(way) for way in (by_torch, by_kernel))
+        is_right = off <= ALLOWED.get(dtype, ALLOWED_16_BITS)
+        logger.info(
+            "attention of %d rows: PyTorch %.2f ms, vLLM's kernel %.2f ms (off by %.2g)",
+            len(rows),
+            torch_s * 1e3,
+            kernel_s * 1e3,
+            off,
+        )
+        return is_right and kernel_s < torch_s
+
+
+class CpuRowsPass(RowsPass):
+    """Rows of a prompt through one layer; see `RowsPass`. Attention is the kernel's.
+
+    Args:
+        kernel: vLLM's.
+        layer: index.
+        whole, rows, scatter: see `RowsPass`; the window is vLLM's.
+    """
+
+    def __init__(self, kernel: CpuAttention, layer: int, whole: LayerKV, rows: Rows, *, scatter: bool) -> None:
+        super().__init__(whole, rows, None, scatter=scatter)
+        self._kernel, self._layer = kernel, layer
+
+    def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any) -> torch.Tensor:
+        """The rows' attention against the layer."""
+        return self._kernel.attend(self._layer, q, self._rows, self._whole)
+
+
+def _median_s(call: Callable[[], object]) -> float:
+    took_s: list[float] = []
+    for _ in range(TRIAL_REPEATS):
+        started = time.perf_counter()
+        call()
+        took_s.append(time.perf_counter() - started)
+    return statistics.median(took_s)
