@@ -114,7 +114,6 @@ def serve(
     http = settings.make(HttpConfig)
     hold_freed_memory()
     chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
-    engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
     serving = settings.make(ServingConfig)
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     tenants = tenants_of(tables)
@@ -129,6 +128,7 @@ def serve(
         from cacheblend.service.http import Server
         from cacheblend.service.http.run import run
 
+        engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
         with in_own_thread(Server, engine, serving, http, tenants) as server:
             if chosen.wants_corpus and not tables:
                 in_own_thread(server.engines[""].ingest, bundled_corpus(), starting.note_progress)
