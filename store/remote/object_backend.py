@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -42,7 +43,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cacheblend-objects", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="cacheblend-objects", daemon=True)
         self._thread.start()
         self.slots = asyncio.Semaphore(REQUESTS)
 
@@ -51,9 +52,13 @@ class _Loop:
         return asyncio.run_coroutine_threadsafe(task, self._loop)
 
     def close(self) -> None:
-        """End the thread; what is under way is left."""
-        self._loop.call_soon_threadsafe(self._stop)
-        self._thread.join()
+        """End the thread; what is under way is left. Where the interpreter ends, it has ended the thread, in the midst of the loop."""
+        if not sys.is_finalizing():
+            self._loop.call_soon_threadsafe(self._stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
         self._loop.close()
 
     def _stop(self) -> None:
