@@ -50,7 +50,7 @@ class _Product:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._outputs = [layer.out_features for layer in layers]
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weights: list[torch.Tensor] = [layer.weight.detach() for layer in layers]
         self._weight = _pack(torch.cat(weights))
         self._bias = torch.cat(biases).detach() if biases else None
