@@ -11,7 +11,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +153,7 @@ def _deliveries(
     versions: Mapping[str, str],
     embedder: Embedder | None,
     node: str,
-) -> Iterator[Delivery]:
+) -> Generator[Delivery, None, None]:
     """What actors make of the files, in whatever order; few batches are under way at any time."""
     import ray
     from ray.data import ActorPoolStrategy, ExecutionResources, TaskPoolStrategy
