@@ -59,19 +59,26 @@ class Documents:
         index: where their text is; `IndexedDocuments` where there is no model at hand.
         store: where their chunks' KV is.
         changing: held by whoever changes documents in both, so that a deletion does not come between an ingest's two halves.
+        shared: other replicas change the index too: what the store alone knows was deleted there, and goes from the store by
+            itself.
     """
 
     def __init__(
-        self, index: Retriever | IndexedDocuments, store: KVStore, changing: AbstractContextManager[object] | None = None
+        self,
+        index: Retriever | IndexedDocuments,
+        store: KVStore,
+        changing: AbstractContextManager[object] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
-        self._index, self._store = index, store
+        self._index, self._store, self._shared = index, store, shared
         self._changing = changing or nullcontext()
 
     def ls(self) -> list[DocumentStatus]:
         """Every document: those in the index in the order of adding, then by id those that the store alone knows."""
         stored = {document.id: document for document in self._store.documents.ls()}
         indexed = [_status(document, stored.pop(document.id, None)) for document in self._index.documents()]
-        return indexed + [_lost(document) for document in stored.values()]
+        return indexed if self._shared else indexed + [_lost(document) for document in stored.values()]
 
     def page(self, limit: int, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
         """A part of what `ls` gives, at the cost of that part.
@@ -88,11 +95,11 @@ class Documents:
         """
         wanted = limit + 1
         in_index = after is None or self._index.document(after) is not None
-        if not in_index and self._store.documents.version(str(after)) is None:
+        if not in_index and (self._shared or self._store.documents.version(str(after)) is None):
             raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
         indexed = self._index.documents(wanted, after) if in_index else []
         found = [_status(document, self._store.documents.get(document.id)) for document in indexed]
-        if len(found) < wanted:
+        if len(found) < wanted and not self._shared:
             known = self._index.ids()
             last = "" if in_index or after is None else after
             lost = [id_ for id_ in self._store.documents.ids() if id_ > last and id_ not in known]
@@ -122,7 +129,7 @@ class Documents:
         document, stored = self._index.document(id_), self._store.documents.get(id_)
         if document is not None:
             return _status(document, stored)
-        if stored is None:
+        if stored is None or self._shared:
             raise _unknown(id_)
         return _lost(stored)
 
