@@ -179,7 +179,7 @@ def unpin(
 @contextmanager
 def _open(store_dir: Path, settings: options.Settings) -> Iterator[Documents]:
     with open_store(store_dir, settings.make(StoreConfig)) as store, open_index(store_dir, settings) as index:
-        yield Documents(index, store)
+        yield Documents(index, store, shared=settings.values["index"] is not None)
 
 
 def _print_status(status: DocumentStatus, done: str, as_json: bool) -> None:

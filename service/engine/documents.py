@@ -127,19 +127,26 @@ class Documents:
         index: where their text is; `IndexedDocuments` where there is no model at hand.
         store: where their chunks' KV is.
         changing: held by whoever changes documents in both, so that a deletion does not come between an ingest's two halves.
+        shared: other replicas change the index too: what the store alone knows was deleted there, and goes from the store by
+            itself.
     """
 
     def __init__(
-        self, index: Retriever | IndexedDocuments, store: KVStore, changing: AbstractContextManager[object] | None = None
+        self,
+        index: Retriever | IndexedDocuments,
+        store: KVStore,
+        changing: AbstractContextManager[object] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
-        self._index, self._store = index, store
+        self._index, self._store, self._shared = index, store, shared
         self._changing = changing or nullcontext()
 
     def ls(self) -> list[DocumentStatus]:
         """Every document: those in the index in the order of adding, then by id those that the store alone knows."""
         stored = {document.id: document for document in self._store.documents.ls()}
         indexed = [_status(document, stored.pop(document.id, None)) for document in self._index.documents()]
-        return indexed + [_lost(document) for document in stored.values()]
+        return indexed if self._shared else indexed + [_lost(document) for document in stored.values()]
 
     def page(self, limit: int, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
         """A part of what `ls` gives, at the cost of that part.
@@ -156,11 +163,11 @@ class Documents:
         """
         wanted = limit + 1
         in_index = after is None or self._index.document(after) is not None
-        if not in_index and self._store.documents.version(str(after)) is None:
+        if not in_index and (self._shared or self._store.documents.version(str(after)) is None):
             raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
         indexed = self._index.documents(wanted, after) if in_index else []
         found = [_status(document, self._store.documents.get(document.id)) for document in indexed]
-        if len(found) < wanted:
+        if len(found) < wanted and not self._shared:
             known = self._index.ids()
             last = "" if in_index or after is None else after
             lost = [id_ for id_ in self._store.documents.ids() if id_ > last and id_ not in known]
@@ -183,7 +190,7 @@ class Documents:
             InputError: there is no document or file `after`.
         """
         indexed = {document.id: document for document in self._index.documents()}
-        ids = [*indexed, *(id_ for id_ in self._store.documents.ids() if id_ not in indexed)]
+        ids = [*indexed, *(id_ for id_ in self._store_ids() if id_ not in indexed)]
         known, files = set(ids), dict[str, list[str]]()
         for id_ in ids:
             files.setdefault(_file_of(id_, known), []).append(id_)
@@ -225,14 +232,21 @@ class Documents:
         """Of a document, or else of the parts of a file, in order; raises as `show` does."""
         if (own := self._part_status(id_)) is not None:
             return [own]
-        known = {*self._index.ids(), *self._store.documents.ids()}
+        known = {*self._index.ids(), *self._store_ids()}
         ids = sorted((part for part in known if _file_of(part, known) == id_), key=lambda part: (len(part), part))
         if not (parts := [status for status in map(self._part_status, ids) if status is not None]):
             raise _unknown(id_)
         return parts
 
+    def _store_ids(self) -> list[str]:
+        """What the store alone may know and is listed all the same."""
+        return [] if self._shared else list(self._store.documents.ids())
+
     def _part_status(self, id_: str) -> DocumentStatus | None:
-        return _status_of(self._index.document(id_), self._store.documents.get(id_))
+        document = self._index.document(id_)
+        if document is None and self._shared:
+            return None
+        return _status_of(document, self._store.documents.get(id_))
 
     def delete(self, id_: str) -> DocumentStatus:
         """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has.

@@ -103,7 +103,7 @@ class Engine:
     def documents(self) -> Documents:
         """The ingested documents: list, show, pin, unpin and delete."""
         self._check_open()
-        return Documents(self.retriever, self.store, self._changing)
+        return Documents(self.retriever, self.store, self._changing, shared=self._follower is not None)
 
     @property
     def methods(self) -> tuple[str, ...]:

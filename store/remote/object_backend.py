@@ -52,7 +52,7 @@ class _Loop:
         return asyncio.run_coroutine_threadsafe(task, self._loop)
 
     def close(self) -> None:
-        """End the thread; what is under way is left. Where the interpreter ends, it has ended the thread, in the midst of the loop."""
+        """End the thread; what is under way is left. Where the interpreter ends, it has ended the thread already."""
         if not sys.is_finalizing():
             self._loop.call_soon_threadsafe(self._stop)
             self._thread.join()

@@ -28,7 +28,7 @@ from typing import IO, Any, Self
 import httpx
 
 MODEL = "tiny"
-START_S, STOP_S = 60, 60
+START_S, STOP_S = 180, 60  # a start takes ten seconds of a core, and several servers may start at once
 # Whatever of these is alive keeps a request's KV, pins or place.
 OF_REQUESTS = ("FusionResult", "SequenceKV", "ServedRequest", "Placement", "LayerLoader", "CachedPrefix")
 

@@ -22,6 +22,7 @@ from server_process import MODEL, ServedConfig, ServerProcess, free_port
 
 Replicas = list[httpx.Client]
 WAIT_S = 20
+pytestmark = pytest.mark.timeout(300)  # three servers start at once
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def answer(replica: httpx.Client, question: str, **body: object) -> Any:
     asked = {
         "model": MODEL,
         "messages": [{"role": "user", "content": question}],
-        "num_chunks": 1,
+        **({} if "documents" in body else {"num_chunks": 1}),
         "recompute_ratio": 0.15,
         "max_tokens": 4,
         "temperature": 0,

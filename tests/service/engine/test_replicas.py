@@ -102,6 +102,7 @@ def test_a_deletion_is_everybodys(replicas: tuple[Engine, Engine], how: str) -> 
     gone = names(keys_of(two))
     assert gone & stored(two)
     one.documents.delete(ID)
+    assert ID not in {status.id for status in two.documents.ls()} | {status.id for status in two.documents.page(99)[0]}
     assert ID not in {scored.chunk.document_id for scored in two.search("while", 9)}
     wait_until(lambda: not gone & stored(two))
     assert two.store.documents.get(ID) is None
