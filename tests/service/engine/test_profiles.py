@@ -160,6 +160,8 @@ class TestController:
             "fresh": missed + tail,
             "exact": head,
             "precomputed": [],
+            "remote": [],
+            "remote_speed": None,
         }
         assert told == [expected]
 
