@@ -52,8 +52,8 @@ class _Loop:
         return asyncio.run_coroutine_threadsafe(task, self._loop)
 
     def close(self) -> None:
-        """End the thread; what is under way is left. Where the interpreter ends, it has ended the thread already."""
-        if not sys.is_finalizing():
+        """End the thread; what is under way is left."""
+        if not sys.is_finalizing():  # else the interpreter has ended the thread, in the midst of the loop
             self._loop.call_soon_threadsafe(self._stop)
             self._thread.join()
 

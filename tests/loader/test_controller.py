@@ -183,11 +183,11 @@ class TestLearning:
     def test_a_tier_that_the_profile_lacks(self) -> None:
         """A tier that was not measured is planned with the slowest one's speed, and learnt like the others."""
         controller = controller_of(1e9)
-        before = controller.plan(reads(1000, "compressed"), 1000, 10)
+        before = controller.plan(reads(1000, "tape"), 1000, 10)
         assert before.load_s == plan_once(controller).load_s
         for _ in range(WINDOW):
             controller.record(before, load_s=2 * before.load_s, compute_s=None)
-        assert controller.plan(reads(1000, "compressed"), 1000, 10).load_s == pytest.approx(2 * before.load_s)
+        assert controller.plan(reads(1000, "tape"), 1000, 10).load_s == pytest.approx(2 * before.load_s)
         assert plan_once(controller).load_s == before.load_s
 
     def test_mixed_tiers_correct_neither(self) -> None:

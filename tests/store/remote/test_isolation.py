@@ -29,7 +29,7 @@ def chunk_of(namespace: str, text: int) -> tuple[ChunkKey, ChunkKV]:
 
 
 @given(steps=st.lists(STEP, max_size=12), secret=st.sampled_from([None, SECRET]))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_request_finds_another_namespaces_entry(
     steps: list[tuple[str, int, str, int]], secret: str | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -1,5 +1,7 @@
 """The remote tier on real servers: what one store writes, every store that shares it reads, on each backend alike."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -236,3 +238,15 @@ def test_layers_of_many_chunks_come_over_one_stream_in_order(url: str, open_shar
             received.read_layer_into(layer, to_2HTB)
             assert to_2HTB.tobytes() == b"".join(x_HTD.numpy().tobytes() for x_HTD in kv.layers[layer])
         stream.close()
+
+
+def test_a_store_that_is_open_when_the_process_ends_is_closed_without_errors(tmp_path: Path) -> None:
+    """Who forgets to close a store on an object store is told nothing of its threads."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    code = f"""
+from cacheblend.store import KVStore, StoreConfig
+store = KVStore(StoreConfig(directory="{tmp_path}/store", remote="file://{tmp_path}/objects"))
+assert store.remote.backend.sizes(["none"]) == [None]
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
