@@ -177,7 +177,7 @@ def test_ingested_at_one(replicas: Replicas) -> None:
 def test_missed_at_one(replicas: Replicas) -> None:
     """A text that one server was given and missed is a hit at the one in the other network."""
     one, _, three = replicas
-    brought = {"documents": [{"id": "brought", "text": "A text that nobody has ingested, of some words."}]}
+    brought = {"documents": [{"text": "A text that nobody has ingested, of some words."}]}
     before = stored(one)
     assert found(one, "What is it?", **brought)[1] == "computed"
     wait_until(lambda: stored(one) > before)
