@@ -15,13 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,17 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheblend.base.files import user_cache_folder
 from cacheblend.store import LayerPair
 
 from . import layer_source
+from .compiled_file import find_compiler, load_compiled
 
 if TYPE_CHECKING:
     from torch import nn
 
 SOURCE = Path(__file__).with_name("decode_attention.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
-COMPILE_S = 60.0  # more than that is a compiler that hangs
 MAX_VECTORS = 256  # of 16 numbers, a KV head's queries: more than that is not for registers
 logger = logging.getLogger(__name__)
 
@@ -220,42 +213,20 @@ def decode_kernel(geometry: layer_source.KVGeometry, query_heads: int) -> Decode
 
 @functools.cache
 def _load(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | None:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = find_compiler()
     if compiler is None:
         return None
     shape = [f"-DGROUPS={groups}", f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
     try:
-        kernel = DecodeKernel(ctypes.CDLL(str(_compile(compiler, shape))))
+        kernel = DecodeKernel(load_compiled(compiler, SOURCE, shape))
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        logger.info("decode_attention.c was not compiled, PyTorch's attention decodes: %s", error)
+        logger.warning("decode_attention.c is not used, PyTorch's slower attention decodes: %s", error)
         return None
-    if (off := _error_of(kernel, groups, head_size, dtype)) > (1e-5 if dtype == torch.float32 else 2e-2):
+    off = _error_of(kernel, groups, head_size, dtype)
+    if not off <= (1e-5 if dtype == torch.float32 else 2e-2):  # nor where it is not a number
         logger.warning("decode_attention.c as %s compiled it is off by %.2g and not used", compiler, off)
         return None
     return kernel
-
-
-def _compile(compiler: str, shape: Sequence[str]) -> Path:
-    """The compiled file, in the cache under a name of all that it depends on: source, compiler, shape and processor."""
-    known = "|".join([compiler, *FLAGS, *shape, platform.machine(), _processor()]).encode() + SOURCE.read_bytes()
-    target = user_cache_folder() / "compiled" / f"decode_attention-{hashlib.sha256(known).hexdigest()[:32]}.so"
-    if not target.exists():
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-            made = Path(directory) / target.name
-            command = [compiler, *FLAGS, *shape, str(SOURCE), "-o", str(made)]
-            subprocess.run(command, check=True, timeout=COMPILE_S, capture_output=True, stdin=subprocess.DEVNULL)
-            os.replace(made, target)
-    return target
-
-
-def _processor() -> str:
-    """What the processor can do, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _error_of(kernel: DecodeKernel, groups: int, head_size: int, dtype: torch.dtype) -> float:

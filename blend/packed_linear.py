@@ -2,7 +2,7 @@
 
 A product of a few rows takes as long as reading its weight. In 16 bits oneDNN first copies the weight into the order that the
 instructions take it in, at every call: twice the time for 1 to 16 rows, 7 % for 500. Here the copy is made once and kept, which
-takes the linear weights' memory a second time; a model of more than `MEMORY_PART` of the machine's memory is left as it is.
+takes the linear weights' memory a second time; a model of more than `MEMORY_PART` of the memory is left as it is.
 
 Shapes: S rows, I inputs, O outputs.
 """
@@ -10,9 +10,12 @@ Shapes: S rows, I inputs, O outputs.
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,9 @@ from torch import nn
 MEMORY_PART = 1 / 8
 # Linear layers that a module calls one after the other with one input: one product for all.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+CGROUP_OF_PROCESS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 EXPECTED_ROWS = 16  # which decides how oneDNN packs; packed for 512, a product of any number of rows takes the same
+logger = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
@@ -100,10 +105,52 @@ def pays(model: nn.Module) -> bool:
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     if any(linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu" for linear in linears):
         return False
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    return sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes() and operators_serve()
+
+
+@functools.cache
+def operators_serve() -> bool:
+    """Whether PyTorch has the operators, which it makes no promise of, and they give a linear layer's outputs."""
+    if not torch.backends.mkldnn.is_available():
         return False
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes
+    inputs_SI, weight_OI, bias_O = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        for shape in ((3, 32), (48, 32), (48,))
+    )
+    try:
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        outputs_SO = _product(inputs_SI, _pack(weight_OI), bias_O)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        logger.info("PyTorch %s has other packing operators, weights stay as they are: %s", torch.__version__, error)
+        return False
+    return torch.allclose(outputs_SO, nn.functional.linear(inputs_SI, weight_OI, bias_O), rtol=2e-2, atol=2e-2)
+
+
+def memory_bytes() -> int:
+    """The memory that this process may use: the machine's, or less where a container or a service has a limit."""
+    return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_cgroup_limits()))
+
+
+def _cgroup_limits() -> Iterator[int]:
+    try:
+        lines = CGROUP_OF_PROCESS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            root, name = CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")  # a container sees its own at the root, whatever the path says
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root) and (folder / name).is_file():
+                text = (folder / name).read_text().strip()
+                if text != "max":
+                    yield int(text)
 
 
 def packed(module: Any) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,3 +81,74 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         torch.testing.assert_close(packed.decoder.project_kv(1, rows), plain.decoder.project_kv(1, rows), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(packed.decoder.logits(rows), plain.decoder.logits(rows), rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture
+def other_operators() -> Iterator[None]:
+    """PyTorch's operators are looked at anew, now and after the test."""
+    packed_linear.operators_serve.cache_clear()
+    yield
+    packed_linear.operators_serve.cache_clear()
+
+
+def no_operator(*_: object) -> torch.Tensor:
+    """What a missing operator raises."""
+    raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute")
+
+
+def other_arguments(weight_OI: torch.Tensor) -> torch.Tensor:
+    """An operator that takes other arguments now."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI, 1, 2, 3)
+
+
+def other_meaning(weight_OI: torch.Tensor) -> torch.Tensor:
+    """An operator that does something else now."""
+    return torch.ops.mkldnn._reorder_linear_weight(2 * weight_OI, 16)
+
+
+@pytest.mark.parametrize("change", [no_operator, other_arguments, other_meaning])
+@pytest.mark.usefixtures("other_operators")
+def test_without_operators(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a PyTorch without the operators, or with others of their names, weights stay as they are."""
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    assert packed_linear.pays(model)
+    packed_linear.operators_serve.cache_clear()
+    monkeypatch.setattr(packed_linear, "_pack", change)
+    assert not packed_linear.pays(model)
+    assert Fusor(model).prefill([1, 2, 3]).logits.isfinite().all()
+
+
+@pytest.mark.usefixtures("other_operators")
+def test_without_any_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch that lacks the question for the processor is one without the operators."""
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert not packed_linear.operators_serve()
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "1000\n"}, 1000),
+        ("0::/a/b\n", {"a/memory.max": "1000\n", "a/b/memory.max": "max\n", "memory.max": "3000\n"}, 1000),
+        ("0::/not/seen/from/here\n", {"memory.max": "2000\n"}, 2000),
+        ("5:cpu,cpuacct:/\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000\n"}, 1000),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+        ("0::/\n", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_memory_of_a_container(
+    group: str | None, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is what the control group leaves, of both versions; the machine's without a limit."""
+    machine = packed_linear.memory_bytes()
+    monkeypatch.setattr(packed_linear, "CGROUPS", tmp_path)
+    monkeypatch.setattr(packed_linear, "CGROUP_OF_PROCESS", tmp_path / "group")
+    if group is not None:
+        (tmp_path / "group").write_text(group)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert packed_linear.memory_bytes() == (machine if limit is None else limit)
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    assert packed_linear.pays(model) == (limit is None)

@@ -1,0 +1,139 @@
+"""Compiled C files: made once for a processor, kept in the cache, loaded only where nobody else could have written them.
+
+A file's name has a digest of all that it depends on and one of its content, so that machines that share a home do not load each
+other's, and a damaged file is made again. Where the cache cannot be written, or others may write to it, each process
+compiles for itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from cacheblend.base.files import make_folder, user_cache_folder
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+COMPILE_S = 60.0  # more than that is a compiler that hangs
+CPUINFO = Path("/proc/cpuinfo")
+# What `-march=native` may depend on; the names of x86 and those of ARM.
+_PROCESSOR_LINES = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU variant", "CPU part")
+logger = logging.getLogger(__name__)
+
+
+def find_compiler() -> Path | None:
+    """The system's C compiler; None where there is none."""
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return None if found is None else Path(found)
+
+
+def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctypes.CDLL:
+    """A C file as a library of this process, compiled with the given macros where that was not done before.
+
+    Raises:
+        OSError: it cannot be compiled or loaded; the system's error, or the compiler's.
+        subprocess.TimeoutExpired: the compiler hangs.
+    """
+    folder = user_cache_folder() / "compiled"
+    name = f"{source.stem}-{_depends_on(compiler, source, defines)}"
+    kept = _find_kept(folder, name)
+    if kept is not None:
+        return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory() as directory:  # which is this user's alone
+        made = Path(directory) / f"{name}.so"
+        _compile([str(compiler), *FLAGS, *defines, str(source), "-o", str(made)])
+        try:
+            _keep(made, folder, name)
+        except OSError as error:
+            logger.warning("%s is compiled again by every process, as its result cannot be kept: %s", source.name, error)
+        return ctypes.CDLL(str(made))
+
+
+def _find_kept(folder: Path, name: str) -> Path | None:
+    """An undamaged file under that name, in a folder that others cannot write to."""
+    with suppress(OSError):
+        folder = folder.resolve(strict=True)
+        for path in folder.glob(f"{name}-*.so"):
+            _check_private(path)
+            if path.name == f"{name}-{_digest(path.read_bytes())}.so":
+                return path
+            path.unlink()
+    return None
+
+
+def _keep(made: Path, folder: Path, name: str) -> None:
+    """Put a compiled file into the cache, at once and whole, whoever else does so meanwhile."""
+    make_folder(folder)
+    folder = folder.resolve()
+    _check_private(folder)
+    content = made.read_bytes()
+    fd, temporary = tempfile.mkstemp(dir=folder)  # only its owner may read and write it
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+        os.replace(temporary, folder / f"{name}-{_digest(content)}.so")
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _check_private(path: Path) -> None:
+    """See that only this user and root may write to a file or exchange it.
+
+    Raises:
+        PermissionError: others may write to it or to a folder above it.
+    """
+    for each in (path, *path.parents):
+        status = each.stat()
+        shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot exchange what is in it
+        if status.st_uid not in (0, os.geteuid()) or (shared and not sticky):
+            raise PermissionError(f"others may write to {each}: make this user its owner, and `chmod go-w` it")
+
+
+def _compile(command: Sequence[str]) -> None:
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=COMPILE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # with the programs that a compiler starts
+            raise
+    if process.returncode:
+        last = next((line for line in errors.splitlines() if "error" in line), errors[-200:])
+        raise OSError(f"{command[0]} ended with status {process.returncode}: {last}")
+
+
+def _depends_on(compiler: Path, source: Path, defines: Sequence[str]) -> str:
+    """A digest of source, compiler, flags and processor."""
+    program = compiler.resolve()
+    status = program.stat()  # another version has another size or time
+    known = [str(program), str(status.st_size), str(status.st_mtime_ns), *FLAGS, *defines, platform.machine(), _processor()]
+    return _digest("\0".join(known).encode() + b"\0" + source.read_bytes())
+
+
+def _processor() -> str:
+    """What the processor can do, as far as the system tells; where it does not, the machine's name."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    told = {line for line in lines if line.partition(":")[0].strip() in _PROCESSOR_LINES}
+    return "\n".join(sorted(told)) or f"{platform.processor()} of {platform.node()}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
