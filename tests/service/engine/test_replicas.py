@@ -182,8 +182,9 @@ def test_a_missed_chunk_of_a_document_that_is_gone(
     wait_until(lambda: not gone & stored(two))
 
 
-def test_the_index_goes_and_comes_back(open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_the_index_goes_and_comes_back(open_engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the server of the index is gone, searches and uploads are refused by name and brought texts are answered."""
+    monkeypatch.setattr("cacheblend.retriever.postgres_catalog.RETRY_S", 0.0)
     with PostgresServer() as server:
         one, two = open_replicas(open_engine, tmp_path, server.new_database())
         one.ingest([FIRST])
