@@ -75,7 +75,11 @@ class PrecomputeActor:
         self._node = ray.get_runtime_context().get_node_id()
 
     def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
-        """Encode a batch; see `ReadBatch` and `Delivery`, which travel as pickles."""
+        """Encode a batch; see `ReadBatch` and `Delivery`.
+
+        They travel as pickles between the processes of one Ray cluster, which pickles its tasks itself; none comes
+        from a client, a document or the remote tier.
+        """
         batch: ReadBatch = pickle.loads(row["batch"])
         delivery = Delivery(faults=batch.faults, skipped=batch.skipped, node=self._node)
         if batch.documents:
