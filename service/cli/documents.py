@@ -28,7 +28,7 @@ from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
-from .store import UNBOUNDED, open_index, open_store
+from .store import open_index, open_store
 from .terminal import counted
 
 if TYPE_CHECKING:
@@ -55,12 +55,8 @@ def ls(
     Example: cacheblend documents ls --store-dir ./store --limit 100 --json
     """
     with _open(store_dir, settings) as documents:
-        if not parts:
-            found, has_more = documents.files(limit, after)
-        elif limit is None and after is None:
-            found, has_more = documents.ls(), False
-        else:
-            found, has_more = documents.page(limit or UNBOUNDED, after)
+        listed = documents.page if parts else documents.files
+        found, has_more = listed(limit, after)
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
         return
