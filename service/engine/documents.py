@@ -309,6 +309,17 @@ class Documents:
         return self.status(id_)
 
 
+def shown_chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:
+    """A chunk of a document that is shown, plain values for JSON."""
+    return {
+        "document_id": chunk.document_id,
+        "position": chunk.position,
+        **place.as_dict(),
+        "tokens": len(chunk.token_ids),
+        "text": chunk.text,
+    }
+
+
 def _first(limit: int | None, listed: Iterator[DocumentStatus]) -> tuple[list[DocumentStatus], bool]:
     """So many of them, and whether there are more."""
     return list(islice(listed, limit)), next(listed, None) is not None
