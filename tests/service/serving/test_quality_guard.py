@@ -20,7 +20,7 @@ from cacheblend.blend import FusionResult
 from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
 from cacheblend.service.serving import Done, Scheduler, ServingConfig, ShadowReport, quality_guard
-from cacheblend.service.serving.quality_guard import STEP, Comparison, QualityGuard, compare
+from cacheblend.service.serving.quality_guard import STEP, QualityGuard, compare
 
 
 def prompt(probabilities: list[float], kv: float = 1.0) -> FusionResult:
