@@ -209,15 +209,16 @@ def _counted_tensors(on_progress: Callable[[int, int], None]) -> Iterator[None]:
             yield tensor
             on_progress(done, len(tensors))
 
-    bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)
+    reading: Any = modeling_gguf_pytorch_utils
+    bar = getattr(reading, "tqdm", None)
     if bar is None:  # a version that reads otherwise
         yield
         return
-    modeling_gguf_pytorch_utils.tqdm = counted
+    reading.tqdm = counted
     try:
         yield
     finally:
-        modeling_gguf_pytorch_utils.tqdm = bar
+        reading.tqdm = bar
 
 
 def load_gguf_tokenizer(path: Path) -> Any:

@@ -7,6 +7,7 @@ stands for all of them together, unless a document has that id itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -170,30 +171,38 @@ class Documents:
         last = None if after is None else next(iter(self._ids(after)), "")
         if last == "":
             raise _gone(after)
-        named = set[str]()
+        is_document = functools.cache(self._is_document)
+        seen = set[str]()
+
+        def file_of(id_: str) -> str:
+            """The file that a document is a part of; its own id where it is none, or where that name is a document's."""
+            found = _PART.fullmatch(id_) if by_file else None
+            return id_ if found is None or is_document(found[1]) else found[1]
+
+        def parts_from(id_: str, file: str) -> list[DocumentStatus]:
+            """A file's parts where a document is the first of them; none where it is another, and at a second look."""
+            is_first = file not in seen and self._ids(file)[:1] == [id_]
+            seen.add(file)
+            return self._known(file) if is_first else []
+
         # 1. What is in the index.
         in_index = last is None or self._index.version(last) is not None
         batch = None if limit is None else max(limit + 1, LISTED)
         place = last
         while in_index and (documents := self._indexed(batch, place)):
             for document in documents:
-                name = self._file(document.id) if by_file else document.id
-                if name == document.id:
-                    yield _status(document, self._store.documents.get(name))
-                elif name not in named:
-                    named.add(name)
-                    if self._ids(name)[:1] == [document.id] and (parts := self._known(name)):
-                        yield _together(name, parts)
+                if (file := file_of(document.id)) == document.id:
+                    yield _status(document, self._store.documents.get(document.id))
+                elif parts := parts_from(document.id, file):
+                    yield _together(file, parts)
             place = documents[-1].id
         # 2. What the store alone knows, which is nothing as a rule.
         least = "" if in_index or last is None else last
         stored = [id_ for id_ in self._store_ids() if id_ > least]
         known = set(self._index.ids()) if stored else set()
         for id_ in stored:
-            if id_ not in known:
-                name = self._file(id_) if by_file else id_
-                if self._ids(name)[:1] == [id_] and (parts := self._known(name)):
-                    yield _together(name, parts)
+            if id_ not in known and (parts := parts_from(id_, file := file_of(id_))):
+                yield _together(file, parts)
 
     def _indexed(self, limit: int | None, after: str | None) -> list[CatalogedDocument]:
         try:
@@ -247,11 +256,6 @@ class Documents:
         indexed = self._index.ids(f"{id_}#")
         lost = set(self._store_ids(f"{id_}#")).difference(indexed)
         return [part for part in (*indexed, *sorted(lost)) if (found := _PART.fullmatch(part)) and found[1] == id_]
-
-    def _file(self, id_: str) -> str:
-        """The file that a document is a part of; its own id where it is none, or where that name is a document's."""
-        found = _PART.fullmatch(id_)
-        return id_ if found is None or self._is_document(found[1]) else found[1]
 
     def _is_document(self, id_: str) -> bool:
         if self._index.version(id_) is not None:
