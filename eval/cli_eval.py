@@ -114,7 +114,7 @@ class PromptOptions(options.OptionGroup):
     def changed(self, preset: Preset, **others: object) -> Preset:
         """A preset with what was given, and with others that are no None."""
         given = {**asdict(self), **others}
-        return replace(preset, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        return replace(preset, **{name: value for name, value in given.items() if value is not None})
 
 
 @app.command("world")
