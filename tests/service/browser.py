@@ -16,6 +16,7 @@ WATCH_ANSWER = """
 window.answers = [];
 document.addEventListener("DOMContentLoaded", () => {
   const answer = document.getElementById("answer");
+  if (!answer) return; // `/docs` has none
   new MutationObserver(() => answers.push(answer.textContent)).observe(answer, {childList: true});
 });
 """
