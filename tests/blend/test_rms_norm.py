@@ -60,7 +60,9 @@ def test_equals_the_model(family: str, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [torch.ones(1, MAX_ROWS + 1, 64), torch.ones(1, 64, 8).transpose(1, 2)], ids=["many", "strided"])
+@pytest.mark.parametrize(
+    "rows", [torch.ones(1, MAX_ROWS + 1, 64), torch.ones(1, 64, 8).transpose(1, 2)], ids=["many", "strided"]
+)
 def test_other_rows_are_the_modules(rows: torch.Tensor) -> None:
     """More rows than a step has, and rows that are not in one piece, go through the model's own module."""
     norm = norms_of(copy.deepcopy(tiny_model("llama")))[0]
