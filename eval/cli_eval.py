@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,9 +30,7 @@ from .data import (
 from .methods import CONTEXTS, DEFAULT_RATIO, METHODS
 
 if TYPE_CHECKING:
-    from .data import (
-        RequestSource,
-    )
+    from .data import RequestSource
     from .run import EvalConfig
 
 DEFAULT_METHODS = ",".join(METHODS[:4])
@@ -68,53 +66,65 @@ Data = Annotated[
         "--data", envvar=DATA_VARIABLE, help="The set's .jsonl or .jsonl.gz, a folder that has it, or a hub data set."
     ),
 ]
-Methods = Annotated[str, typer.Option("--methods", help=f"Comma-separated, of {', '.join(METHODS)}.")]
-Ratios = Annotated[str, typer.Option("--ratios", help="Comma-separated recompute ratios, 0..1, of the methods that take one.")]
-Contexts = Annotated[
-    str,
-    typer.Option("--contexts", help=f"Comma-separated: what stored KV was computed after, of {', '.join(CONTEXTS)}."),
-]
-Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out after its last whole case.")]
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", help="Most tokens of an answer; left out, what suits the data set.")
 ]
+Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")]
 
-ChunkTokens = Annotated[int | None, typer.Option("--chunk-tokens", help="Tokens of a chunk; left out, the preset's.")]
-TopK = Annotated[
-    int | None,
-    typer.Option("--top-k", help="Chunks of a prompt; left out, 6 where they are searched, else all that fit."),
-]
-Order = Annotated[
-    str, typer.Option("--order", help=f"Of a prompt's chunks: {', '.join(ORDERS)} (the chunk with the answer in the middle).")
-]
-Prompt = Annotated[
-    str,
-    typer.Option(
-        "--prompt",
-        help=f"{', '.join(PROMPTS)}: the model's chat template, or a plain text with worked examples; auto takes the template "
-        "where there is one.",
-    ),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(options.OptionGroup):
+    """What every command that measures methods takes."""
+
+    model: Model = None
+    methods: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(METHODS)}.")] = DEFAULT_METHODS
+    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1, of the methods that take one.")] = str(
+        DEFAULT_RATIO
+    )
+    contexts: Annotated[
+        str, typer.Option(help=f"Comma-separated: what stored KV was computed after, of {', '.join(CONTEXTS)}.")
+    ] = CONTEXTS[0]
+    max_tokens: MaxTokens = None
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time."),
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out after its last whole case.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions(options.OptionGroup):
+    """What changes a preset's prompts."""
+
+    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk; left out, the preset's.")] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="Chunks of a prompt; left out, 6 where they are searched, else all that fit.")
+    ] = None
+    order: Annotated[
+        str, typer.Option(help=f"Of a prompt's chunks: {', '.join(ORDERS)} (the chunk with the answer in the middle).")
+    ] = ORDERS[0]
+    prompt: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(PROMPTS)}: the model's chat template, or a plain text with worked examples; auto takes the "
+            "template where there is one.",
+        ),
+    ] = PROMPTS[0]
+
+    def changed(self, preset: Preset, **others: object) -> Preset:
+        """A preset with what was given, and with others that are no None."""
+        given = {**asdict(self), **others}
+        return replace(preset, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 @app.command("world")
 @options.engine_options(only=options.OF_MODELS)
 def world(
-    model: Model = None,
-    methods: Methods = DEFAULT_METHODS,
-    ratios: Ratios = str(DEFAULT_RATIO),
-    contexts: Contexts = CONTEXTS[0],
+    run: RunOptions,
     seed: Seed = _WORLD.seed,
     cases: Annotated[int, typer.Option(help="Cases, of the four classes in turn.")] = _WORLD.cases,
     articles: Annotated[int, typer.Option(help="Articles of a context, of two chunks each.")] = _WORLD.articles,
     chunk_tokens: Annotated[int, typer.Option(help="Least tokens of a chunk.")] = _WORLD.chunk_tokens,
-    max_tokens: MaxTokens = None,
-    out: Out = None,
-    resume: Resume = False,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -127,19 +137,16 @@ def world(
         cacheblend eval world --model ./model --methods full_recompute,blend --ratios 0.05,0.15,0.3
     """
     source = WorldSource(seed=seed, cases=cases, articles=articles, chunk_tokens=chunk_tokens)
-    config = _config(source, model, methods, ratios, contexts, max_tokens, settings)
-    _run(config, out, resume, as_json)
+    _run(source, run, settings, as_json=as_json)
 
 
 @options.engine_options(only=options.OF_MODELS)
 def data_set(
     context: typer.Context,
-    model: Model = None,
+    run: RunOptions,
+    layout: PromptOptions,
     data: Data = None,
     preset: Annotated[str, typer.Option(help=f"Set-up: {' or '.join(PRESETS)}.")] = "paper",
-    methods: Methods = DEFAULT_METHODS,
-    ratios: Ratios = str(DEFAULT_RATIO),
-    contexts: Contexts = CONTEXTS[0],
     seed: Seed = 0,
     cases: Annotated[int | None, typer.Option(help="Cases from the file's start; left out, as many as the paper's.")] = None,
     chunking: Annotated[
@@ -149,13 +156,6 @@ def data_set(
             "left out, as the data set is."
         ),
     ] = None,
-    chunk_tokens: ChunkTokens = None,
-    top_k: TopK = None,
-    order: Order = ORDERS[0],
-    prompt: Prompt = PROMPTS[0],
-    max_tokens: MaxTokens = None,
-    out: Out = None,
-    resume: Resume = False,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -171,10 +171,9 @@ def data_set(
     """
     if preset not in PRESETS:
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
-    setting = _changed(PRESETS[preset], chunk_tokens=chunk_tokens, top_k=top_k, chunking=chunking, order=order, prompt=prompt)
+    setting = layout.changed(PRESETS[preset], chunking=chunking)
     source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=setting)
-    config = _config(source, model, methods, ratios, contexts, max_tokens, settings)
-    _run(config, out, resume, as_json)
+    _run(source, run, settings, as_json=as_json)
 
 
 for _name, _set in DATA_SETS.items():
@@ -193,18 +192,9 @@ def documents(
             help='.jsonl, a line {"question", "answers" and "id" if there are any}, or .txt, a question a line.',
         ),
     ],
-    model: Model = None,
-    methods: Methods = DEFAULT_METHODS,
-    ratios: Ratios = str(DEFAULT_RATIO),
-    contexts: Contexts = CONTEXTS[0],
+    run: RunOptions,
+    layout: PromptOptions,
     cases: Annotated[int | None, typer.Option(help="Questions from the file's start; left out, all.")] = None,
-    chunk_tokens: ChunkTokens = None,
-    top_k: TopK = None,
-    order: Order = ORDERS[0],
-    prompt: Prompt = PROMPTS[0],
-    max_tokens: MaxTokens = None,
-    out: Out = None,
-    resume: Resume = False,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -216,10 +206,8 @@ def documents(
 
         cacheblend eval documents ./handbook --questions questions.jsonl --model ./model --ratios 0.05,0.15,0.3 --json
     """
-    setting = _changed(Preset(), chunk_tokens=chunk_tokens, top_k=top_k, order=order, prompt=prompt)
-    source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=setting)
-    config = _config(source, model, methods, ratios, contexts, max_tokens, settings)
-    _run(config, out, resume, as_json)
+    source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=layout.changed(Preset()))
+    _run(source, run, settings, as_json=as_json)
 
 
 app.command("load")(cli_load.load)
@@ -278,7 +266,7 @@ def figures(
     source: RequestSource = WorldSource(seed=seed, cases=cases)
     if name != "world":
         source = FileSource(name=name, data=data, cases=cases, seed=seed)
-    config = _config(source, model, DEFAULT_METHODS, str(DEFAULT_RATIO), CONTEXTS[0], max_tokens, settings)
+    config = _config(source, RunOptions(model=model, max_tokens=max_tokens), settings)
     from .figures import draw_figures
 
     with terminal.progress_bars() as progress:
@@ -289,50 +277,38 @@ def figures(
         typer.echo("\n".join(f"{figure}: {what}" for figure, what in made.items()))
 
 
-def _changed(preset: Preset, **options_: Any) -> Preset:
-    """A preset with the options that were given."""
-    return replace(preset, **{name: value for name, value in options_.items() if value is not None})
-
-
-def _config(
-    source: RequestSource,
-    model: str | None,
-    methods: str,
-    ratios: str,
-    contexts: str,
-    max_tokens: int | None,
-    settings: options.Settings,
-) -> EvalConfig:
+def _config(source: RequestSource, run: RunOptions, settings: options.Settings) -> EvalConfig:
     """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
     terminal.hush_libraries()
     from cacheblend.service.cli.model import default_model
 
     from .run import EvalConfig
 
-    model = default_model() if model is None else model
+    model = default_model() if run.model is None else run.model
     engine = settings.make(EngineConfig, model=model, store_dir=".")
     return EvalConfig(
         source=source,
         model=model,
-        methods=tuple(options.listed(methods)),
-        ratios=tuple(options.numbers("ratios", ratios)),
-        contexts=tuple(options.listed(contexts)),
-        max_new_tokens=max_tokens,
+        methods=tuple(options.listed(run.methods)),
+        ratios=tuple(options.numbers("ratios", run.ratios)),
+        contexts=tuple(options.listed(run.contexts)),
+        max_new_tokens=run.max_tokens,
         device=str(engine.resolve_device()),
         dtype=engine.dtype,
         allow_unverified=engine.allow_unverified,
     )
 
 
-def _run(config: EvalConfig, out: Path | None, resume: bool, as_json: bool) -> None:
+def _run(source: RequestSource, run: RunOptions, settings: options.Settings, *, as_json: bool) -> None:
+    config = _config(source, run, settings)
     from .run import evaluate
     from .run.report import report
 
-    if resume and out is None:
-        raise ConfigError("resume", resume, "only with --out, the folder of the run to go on with")
-    folder = out or Path("runs") / f"{config.source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run.resume and run.out is None:
+        raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")
+    folder = run.out or Path("runs") / f"{source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with terminal.progress_bars() as progress:
-        summary = evaluate(config, folder, resume=resume, on_progress=progress)
+        summary = evaluate(config, folder, resume=run.resume, on_progress=progress)
     if as_json:
         terminal.print_json(summary)
     else:

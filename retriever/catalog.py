@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from cacheblend.base.errors import DamagedDocumentError, DocumentChangedError, InputError, RetrieverError
+from cacheblend.base.sqlite import prefix_end
 
 from .catalog_rows import SELECT_CHUNKS, SELECT_DOCUMENTS, chunk_of, document_of, row_checksum
 
@@ -93,6 +94,7 @@ class Catalog(ABC):
     """
 
     format: ClassVar[str]  # of its tables
+    by_bytes: ClassVar[str] = ""  # after a column: compared byte by byte, which is not every database's way
 
     def __init__(self, where: str, settings: Mapping[str, str]) -> None:
         self._where, self._settings = where, dict(settings)
@@ -250,6 +252,14 @@ class Catalog(ABC):
     def versions(self) -> dict[str, str]:
         """Every document's id and version."""
         return dict(self._rows("SELECT id, version FROM documents"))
+
+    def ids(self, prefix: str = "") -> list[str]:
+        """The ids of documents that begin with a text, in the order of adding, at the cost of those."""
+        if not prefix:
+            return [id_ for (id_,) in self._rows("SELECT id FROM documents ORDER BY rowid")]
+        column = f"id{self.by_bytes}"
+        query = f"SELECT id FROM documents WHERE {column} >= ? AND {column} < ? ORDER BY rowid"
+        return [id_ for (id_,) in self._rows(query, (prefix, prefix_end(prefix)))]
 
     def is_whole(self, document_id: str) -> bool:
         """Whether all rows of a document are there, and are what was written."""

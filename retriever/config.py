@@ -50,7 +50,7 @@ class RetrieverConfig:
     )
     retrieval: str = option(
         "hybrid",
-        "How chunks are found: by meaning (dense), by words (bm25), or by both, their ranks fused.",
+        "How chunks are found: by meaning (dense), or by meaning and words (hybrid: BM25), the ranks of both fused.",
         choices=RETRIEVALS,
     )
     search_rounds: int = option(

@@ -80,9 +80,9 @@ class IndexedDocuments:
         """The version of a document; None where there is no such document."""
         return self._catalog.version(document_id)
 
-    def ids(self) -> set[str]:
-        """Every document's id."""
-        return set(self._catalog.versions())
+    def ids(self, prefix: str = "") -> list[str]:
+        """The ids of documents, or of those whose id begins with a text, in the order of adding."""
+        return self._catalog.ids(prefix)
 
     def verify(self, *, repair: bool = False) -> IndexReport:
         """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.

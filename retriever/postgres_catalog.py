@@ -59,6 +59,7 @@ CREATE TABLE IF NOT EXISTS chunks (
     generation BIGINT NOT NULL DEFAULT current_setting('cacheblend.generation')::BIGINT,
     UNIQUE (document_id, position)
 );
+CREATE INDEX IF NOT EXISTS documents_id ON documents (id COLLATE "C");
 CREATE INDEX IF NOT EXISTS chunks_generation ON chunks (generation);
 CREATE TABLE IF NOT EXISTS removed (generation BIGINT NOT NULL, chunk_id BIGINT NOT NULL, document_id TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS removed_generation ON removed (generation);
@@ -98,6 +99,7 @@ class PostgresCatalog(Catalog):
     """
 
     format = "1"
+    by_bytes = ' COLLATE "C"'
 
     def __init__(self, url: str, schema: str, settings: Mapping[str, str]) -> None:
         given = _parameters(url)

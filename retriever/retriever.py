@@ -244,9 +244,10 @@ class Retriever:
         with self._lock:
             return self._catalog.version(document_id)
 
-    def ids(self) -> set[str]:
-        """Every document's id."""
-        return set(self.versions())
+    def ids(self, prefix: str = "") -> list[str]:
+        """The ids of documents, or of those whose id begins with a text, in the order of adding."""
+        with self._lock:
+            return self._catalog.ids(prefix)
 
     def versions(self) -> dict[str, str]:
         """Every document's id and version."""

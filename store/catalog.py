@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend.base.errors import InputError, StoreDirectoryError, StoreError
-from cacheblend.base.sqlite import Database
+from cacheblend.base.sqlite import Database, prefix_end
 
 from .eviction import Evictable
 from .key import ChunkKey
@@ -408,9 +408,12 @@ class DocumentTable:
         rows = self._database.rows("SELECT version FROM documents WHERE id = ?", id_)
         return rows[0][0] if rows else None
 
-    def ids(self) -> list[str]:
-        """Every document's id, in order."""
-        return [id_ for (id_,) in self._database.rows("SELECT id FROM documents ORDER BY id")]
+    def ids(self, prefix: str = "") -> list[str]:
+        """Every document's id that begins with a text, in order."""
+        if not prefix:
+            return [id_ for (id_,) in self._database.rows("SELECT id FROM documents ORDER BY id")]
+        query = "SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY id"
+        return [id_ for (id_,) in self._database.rows(query, prefix, prefix_end(prefix))]
 
     def has_chunk(self, digest: str) -> bool:
         """Whether any document has a chunk."""

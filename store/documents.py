@@ -38,9 +38,9 @@ class StoreDocuments:
         """The version of a document; None where the store knows none of that id."""
         return self._table.version(id_)
 
-    def ids(self) -> list[str]:
-        """Every document's id, in order."""
-        return self._table.ids()
+    def ids(self, prefix: str = "") -> list[str]:
+        """Every document's id that begins with a text, in order."""
+        return self._table.ids(prefix)
 
     def put(self, documents: Iterable[tuple[str, str, Sequence[ChunkKey]]]) -> int:
         """Note documents and their chunks, in one transaction; stores no KV.

@@ -100,7 +100,7 @@ class CacheTier(KVTier, Protocol):
 
 
 CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
-MEMORY, NVME, REMOTE = "memory", "nvme", "remote"
+NVME, REMOTE = "nvme", "remote"
 
 
 def tiers_in_memory() -> tuple[str, ...]:

@@ -71,7 +71,6 @@ WORK_FRONT = _words(
     "Sonata Sketch Riddle Prayer Story Vigil Feast Parade"
 )
 
-TRADE = _words("painter lawyer surgeon baker pilot engineer poet farmer singer chemist judge sailor")
 INSTRUMENT = _words("cello flute harp violin trumpet piano oboe banjo organ lute clarinet guitar drum viola tuba zither")
 GOODS = _words("clocks carpets lenses boots candles bicycles cheese rope pianos tiles umbrellas kettles maps paint soap gloves")
 COLOUR = _words("red blue green yellow purple orange black white brown gray pink gold silver crimson teal maroon")

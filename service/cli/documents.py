@@ -22,13 +22,13 @@ from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
-from cacheblend.service.engine.documents import Documents, DocumentStatus
+from cacheblend.service.engine.documents import Documents, DocumentStatus, shown_chunk
 from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
 from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
-from .store import UNBOUNDED, open_index, open_store
+from .store import open_index, open_store
 from .terminal import counted
 
 if TYPE_CHECKING:
@@ -55,12 +55,8 @@ def ls(
     Example: cacheblend documents ls --store-dir ./store --limit 100 --json
     """
     with _open(store_dir, settings) as documents:
-        if not parts:
-            found, has_more = documents.files(limit, after)
-        elif limit is None and after is None:
-            found, has_more = documents.ls(), False
-        else:
-            found, has_more = documents.page(limit or UNBOUNDED, after)
+        listed = documents.page if parts else documents.files
+        found, has_more = listed(limit, after)
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
         return
@@ -98,17 +94,7 @@ def show(
         status, chunks = documents.show(id_)
         places = documents.places(chunks)
     if as_json:
-        texts = [
-            {
-                "document_id": chunk.document_id,
-                "position": chunk.position,
-                **place.as_dict(),
-                "tokens": len(chunk.token_ids),
-                "text": chunk.text,
-            }
-            for chunk, place in zip(chunks, places, strict=True)
-        ]
-        terminal.print_json({**status.as_dict(), "texts": texts})
+        terminal.print_json({**status.as_dict(), "texts": list(map(shown_chunk, chunks, places))})
         return
     for name, value in status.as_dict().items():
         terminal.stdout.print(f"{name}: {value}", highlight=False, markup=False)
@@ -142,38 +128,27 @@ def delete(
         _print_status(documents.delete(id_), "deleted", as_json)
 
 
-@app.command("pin")
 @options.takes(RetrieverConfig, only=options.OF_INDEX)
-def pin(
+def set_pinned(
+    context: typer.Context,
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Keep the KV of the chunks of a document, or a file, from being evicted.
-
-    Example: cacheblend documents pin handbook/travel.md --store-dir ./store
-    """
+    """Pin a document, or a file, or let it go, as the command is called."""
     with _open(store_dir, settings) as documents:
-        _print_status(documents.pin(id_), "pinned", as_json)
+        change = documents.pin if context.info_name == "pin" else documents.unpin
+        _print_status(change(id_), f"{context.info_name}ned", as_json)
 
 
-@app.command("unpin")
-@options.takes(RetrieverConfig, only=options.OF_INDEX)
-def unpin(
-    id_: Id,
-    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    *,
-    settings: options.Settings,
-    as_json: options.Json = False,
-) -> None:
-    """Let the KV of the chunks of a document, or a file, be evicted again.
-
-    Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
-    """
-    with _open(store_dir, settings) as documents:
-        _print_status(documents.unpin(id_), "unpinned", as_json)
+for _name, _what in (
+    ("pin", "Keep the KV of the chunks of a document, or a file, from being evicted."),
+    ("unpin", "Let the KV of the chunks of a document, or a file, be evicted again."),
+):
+    _example = f"Example: cacheblend documents {_name} handbook/travel.md --store-dir ./store"
+    app.command(_name, help=f"{_what}\n\n{_example}")(set_pinned)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -56,6 +56,15 @@ StoreDir = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress and logs on stderr.")]
 
 
+class OptionGroup:
+    """Base of dataclasses whose fields are options that several commands have, `Annotated` as typer wants them.
+
+    A command that `takes` decorates has them in place of its parameter of the class.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a command was given of the options that `takes` made for it.
@@ -81,7 +90,7 @@ class Settings:
 def takes(
     *configs: type, only: Collection[str] | None = None, without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options of config classes, in place of its parameter `settings: Settings`.
+    """Give a command the options of config classes, in place of its parameter `settings: Settings`, and those of its groups.
 
     Args:
         configs: nested ones included.
@@ -95,7 +104,13 @@ def takes(
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = get_type_hints(command, include_extras=True)
         parameters: list[inspect.Parameter] = []
+        groups: dict[str, type[OptionGroup]] = {}
         for parameter in inspect.signature(command).parameters.values():
+            hint = hints[parameter.name]
+            if isinstance(hint, type) and issubclass(hint, OptionGroup):
+                groups[parameter.name] = hint
+                parameters += _parameters_of(hint)
+                continue
             if parameter.name != "settings":
                 parameters.append(parameter.replace(annotation=hints[parameter.name]))
                 continue
@@ -110,8 +125,10 @@ def takes(
 
         @functools.wraps(command)
         def run(**given: Any) -> Any:
-            settings = Settings({name: given.pop(name) for name in names})
-            return command(**given, settings=settings)
+            given["settings"] = Settings({name: given.pop(name) for name in names})
+            for name, group in groups.items():
+                given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})  # type: ignore[arg-type]
+            return command(**given)
 
         keyword_only = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
         run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]  # which inspect reads
@@ -119,6 +136,14 @@ def takes(
         return run
 
     return decorate
+
+
+def _parameters_of(group: type[OptionGroup]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(group)  # type: ignore[arg-type]  # they are dataclasses
+    ]
 
 
 def engine_options(

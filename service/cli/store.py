@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,16 +19,12 @@ from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
 from cacheblend.service.engine.ingest import merge_stores
 from cacheblend.store import KVStore, StoreConfig
-from cacheblend.store.remote.remote_tier import RemoteTier
-from cacheblend.store.remote.transfer import TransferReport, list_entries
-from cacheblend.store.remote.transfer import pull as pull_entries
-from cacheblend.store.remote.transfer import push as push_entries
+from cacheblend.store.remote.transfer import list_entries, pull, push
 
 from . import options, terminal
 from .terminal import counted
 
 app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
-Transfer = Callable[[KVStore, RemoteTier, Callable[[int, int], None]], TransferReport]
 UNBOUNDED = 2**62  # looking at a store must not evict from it
 
 
@@ -223,49 +218,44 @@ def merge(
     )
 
 
-@app.command("push")
 @options.takes(StoreConfig, only=options.OF_REMOTES)
-def push(
+def transfer(
+    context: typer.Context,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Write to --remote what the store has and the remote tier has not, such as what was dropped while it was away.
-
-    Example: cacheblend store push --store-dir ./store --remote redis://cache.internal:6379/0
-    """
-    _transfer(store_dir, settings, as_json, push_entries, "pushed")
-
-
-@app.command("pull")
-@options.takes(StoreConfig, only=options.OF_REMOTES)
-def pull(
-    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    *,
-    settings: options.Settings,
-    as_json: options.Json = False,
-) -> None:
-    """Copy to the store what --remote has and it has not, checked; no budget holds, and no document gets it.
-
-    Example: cacheblend store pull --store-dir ./store --remote s3://bucket/kv
-    """
-    _transfer(store_dir, settings, as_json, pull_entries, "pulled")
-
-
-def _transfer(store_dir: Path, settings: options.Settings, as_json: bool, transfer: Transfer, done: str) -> None:
+    """Copy entries to the remote tier or from it, as the command is called."""
+    done = f"{context.info_name}ed"
     with open_store(store_dir, _remote_config(settings)) as store, terminal.progress_bars() as progress:
         remote = store.remote
         assert remote is not None, "its configuration has one"
-        report = transfer(store, remote, lambda at, total: progress(done, at, total))
+        copy = push if context.info_name == "push" else pull
+        report = copy(store, remote, lambda at, total: progress(done, at, total))
     if as_json:
         terminal.print_json(report.as_dict())
         return
     terminal.stdout.print(
-        f"{report.entries} entries {done} ({report.bytes:,} bytes), {report.already_there} there before, "
+        f"{counted(report.entries, 'entry')} {done} ({counted(report.bytes, 'byte')}), {report.already_there} there before, "
         f"{report.refused} refused",
         highlight=False,
     )
+
+
+for _name, _what, _url in (
+    (
+        "push",
+        "Write to --remote what the store has and the remote tier has not, such as what was dropped while it was away.",
+        "redis://cache.internal:6379/0",
+    ),
+    (
+        "pull",
+        "Copy to the store what --remote has and it has not, checked; no budget holds, and no document gets it.",
+        "s3://bucket/kv",
+    ),
+):
+    app.command(_name, help=f"{_what}\n\nExample: cacheblend store {_name} --store-dir ./store --remote {_url}")(transfer)
 
 
 def _list_remote(settings: options.Settings, as_json: bool) -> None:
@@ -289,7 +279,7 @@ def _list_remote(settings: options.Settings, as_json: bool) -> None:
         cells = (str(row["key"])[:16], *(str(row.get(name, "")) for name in ("tokens", "layers")), f"{row['bytes']:,}")
         table.add_row(str(row["object"])[:16], *cells, str(row.get("codec", "")))
     terminal.stdout.print(table)
-    terminal.stdout.print(f"{len(rows)} objects")
+    terminal.stdout.print(counted(len(rows), "object"))
 
 
 def _remote_config(settings: options.Settings) -> StoreConfig:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .document_encoder import EncodedDocuments
 
-
+LISTED = 256  # documents that are read at once for a page of a listing, and more where the page has more
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 
 
@@ -144,15 +144,13 @@ class Documents:
 
     def ls(self) -> list[DocumentStatus]:
         """Every document: those in the index in the order of adding, then by id those that the store alone knows."""
-        stored = {document.id: document for document in self._store.documents.ls()}
-        indexed = [_status(document, stored.pop(document.id, None)) for document in self._index.documents()]
-        return indexed if self._shared else indexed + [_lost(document) for document in stored.values()]
+        return self.page()[0]
 
-    def page(self, limit: int, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
+    def page(self, limit: int | None = None, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
         """A part of what `ls` gives, at the cost of that part.
 
         Args:
-            limit: at most so many, 1 and above.
+            limit: at most so many, 1 and above; None for all.
             after: those listed after the document of this id; None for the first ones.
 
         Returns:
@@ -161,50 +159,47 @@ class Documents:
         Raises:
             InputError: there is no document `after`.
         """
-        wanted = limit + 1
-        in_index = after is None or self._index.document(after) is not None
-        if not in_index and (self._shared or self._store.documents.version(str(after)) is None):
-            raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
-        indexed = self._index.documents(wanted, after) if in_index else []
-        found = [_status(document, self._store.documents.get(document.id)) for document in indexed]
-        if len(found) < wanted and not self._shared:
-            known = self._index.ids()
-            last = "" if in_index or after is None else after
-            lost = [id_ for id_ in self._store.documents.ids() if id_ > last and id_ not in known]
-            for id_ in lost[: wanted - len(found)]:
-                if (stored := self._store.documents.get(id_)) is not None:
-                    found.append(_lost(stored))
-        return found[:limit], len(found) > limit
+        return _first(limit, self._listed(limit, after, by_file=False))
 
     def files(self, limit: int | None = None, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
-        """Documents as `ls` gives them, the parts of a file as one, where its first part is.
+        """`page` with the parts of a file as one, where its first part is; `after` may be the name of a file, too."""
+        return _first(limit, self._listed(limit, after, by_file=True))
 
-        Args:
-            limit: at most so many; None for all.
-            after: those listed after the document or file of this id; None for the first ones.
+    def _listed(self, limit: int | None, after: str | None, *, by_file: bool) -> Iterator[DocumentStatus]:
+        """What `page` and `files` list."""
+        last = None if after is None else next(iter(self._ids(after)), "")
+        if last == "":
+            raise _gone(after)
+        named = set[str]()
+        # 1. What is in the index.
+        in_index = last is None or self._index.version(last) is not None
+        batch = None if limit is None else max(limit + 1, LISTED)
+        place = last
+        while in_index and (documents := self._indexed(batch, place)):
+            for document in documents:
+                name = self._file(document.id) if by_file else document.id
+                if name == document.id:
+                    yield _status(document, self._store.documents.get(name))
+                elif name not in named:
+                    named.add(name)
+                    if self._ids(name)[:1] == [document.id] and (parts := self._known(name)):
+                        yield _together(name, parts)
+            place = documents[-1].id
+        # 2. What the store alone knows, which is nothing as a rule.
+        least = "" if in_index or last is None else last
+        stored = [id_ for id_ in self._store_ids() if id_ > least]
+        known = set(self._index.ids()) if stored else set()
+        for id_ in stored:
+            if id_ not in known:
+                name = self._file(id_) if by_file else id_
+                if self._ids(name)[:1] == [id_] and (parts := self._known(name)):
+                    yield _together(name, parts)
 
-        Returns:
-            The documents, and whether more follow.
-
-        Raises:
-            InputError: there is no document or file `after`.
-        """
-        indexed = {document.id: document for document in self._index.documents()}
-        ids = [*indexed, *(id_ for id_ in self._store_ids() if id_ not in indexed)]
-        known, files = set(ids), dict[str, list[str]]()
-        for id_ in ids:
-            files.setdefault(_file_of(id_, known), []).append(id_)
-        if after is not None and after not in files:
-            raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
-        names = list(files)
-        start = 0 if after is None else names.index(after) + 1
-        end = len(names) if limit is None else start + limit
-        found = []
-        for name in names[start:end]:
-            parts = (_status_of(indexed.get(id_), self._store.documents.get(id_)) for id_ in files[name])
-            if there := [part for part in parts if part is not None]:
-                found.append(_together(name, there))
-        return found, len(names) > end
+    def _indexed(self, limit: int | None, after: str | None) -> list[CatalogedDocument]:
+        try:
+            return self._index.documents(limit, after)
+        except InputError:  # deleted since it was looked up
+            raise _gone(after) from None
 
     def show(self, id_: str) -> tuple[DocumentStatus, Sequence[Chunk]]:
         """One document, or a file's, and the chunks.
@@ -230,23 +225,42 @@ class Documents:
 
     def _statuses(self, id_: str) -> list[DocumentStatus]:
         """Of a document, or else of the parts of a file, in order; raises as `show` does."""
-        if (own := self._part_status(id_)) is not None:
-            return [own]
-        known = {*self._index.ids(), *self._store_ids()}
-        ids = sorted((part for part in known if _file_of(part, known) == id_), key=lambda part: (len(part), part))
-        if not (parts := [status for status in map(self._part_status, ids) if status is not None]):
+        if not (found := self._known(id_)):
             raise _unknown(id_)
-        return parts
+        return found
 
-    def _store_ids(self) -> list[str]:
+    def _known(self, id_: str) -> list[DocumentStatus]:
+        """As `_statuses`; none where there is no such document."""
+        found = list[DocumentStatus]()
+        for part in sorted(self._ids(id_), key=lambda part: (len(part), part)):
+            document, stored = self._index.document(part), self._store.documents.get(part)
+            if document is not None:
+                found.append(_status(document, stored))
+            elif stored is not None and not self._shared:
+                found.append(_lost(stored))
+        return found
+
+    def _ids(self, id_: str) -> list[str]:
+        """The id of a document, or of the parts of a file: those in the index in the order of adding, then the others by id."""
+        if self._is_document(id_):
+            return [id_]
+        indexed = self._index.ids(f"{id_}#")
+        lost = set(self._store_ids(f"{id_}#")).difference(indexed)
+        return [part for part in (*indexed, *sorted(lost)) if (found := _PART.fullmatch(part)) and found[1] == id_]
+
+    def _file(self, id_: str) -> str:
+        """The file that a document is a part of; its own id where it is none, or where that name is a document's."""
+        found = _PART.fullmatch(id_)
+        return id_ if found is None or self._is_document(found[1]) else found[1]
+
+    def _is_document(self, id_: str) -> bool:
+        if self._index.version(id_) is not None:
+            return True
+        return not self._shared and self._store.documents.version(id_) is not None
+
+    def _store_ids(self, prefix: str = "") -> list[str]:
         """What the store alone may know and is listed all the same."""
-        return [] if self._shared else list(self._store.documents.ids())
-
-    def _part_status(self, id_: str) -> DocumentStatus | None:
-        document = self._index.document(id_)
-        if document is None and self._shared:
-            return None
-        return _status_of(document, self._store.documents.get(id_))
+        return [] if self._shared else self._store.documents.ids(prefix)
 
     def delete(self, id_: str) -> DocumentStatus:
         """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has.
@@ -295,10 +309,20 @@ class Documents:
         return self.status(id_)
 
 
-def _file_of(id_: str, known: Collection[str]) -> str:
-    """The file that a document is a part of; its own id where it is none, or where that name is a document's."""
-    found = _PART.fullmatch(id_)
-    return id_ if found is None or found[1] in known else found[1]
+def shown_chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:
+    """A chunk of a document that is shown, plain values for JSON."""
+    return {
+        "document_id": chunk.document_id,
+        "position": chunk.position,
+        **place.as_dict(),
+        "tokens": len(chunk.token_ids),
+        "text": chunk.text,
+    }
+
+
+def _first(limit: int | None, listed: Iterator[DocumentStatus]) -> tuple[list[DocumentStatus], bool]:
+    """So many of them, and whether there are more."""
+    return list(islice(listed, limit)), next(listed, None) is not None
 
 
 def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
@@ -321,13 +345,6 @@ def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
     )
 
 
-def _status_of(document: CatalogedDocument | None, stored: StoredDocument | None) -> DocumentStatus | None:
-    """None where neither index nor store has it."""
-    if document is not None:
-        return _status(document, stored)
-    return None if stored is None else _lost(stored)
-
-
 def _status(document: CatalogedDocument, stored: StoredDocument | None) -> DocumentStatus:
     stored = stored or StoredDocument(document.id, document.version, False, 0, 0, 0, 0, 0, 0)
     return DocumentStatus(
@@ -347,6 +364,10 @@ def _status(document: CatalogedDocument, stored: StoredDocument | None) -> Docum
 def _lost(stored: StoredDocument) -> DocumentStatus:
     """Of a document that the store alone knows."""
     return _status(CatalogedDocument(stored.id, stored.version, "", 0, 0.0), stored)
+
+
+def _gone(after: str | None) -> InputError:
+    return InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
 
 
 def _unknown(id_: str) -> InputError:

@@ -91,10 +91,9 @@ class BodyLimit:
             QueueFullError: there are too many bytes of bodies.
         """
         name, most_bytes = self._limit(scope)
-        too_long = ApiError(413, f"the body is longer than {name}={most_bytes}; send less, or in parts", code="body_too_long")
         if (declared_bytes := _declared_bytes(scope)) > most_bytes:
             await self._pace(tenant, min(declared_bytes, self._longest))  # the server drops what comes of it
-            raise too_long
+            raise _too_long(name, most_bytes)
         parts, read_bytes = list[bytes](), 0
         try:
             async with asyncio.timeout(BODY_S):
@@ -106,7 +105,7 @@ class BodyLimit:
                     parts.append(message.get("body", b""))
                     read_bytes += len(parts[-1])
                     if read_bytes > most_bytes:
-                        raise too_long
+                        raise _too_long(name, most_bytes)
                     count(read_bytes)
                     if read_bytes > LARGE_BYTES:
                         await self._pace(tenant, len(parts[-1]))
@@ -161,6 +160,10 @@ class BodyLimit:
         if not scope["path"].startswith(("/v1/documents", "/v1/files")) and self._http.max_completion_bytes < most_bytes:
             most_bytes, name = self._http.max_completion_bytes, "max_completion_bytes"
         return name, most_bytes
+
+
+def _too_long(name: str, most_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {name}={most_bytes}; send less, or in parts", code="body_too_long")
 
 
 def _declared_bytes(scope: Scope) -> int:

@@ -10,9 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from cacheblend.base.errors import InputError
-from cacheblend.retriever import Chunk
-from cacheblend.retriever.places import ChunkPlace
-from cacheblend.service.engine.documents import DocumentStatus
+from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
 
 from .body import JsonRoute
@@ -93,7 +91,7 @@ async def show(id_: str, request: Request) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:  # places too: of a long document that takes a moment
         status, chunks = engine.documents.show(id_)
-        return {**_body(status), "content": list(map(_chunk, chunks, engine.documents.places(chunks)))}
+        return {**_body(status), "content": list(map(shown_chunk, chunks, engine.documents.places(chunks)))}
 
     return await _known(request, read)
 
@@ -144,13 +142,3 @@ async def _known(request: Request, call: Callable[[], _Result]) -> _Result:
 
 def _body(status: DocumentStatus) -> dict[str, Any]:
     return {"object": "document", **status.as_dict()}
-
-
-def _chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:
-    return {
-        "document_id": chunk.document_id,
-        "position": chunk.position,
-        **place.as_dict(),
-        "tokens": len(chunk.token_ids),
-        "text": chunk.text,
-    }

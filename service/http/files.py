@@ -182,17 +182,18 @@ def _documents(first: str, name: str, raw: bytes, most: int) -> list[dict[str, A
     return documents
 
 
-def _files(engine: Engine) -> dict[str, list[str]]:
-    """The ids of each file's documents, by the file's id; pages in order."""
+def _files(engine: Engine, prefix: str = "file-") -> dict[str, list[str]]:
+    """The ids of the documents of each file, or of those whose id begins with a text, by the file's id; pages in order."""
     files = dict[str, list[str]]()
-    for document in sorted(engine.retriever.ids(), key=lambda id_: (len(id_), id_)):
+    for document in sorted(engine.retriever.ids(prefix), key=lambda id_: (len(id_), id_)):
         if (found := _FILE.fullmatch(document)) is not None:
             files.setdefault(found[1], []).append(document)
     return files
 
 
 def _ids(engine: Engine, id_: str) -> Sequence[str]:
-    if id_ not in (files := _files(engine)):
+    files = _files(engine, f"{id_}/")
+    if id_ not in files:
         raise ApiError(404, f"there is no file {shortened(id_)}; `GET /v1/files` lists them", param="id", code="file_not_found")
     return files[id_]
 

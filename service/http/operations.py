@@ -28,8 +28,7 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(name: str, request: Request) -> dict[str, Any]:
     """The model, by name."""
     server: Server = request.app.state.server
-    if name != server.model_name:
-        raise ApiError(404, f"there is no model {name!r} here; use {server.model_name!r}", code="model_not_found")
+    server.check_model(name)
     return _model(server)
 
 

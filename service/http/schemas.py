@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -62,6 +63,16 @@ def _no_tools(given: list[Any] | None) -> list[Any] | None:
 
 
 NoTools = Annotated[list[Any] | None, AfterValidator(_no_tools)]
+
+
+def _few(given: Any) -> Any:
+    """Refuse too many biases before each is looked at: every one that is wrong is an error of its own."""
+    if isinstance(given, dict) and len(given) > MOST_BIASES:
+        raise ValueError(f"is too long; at most {MOST_BIASES}")
+    return given
+
+
+Biases = Annotated[dict[str, Bias], Field(max_length=MOST_BIASES), BeforeValidator(_few)]
 
 
 class StrictModel(BaseModel):
@@ -301,7 +312,7 @@ class GenerationBody(IgnoredFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = 1.0
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None  # by token id
+    logit_bias: Biases | None = None  # by token id
     response_format: ResponseFormat | None = None
     # RAG
     documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`

@@ -36,13 +36,9 @@ class FairQueue(Generic[_Waiting]):
     """A ring of tenants, and within each a ring of cache salts; whose turn is longest ago is next. Not thread-safe.
 
     So a tenant that makes up a salt a request takes no more turns than one that has none.
-
-    Args:
-        most: requests of one tenant that may wait.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._tenants: OrderedDict[str, OrderedDict[str, deque[_Waiting]]] = OrderedDict()
         self._waiting: Counter[str] = Counter()
 
@@ -53,12 +49,8 @@ class FairQueue(Generic[_Waiting]):
         """How many of a tenant wait."""
         return self._waiting[tenant]
 
-    def has_room(self, tenant: str) -> bool:
-        """Whether one more of a tenant may wait."""
-        return self._waiting[tenant] < self._most
-
     def put(self, request: _Waiting) -> None:
-        """Put a request at the end of its line; ask `has_room` before."""
+        """Put a request at the end of its line."""
         self._waiting[request.tenant] += 1
         lines = self._tenants.setdefault(request.tenant, OrderedDict())
         lines.setdefault(request.cache_salt, deque()).append(request)
@@ -208,7 +200,7 @@ class CallPool:
         self._gives_way, self._rest, self._ready = gives_way, 1 / share - 1, ready
         self._low_priority = low_priority
         self._changed = threading.Condition()
-        self._queue: FairQueue[Call[Any]] = FairQueue(max_calls)
+        self._queue: FairQueue[Call[Any]] = FairQueue()
         self._running: list[Call[Any]] = []
         # Those of them that have begun, or may, by whether their priority is low; the first one of each has its turn.
         self._turns: dict[bool, deque[Call[Any]]] = {False: deque(), True: deque()}

@@ -42,11 +42,6 @@ class Comparison:
     relative_kv_error: float
     recompute_ratio: float
 
-    @property
-    def first_token_kl(self) -> float:
-        """`first_token_kl_nats` by its older name."""
-        return self.first_token_kl_nats
-
 
 def first_tokens(
     fusor: Fusor, prompts: Sequence[FusionResult], tokens: int, greedy: Mapping[str, Any]

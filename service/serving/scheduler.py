@@ -128,7 +128,7 @@ class Scheduler:
         self._most_running = max(1, places - math.ceil(places / 4)) if several_tenants else places  # of one tenant
         self._fusor, self._observer = fusor, observer
         self._changed = threading.Condition()
-        self._queue: FairQueue[ServedRequest] = FairQueue(self.config.max_waiting)
+        self._queue: FairQueue[ServedRequest] = FairQueue()
         self._running: list[ServedRequest] = []
         self._shadow = ShadowEvaluation(self.config, shadow_observer)
         self._pace = DecodePace(self.config.decode_share)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -58,6 +60,16 @@ def test_the_conversion_is_made_once(llama_file: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gguf_file, "convert_into", lambda *_: pytest.fail("converted again"))
     llama_file = llama_file.rename(llama_file.with_name("other.gguf"))
     assert Fusor.from_pretrained(str(llama_file)).fingerprint == first
+
+
+def test_a_conversion_says_how_far_it_is(llama_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A long conversion is a stage that is logged ten times at the most, the last time with all tensors."""
+    with caplog.at_level(logging.INFO, "cacheblend"):
+        gguf_file.convert_gguf(llama_file)
+    said = [record.getMessage() for record in caplog.records if getattr(record, "stage", "") == "converting the model"]
+    done, total = map(int, re.findall(r"\d+", said[-1]))
+    assert done == total
+    assert 1 < len(said) <= 10
 
 
 def test_the_model_is_an_ordinary_one(llama_file: Path) -> None:

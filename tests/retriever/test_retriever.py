@@ -61,6 +61,14 @@ def test_adding_again_skips_or_replaces(retriever: Retriever) -> None:
     assert all("roof" not in hit.chunk.text for hit in retriever.search("cat sleeps on the warm roof", len(retriever.chunks())))
 
 
+def test_ids_that_begin_with_a_text(retriever: Retriever) -> None:
+    """Ids are found by their beginning, letter by letter as they are written, in the order of adding."""
+    retriever.add([{"id": id_, "text": "some text"} for id_ in ("a#é", "a", "A#1", "a$", "a#1", "a #1", "á#1", "b#1")])
+    assert retriever.ids("a#") == ["a#é", "a#1"]
+    assert retriever.ids("a") == ["a#é", "a", "a$", "a#1", "a #1"]
+    assert retriever.ids("c") == []
+
+
 def test_deleted_document_is_not_found(retriever: Retriever) -> None:
     """A deleted document leaves neither chunks nor hits, and can be added anew."""
     retriever.add([CATS, DOGS])

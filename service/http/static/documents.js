@@ -10,6 +10,7 @@ let last = null; // id of the last document that is listed
 let lists = 0; // lists asked for: the answer to an earlier one comes too late
 let opens = 0; // and documents opened
 let onChange = () => {};
+const paces = {}; // seconds a byte of the last upload, by kind of file: what the next ones of the kind are expected to take
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
 const named = (document) => document.title || document.id;
@@ -135,13 +136,19 @@ async function upload(file) {
   const item = element("li");
   const state = element("span", `${file.name}: waits`);
   const bar = element("progress");
+  const kind = file.name.split(".").at(-1).toLowerCase();
   bar.setAttribute("aria-label", `${file.name} is being read`);
   item.append(state, bar);
   $("uploads").append(item);
   return async () => {
     const began = performance.now();
+    const taken = () => (performance.now() - began) / 1000;
+    const expected = paces[kind] * file.size; // not a number for the first of its kind
     const tick = setInterval(() => {
-      state.textContent = `${file.name}: being read, ${Math.round((performance.now() - began) / 1000)} s`;
+      const of = expected > taken() ? ` of about ${Math.ceil(expected)} s` : " s";
+      state.textContent = `${file.name}: being read, ${Math.round(taken())}${of}`;
+      if (expected > taken()) bar.value = taken() / expected;
+      else bar.removeAttribute("value");
     }, 500);
     try {
       for (let tries = 0; ; tries++) {
@@ -153,6 +160,7 @@ async function upload(file) {
           await wait(error.retryAfterS); // the service is busy, and says when to come again
         }
       }
+      paces[kind] = taken() / file.size;
       item.remove();
       return true;
     } catch (error) {

@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import signal
 import socket
 import sqlite3
-import threading
-import time
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 from engines import DOCUMENTS, POSITIONS, QUESTION
 
 from cacheblend.base.errors import CacheBlendError
-from cacheblend.retriever import DEFAULT_EMBEDDER
 from cacheblend.service.cli import ask as ask_command
 from cacheblend.service.cli import main as cli
 from cacheblend.service.cli import options
 from cacheblend.service.cli.model import bundled_corpus, choose_model
 
 EOS = 1  # of the tiny model
-
-
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> dict[str, object]:
-        """The one JSON object on stdout."""
-        value: dict[str, object] = json.loads(self.out)
-        return value
-
-
-class CommandLine:
-    """Runs `cacheblend` in this process, in a folder of its own."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], model: Path, store: Path) -> None:
-        self._capsys, self.model, self.store = capsys, model, store
-
-    def __call__(self, *arguments: str) -> Outcome:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main(list(arguments))
-        captured = self._capsys.readouterr()
-        return Outcome(exit_.value.code or 0, captured.out, captured.err)
-
-    def on_store(self, command: str, *arguments: str) -> Outcome:
-        options = ("--model", str(self.model), "--store-dir", str(self.store), "--chunk-tokens", "24")
-        return self(command, *arguments, *options)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
-    from fakes import FakeEmbedder
-
-    fake = FakeEmbedder(name=DEFAULT_EMBEDDER)
-    monkeypatch.setattr("cacheblend.retriever.retriever.SentenceTransformerEmbedder", lambda _: fake)
-    return CommandLine(capsys, model_dir, tmp_path / "store")
-
-
-@pytest.fixture
-def passages(tmp_path: Path) -> Path:
-    """Three documents, as a file of documents and one case."""
-    path = tmp_path / "passages.jsonl"
-    case = {"question": "?", "passages": [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[1:3]]}
-    path.write_text(json.dumps(DOCUMENTS[0]) + "\n\n" + json.dumps(case) + "\n", encoding="utf-8")
-    return path
 
 
 def test_a_store_goes_to_a_remote_tier_and_back(run: CommandLine, passages: Path, tmp_path: Path) -> None:
@@ -143,45 +92,6 @@ def test_the_reader_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     chosen.store_dir.mkdir(parents=True)
     assert not choose_model(None, 512, options.DEFAULT_STORE_DIR).wants_corpus
     assert choose_model(None, 512, tmp_path / "named").store_dir == tmp_path / "named"
-
-
-def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV a token and disk are told first; much is asked about, refused where nobody can be asked, and done with --yes."""
-    told = run.on_store("ingest", str(passages)).err
-    assert "kB a token (raw): about" in told
-    assert str(run.store) in told
-    monkeypatch.setattr("cacheblend.service.cli.documents.ASK_FROM_BYTES", 0)
-    run.store = run.store.with_name("other")
-    refused = run.on_store("ingest", str(passages))
-    assert (refused.code, "give --yes" in refused.err) == (2, True)
-    assert not (run.store / "kv").exists(), "nothing was begun"
-    assert run.on_store("ingest", str(passages), "--yes").code == 0
-    assert run.on_store("ingest", str(passages)).code == 0, "what is stored already is not asked about"
-
-
-def test_a_codec_that_fits(run: CommandLine, passages: Path) -> None:
-    """Where raw KV does not fit the budget, and nobody named a codec, one that fits is taken, said, and kept for later."""
-    budget = ("--nvme-budget-bytes", "120000")
-    assert "(int8)" in run.on_store("ingest", str(passages), *budget).err
-    assert json.loads((run.store / "settings.json").read_text())["kv_cache_dtype"] == "int8"
-    run.store = run.store.with_name("other")
-    assert "(raw)" in run.on_store("ingest", str(passages), *budget, "--kv-cache-dtype", "raw").err
-
-
-def test_shards_are_merged(run: CommandLine, passages: Path, tmp_path: Path) -> None:
-    """Two machines ingest a share each into a folder of its own, and the two become one store."""
-    shards = [CommandLine(run._capsys, run.model, tmp_path / f"shard-{index}") for index in (1, 2)]
-    reports = [
-        shard.on_store("ingest", str(passages), "--shard", f"{index}/2", "--json").json for index, shard in enumerate(shards, 1)
-    ]
-    assert sum(report["documents"] for report in reports) == 3
-    merge = ("store", "merge", *(str(shard.store) for shard in shards), "--store-dir", str(run.store))
-    merged = run(*merge, "--json").json
-    assert (merged["entries"], merged["indexed"]) == (sum(report["computed"] for report in reports), 3)
-    assert run(*merge).out.startswith("0 entries copied")
-    whole = run.on_store("ingest", str(passages), "--json").json
-    assert (whole["unchanged"], whole["computed"]) == (3, 0)
-    assert run.on_store("ingest", str(passages), "--shard", "3/2").code == 2
 
 
 def test_documents(run: CommandLine, passages: Path) -> None:
@@ -316,22 +226,6 @@ def test_unknown_options_exit_with_2(run: CommandLine) -> None:
     assert run("nonsense").code == 2
 
 
-def test_a_bad_line_is_named(run: CommandLine, tmp_path: Path) -> None:
-    """A line that is not JSON, or no document, is named by file and line, and nothing is ingested."""
-    broken = tmp_path / "broken.jsonl"
-    for second, says in (
-        ('{"text": ', "not JSON"),
-        ('{"title": "no text"}', "neither a document"),
-        ("[1]", "neither a document"),
-    ):
-        broken.write_text(json.dumps(DOCUMENTS[0]) + "\n" + second + "\n", encoding="utf-8")
-        outcome = run.on_store("ingest", str(broken))
-        assert outcome.code == 2
-        assert "broken.jsonl, line 2" in outcome.err
-        assert says in outcome.err
-    assert not run.store.exists()
-
-
 def test_failures_exit_with_1(run: CommandLine, passages: Path) -> None:
     """A store's folder that holds something else is a failure: exit code 1 and one line."""
     (run.store / "kv").mkdir(parents=True)
@@ -370,31 +264,6 @@ def test_a_question_about_too_few_chunks(run: CommandLine, tmp_path: Path) -> No
         assert is_full or answer["token_ids"][-1] == EOS
 
 
-def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
-    """The good files are ingested and can be asked about; the bad ones are listed at the end, with exit code 1."""
-    folder = tmp_path / "mixed"
-    folder.mkdir()
-    (folder / "good.txt").write_bytes("Der Müller heißt Ada und wohnt über der Brücke.".encode("cp1252"))
-    (folder / "empty.txt").touch()
-    (folder / "binary.md").write_bytes(bytes(range(256)))
-    (folder / ".secret.txt").write_text("hidden")
-    (folder / "picture.png").write_bytes(b"\x89PNG\0")
-    outcome = run.on_store("ingest", str(folder))
-    assert outcome.code == 1
-    assert outcome.out.startswith("1 document (1 new")
-    *_, head, first, second = outcome.err.splitlines()
-    assert head == "2 files could not be used:"
-    assert (first.strip(), second.strip()) == (
-        f"{folder / 'binary.md'}: binary, or text in no known encoding; save it as UTF-8",
-        f"{folder / 'empty.txt'}: empty; write something into it, or leave it out",
-    )
-    assert f"skipped, hidden: {folder / '.secret.txt'}" in outcome.err
-    assert f"skipped, image; describe it in a text file: {folder / 'picture.png'}" in outcome.err
-    again = run.on_store("ingest", str(folder), "--json")
-    assert (again.code, again.json["unchanged"], len(again.json["faults"])) == (1, 1, 2)  # type: ignore[arg-type]
-    assert run.on_store("ask", "Wer ist Ada?", "--json").json["chunks"][0]["document_id"] == "good.txt"  # type: ignore[index]
-
-
 def test_the_model_of_a_store_is_asked_for(run: CommandLine, passages: Path) -> None:
     """Without --model, over a store of another model, the error says that the packaged reader was meant, and what to give."""
     run.on_store("ingest", str(passages))
@@ -402,18 +271,6 @@ def test_the_model_of_a_store_is_asked_for(run: CommandLine, passages: Path) -> 
     outcome = run("ask", QUESTION, "--store-dir", str(run.store))
     assert outcome.code == 2
     assert "No --model was given" in outcome.err
-
-
-def test_nobody_to_ask(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a terminal a removal says that --yes is needed, and removes nothing."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    run.on_store("ingest", str(passages))
-    id_ = str(DOCUMENTS[0]["id"])
-    for command in (["documents", "delete", id_], ["store", "clear"]):
-        outcome = run(*command, "--store-dir", str(run.store))
-        assert outcome.code == 2
-        assert "give --yes" in outcome.err
-    assert run("documents", "show", id_, "--store-dir", str(run.store), "--json").json["stored_chunks"]
 
 
 def test_what_the_command_line_says(run: CommandLine) -> None:
@@ -448,19 +305,6 @@ def test_help_has_an_example(run: CommandLine, command: list[str]) -> None:
     assert outcome.code == 0
     assert "cacheblend" in outcome.out
     assert "--json" in outcome.out
-
-
-def test_text_files_and_folders(run: CommandLine, tmp_path: Path) -> None:
-    """A folder's text files are documents, named by their path in it."""
-    folder = tmp_path / "handbook"
-    (folder / "travel").mkdir(parents=True)
-    (folder / "travel" / "rules.md").write_text(str(DOCUMENTS[0]["text"]), encoding="utf-8")
-    (folder / "notes.txt").write_text(str(DOCUMENTS[1]["text"]), encoding="utf-8")
-    (folder / "image.png").write_bytes(b"\x89PNG")
-    assert run.on_store("ingest", str(folder), "--json").json["documents"] == 2
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    outcome = run.on_store("ingest", str(folder), "--json")
-    assert (outcome.code, outcome.json["documents"]) == (0, 3)
 
 
 def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,15 +346,6 @@ def test_an_answer_is_shown_as_it_comes(run: CommandLine, passages: Path, monkey
     assert outcome.out.strip() == first.strip()
 
 
-def test_documents_that_are_parts_of_files_are_told(run: CommandLine, passages: Path) -> None:
-    """Who gives a file of several documents is told why there are more documents than files; of as many, nothing."""
-    assert "1 file read: 3 documents, as a page" in run.on_store("ingest", str(passages)).err
-    for name in ("a.txt", "b.txt"):
-        (passages.parent / "texts").mkdir(exist_ok=True)
-        (passages.parent / "texts" / name).write_text(f"the text of {name}")
-    assert "read:" not in run.on_store("ingest", str(passages.parent / "texts")).err
-
-
 def test_an_answer_has_an_end(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that never ends is cut, and that is told; --max-tokens goes before it."""
     assert run.on_store("ingest", str(passages)).code == 0
@@ -528,34 +363,3 @@ def test_ask_makes_no_store(run: CommandLine) -> None:
     assert outcome.code == 2
     assert "no store at" in outcome.err
     assert not run.store.exists()
-
-
-def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--watch` stays, follows a file that comes later, and ends at SIGTERM with all closed and exit code 0."""
-    pytest.importorskip("watchfiles", reason="needs the extra rag")
-    monkeypatch.setattr("cacheblend.service.engine.folder_watch.QUIET_MS", 50)
-    folder, record = tmp_path / "notes", run.store / "watched.json"
-    folder.mkdir()
-
-    def change_and_stop() -> None:
-        try:
-            for number in range(200):
-                (folder / f"{number}.txt").write_text(f"The news of day {number} are short.")
-                time.sleep(0.2)
-                if number and record.exists() and '"1.txt"' in record.read_text():
-                    break
-        finally:
-            if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # the command's own
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    changes = threading.Thread(target=change_and_stop)
-    changes.start()
-    ended = run.on_store("ingest", str(folder), "--watch", "--json")
-    changes.join()
-    assert ended.code == 0
-    assert "watching" in ended.err
-    assert "stopped watching" in ended.err
-    assert ended.json["added"] >= 2
-    assert len(run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]) == ended.json["added"]
-    refused = run.on_store("ingest", str(folder / "0.txt"), "--watch")
-    assert (refused.code, "--watch follows folders" in refused.err) == (2, True)

@@ -72,6 +72,40 @@ def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
         documents.files(after="f/report.pdf")
 
 
+def test_a_page_of_files_reads_no_other_documents(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a listing is right, and costs no look at documents beyond it, however many parts files have and wherever."""
+    monkeypatch.setattr("cacheblend.service.engine.documents.LISTED", 2)
+    ids = [f"{name}#page={page}" for page in (1, 2, 3) for name in ("a.pdf", "b.pdf")] + ["c"]
+    engine.ingest([{"id": id_, "text": f"the text of {id_}"} for id_ in ids])
+    engine.ingest([{"id": "a.pdf#page=1", "text": "another first page, which is the last document now"}])
+    documents, after, names = engine.documents, ID, list[str]()
+    while True:
+        [file], has_more = documents.files(1, after)
+        assert file == documents.status(file.id)
+        names.append(after := file.id)
+        if not has_more:
+            break
+    assert names == [*(str(document["id"]) for document in DOCUMENTS[1:]), "b.pdf", "a.pdf", "c"]
+    looked_at = list[str]()
+    version = engine.retriever.version
+    monkeypatch.setattr(engine.retriever, "version", lambda id_: (looked_at.append(id_), version(id_))[1])
+    monkeypatch.setattr(engine.store.documents, "ls", lambda: pytest.fail("reads every document"))
+    monkeypatch.setattr(engine.retriever, "versions", lambda: pytest.fail("reads every document"))
+    assert [file.id for file in documents.files(1, ID)[0]] == names[:1]
+    assert set(looked_at) <= {ID, *names[:2]}
+
+
+def test_files_that_the_store_alone_knows(engine: Engine) -> None:
+    """Pages that a cut-off deletion left in the store alone are listed with their file, or as one after the index's own."""
+    engine.ingest([{"id": f"{name}#page={page}", "text": f"{name} {page}"} for name in ("a.pdf", "b.pdf") for page in (1, 2)])
+    for id_ in ("a.pdf#page=1", "a.pdf#page=2", "b.pdf#page=2"):
+        engine.retriever.delete(id_)
+    files = engine.documents.files()[0]
+    assert [(file.id, file.parts) for file in files[-2:]] == [("b.pdf", 2), ("a.pdf", 2)]
+    assert engine.documents.files(after="b.pdf") == ([files[-1]], False)
+    assert engine.documents.files(after="a.pdf") == ([], False)
+
+
 def test_a_documents_own_name_is_no_files(engine: Engine) -> None:
     """Where a document has the name of a file itself, the name means that document alone."""
     engine.ingest([{"id": "a", "text": "itself"}, {"id": "a#page=1", "text": "its page"}])

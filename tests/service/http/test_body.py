@@ -17,6 +17,8 @@ import pytest
 from api import MODEL, listening
 from engines import QUESTION
 from hypothesis import given
+from pydantic import ValidationError
+from starlette.types import Message, Receive, Scope, Send
 
 from cacheblend.base.errors import PromptTooLongError
 from cacheblend.blend import Fusor
@@ -81,11 +83,12 @@ def test_one_error_of_many(model: type[IngestBody | ChatBody]) -> None:
         {"logit_bias": {f"f{number}": "x" for number in range(50_000)}},
         {f"f{number}": 1 for number in range(50_000)},
     ):
-        began = time.process_time()
+        with pytest.raises(ValidationError) as found:
+            model.model_validate(body)
+        assert found.value.error_count() < 20
         with pytest.raises(ApiError) as refused:
             read_body(json.dumps(body).encode(), model)
         assert len(str(refused.value)) < 300
-        assert time.process_time() - began < 1.0  # it was 12 s
 
 
 def test_values_are_counted_outside_of_texts() -> None:
@@ -199,19 +202,45 @@ def test_bodies_together_have_a_bound(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions"])
-def test_large_bodies_have_a_pace(engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """After the first large bodies a tenant's next ones wait, those that are refused too; small ones do not."""
+def test_large_bodies_have_a_pace(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """After the first large bodies a tenant's next ones wait, those that are refused too; small ones and others' do not."""
+    waits = list[float]()
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def answer(_: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def status(tenant: str, content: bytes) -> int:
+        sent = list[Message]()
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": content}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        headers = [(b"content-length", str(len(content)).encode())]
+        await limit({"type": "http", "path": path, "headers": headers, "state": {"tenant": tenant}}, receive, send)
+        return int(sent[0]["status"])
+
+    monkeypatch.setattr(http_body.asyncio, "sleep", wait)
     monkeypatch.setattr(http_body, "BURST_BYTES", 3 * MIB)
-    monkeypatch.setattr(http_body, "BYTES_PER_S", 8 * MIB)
-    seconds = []
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
-        for content in [b" " * (4 * MIB) + b"x"] * 3 + [b"x"]:
-            began = time.perf_counter()
-            assert httpx.post(f"{address}{path}", content=content, headers=JSON).status_code in (400, 413)
-            seconds.append(time.perf_counter() - began)
-    assert seconds[0] < 0.3, seconds
-    assert seconds[2] > 0.3, seconds
-    assert seconds[3] < 0.3, seconds
+    monkeypatch.setattr(http_body, "BYTES_PER_S", 1)  # so slow that this test's own time is nothing
+    limit = http_body.BodyLimit(answer, HttpConfig())
+    large, expected = b" " * (4 * MIB), 200 if path == "/v1/documents" else 413
+    for tenant, content, wanted, waited in (
+        ("a", large, expected, 0),
+        ("a", b"x", 200, 0),
+        ("a", large, expected, 1),
+        ("b", large, expected, 1),
+        ("a", large, expected, 2),
+    ):
+        assert asyncio.run(status(tenant, content)) == wanted
+        assert len(waits) == waited
+    assert 0 < min(waits) <= max(waits) <= http_body.LONGEST_PACE_S
 
 
 def test_characters_are_counted_before_tokens(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from api import MODEL, listening
+from browser import NEEDS_BROWSER, ONCE, ask, fits, open_page
 from engines import QUESTION, OpenEngine, wait_until
 
 from cacheblend.service import Engine
@@ -18,46 +18,10 @@ from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http.auth import TenantConfig, hash_key
 from cacheblend.service.http.page import FILES, STATIC
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
-NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
-BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH: apt-get install chromium")
-WIDE, PHONE = (1280, 900), (360, 740)
+pytestmark = NEEDS_BROWSER
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 AXE = find_spec("axe_core_python")
 MOST_BYTES = 100_000  # of the first view
-# Every state of the answer that the page shows.
-WATCH_ANSWER = """
-window.answers = [];
-document.addEventListener("DOMContentLoaded", () => {
-  const answer = document.getElementById("answer");
-  new MutationObserver(() => answers.push(answer.textContent)).observe(answer, {childList: true});
-});
-"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])  # containers run as root
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(params=[WIDE, PHONE], ids=["wide", "phone"])
-def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
-    """A page of a browser in which no script fails and nothing is blocked."""
-    width, height = request.param
-    with browser.new_context(viewport={"width": width, "height": height}) as context:
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-        page.add_init_script(WATCH_ANSWER)
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
-        page.expected_faults = 0
-        yield page
-        assert len(faults) == page.expected_faults, faults
 
 
 @pytest.fixture
@@ -71,27 +35,6 @@ def server(engine: Engine) -> Iterator[Server]:
 def address(server: Server) -> Iterator[str]:
     with listening(server) as address:
         yield address
-
-
-def open_page(page: Any, address: str) -> None:
-    page.goto(address)
-    page.locator("#method option[value=blend]").wait_for(state="attached")
-    page.locator("#documents li, #no_documents:not([hidden])").first.wait_for()
-
-
-def ask(page: Any, question: str, chunks: int, tokens: int | None = None) -> None:
-    """Fill in the form; the number of tokens by what the service takes where it is None."""
-    page.locator("details").evaluate("one => one.open = true")
-    page.get_by_role("spinbutton", name="Chunks").fill(str(chunks))
-    if tokens is not None:
-        page.get_by_role("spinbutton", name="Tokens").fill(str(tokens))
-    page.get_by_role("textbox", name="Question").fill(question)
-
-
-def fits(page: Any) -> bool:
-    """Whether nothing stands out of the window to the right."""
-    wide, window = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    return bool(wide <= window)
 
 
 def test_ask(page: Any, address: str, engine: Engine) -> None:
@@ -227,100 +170,6 @@ def test_text_is_never_markup(page: Any, address: str) -> None:
     assert fits(page)
 
 
-def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """A file is added, opened, pinned, asked about by an example question, and deleted after a question back."""
-    notes, latin, empty = tmp_path / "notes.md", tmp_path / "latin.txt", tmp_path / "empty.txt"
-    notes.write_text("# Lamps\n\nThe lamp of the harbour is green.\n", encoding="utf-8")
-    latin.write_bytes("Café Müller opens at nine.".encode("latin-1"))
-    empty.write_text(" ")
-    engine = open_engine()
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
-        open_page(page, address)
-        assert page.locator("#no_documents").is_visible()
-        page.get_by_label("Add files").set_input_files([notes, latin, empty])
-        page.get_by_role("button", name="latin.txt", exact=True).wait_for()
-        page.get_by_text("empty.txt: it is empty").wait_for()
-        assert page.locator("#documents li").count() == 2
-        assert "Café Müller" in "".join(chunk.text for chunk in engine.documents.show("latin.txt")[1])
-        page.get_by_role("button", name="Dismiss").click()
-        assert page.locator("#uploads li").count() == 0
-        page.get_by_role("button", name="notes.md", exact=True).click()
-        assert "harbour" in page.get_by_role("dialog").inner_text()
-        page.keyboard.press("Escape")
-        page.get_by_role("button", name="Pin notes.md").click()
-        page.locator("[aria-pressed=true]").wait_for()
-        assert engine.documents.show("notes.md")[0].pinned
-        page.get_by_role("button", name="What is said about notes.md?").click()
-        page.locator("#summary:not(:empty)").wait_for()
-        page.get_by_role("button", name="Delete latin.txt").click()
-        page.get_by_role("dialog", name="Delete latin.txt?").get_by_role("button", name="Close").click()
-        assert page.locator("#documents li").count() == 2
-        page.get_by_role("button", name="Delete latin.txt").click()
-        page.get_by_role("button", name="Delete it").click()
-        wait_until(lambda: page.locator("#documents li").count() == 1)
-        assert [document.id for document in engine.documents.ls()] == ["notes.md"]
-        assert fits(page)
-
-
-def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
-    engine = open_engine()
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
-        open_page(page, address)
-        page.evaluate(
-            """() => {
-              const dataTransfer = new DataTransfer();
-              dataTransfer.items.add(new File(["The lamp is green."], "dropped.txt", {type: "text/plain"}));
-              const drop = new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true});
-              document.getElementById("drop").dispatchEvent(drop);
-            }"""
-        )
-        page.get_by_role("button", name="dropped.txt", exact=True).wait_for()
-
-
-def test_a_file_to_convert(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """What is no plain text goes to `/v1/files`, and what cannot be read there says why."""
-    pytest.importorskip("markitdown", reason="the extra [documents] is not installed")
-    lamps, broken = tmp_path / "lamps.html", tmp_path / "broken.pdf"
-    lamps.write_text("<h1>Lamps</h1><p>The lamp of the harbour is green.</p>")
-    broken.write_bytes(b"%PDF-1.4 nothing")
-    engine = open_engine()
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
-        page.expected_faults = 1  # the browser's own line about a status of 400
-        open_page(page, address)
-        page.get_by_label("Add files").set_input_files([lamps, broken])
-        page.locator("#documents .open", has_text="lamps").wait_for()
-        page.get_by_text("broken.pdf: ", exact=False).and_(page.locator(".failed")).wait_for()
-        assert page.get_by_role("button", name="Try again").is_visible()
-        assert page.locator("#documents li").count() == 1
-
-
-def test_many_documents_come_in_parts(page: Any, open_engine: OpenEngine) -> None:
-    engine = open_engine()
-    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
-        open_page(page, address)
-        assert page.locator("#documents li").count() == 20
-        page.get_by_role("button", name="Show more").click()
-        wait_until(lambda: page.locator("#documents li").count() == 23)
-        assert page.get_by_role("button", name="Show more").count() == 0
-
-
-def test_a_file_of_pages_is_one_row(page: Any, open_engine: OpenEngine) -> None:
-    """The pages of a file are one row, opened and deleted together."""
-    engine = open_engine()
-    engine.ingest([{"id": f"r.pdf#page={number}", "title": "", "text": f"Words of page {number}."} for number in range(1, 24)])
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
-        open_page(page, address)
-        assert "23 parts, 23 chunks" in page.locator("#documents li").inner_text()
-        page.get_by_role("button", name="r.pdf", exact=True).click()
-        assert "Words of page 23." in page.get_by_role("dialog").inner_text()
-        page.keyboard.press("Escape")
-        page.get_by_role("button", name="Delete r.pdf").click()
-        page.get_by_role("button", name="Delete it").click()
-        page.locator("#no_documents").wait_for()
-        assert not engine.documents.ls()
-
-
 def test_key(page: Any, open_engine: OpenEngine) -> None:
     """Where the service wants a key, the page asks for it, and keeps it for the tab alone."""
     engine = open_engine()
@@ -354,9 +203,6 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
         page.get_by_role("button", name="Ask").click()
         page.locator("#summary:not(:empty)").wait_for()
         assert page.get_by_role("alert").count() == 0
-
-
-ONCE = pytest.mark.parametrize("page", [WIDE], indirect=True, ids=["wide"])
 
 
 @ONCE
@@ -455,37 +301,6 @@ def test_a_key_is_plain(page: Any, address: str) -> None:
     for key, taken in (("“cb-key”", False), (" cb-key_9 ", True)):
         page.locator("#key").fill(key)
         assert page.locator("#key").evaluate("one => one.checkValidity()") is taken
-
-
-@ONCE
-def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
-    """Two clicks list no document twice, of a long document the first chunks are shown, and to delete one it is not read."""
-    engine = open_engine()
-    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
-        open_page(page, address)
-        page.locator("#more").evaluate("one => { one.click(); one.click(); }")
-        page.locator("#documents li").nth(22).wait_for()
-        page.wait_for_load_state("networkidle")
-        assert page.locator("#documents li").count() == 23
-        content = [{"text": f"chunk {number}"} for number in range(10_000)]
-        shown = {"id": "d00", "chunks": 10_000, "stored_chunks": 0, "stored_bytes": 0, "content": content}
-        page.route("**/v1/documents/d00", lambda route: route.fulfill(json=shown))
-        page.get_by_role("button", name="d00", exact=True).click()
-        page.get_by_role("dialog").wait_for()
-        assert page.locator("#shown_text pre").count() == 100
-        page.get_by_role("dialog").get_by_role("button", name="Show more").click()
-        assert page.locator("#shown_text pre").count() == 200
-        page.keyboard.press("Escape")
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.method) if "/d01" in request.url else None)
-        page.get_by_role("button", name="Pin d01").click()
-        page.get_by_role("button", name="Pinned d01").wait_for()
-        page.get_by_role("button", name="Delete d01").click()
-        page.get_by_role("button", name="Delete it").click()
-        page.get_by_role("button", name="d01", exact=True).wait_for(state="detached")
-        assert asked == ["POST", "DELETE"]
-        assert page.locator("#documents_title").evaluate("one => one === document.activeElement")
 
 
 @pytest.mark.skipif(AXE is None, reason="axe is not installed: pip install axe-core-python")

@@ -21,7 +21,7 @@ from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
 from cacheblend.service.serving import Done, Scheduler, ServingConfig, ShadowReport, quality_guard
 from cacheblend.service.serving import scheduler as scheduler_module
-from cacheblend.service.serving.quality_guard import STEP, Comparison, QualityGuard, compare
+from cacheblend.service.serving.quality_guard import STEP, QualityGuard, compare
 
 
 def prompt(probabilities: list[float], kv: float = 1.0) -> FusionResult:
@@ -50,10 +50,10 @@ def test_agreement(full: list[int], blended: list[int], agreement: float) -> Non
 def test_divergence_and_deviation() -> None:
     """KL is taken of full from blended, and the KV's squared difference over full prefill's size."""
     found = compare(prompt([0.9, 0.1]), [0], prompt([0.5, 0.5], kv=1.1), [0], 0.15)
-    assert found.first_token_kl == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
+    assert found.first_token_kl_nats == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
     assert found.relative_kv_error == pytest.approx(0.01, rel=1e-4)
     same = compare(prompt([0.9, 0.1]), [0], prompt([0.9, 0.1]), [0], 0.15)
-    assert same.first_token_kl == same.relative_kv_error == 0
+    assert same.first_token_kl_nats == same.relative_kv_error == 0
 
 
 def see(guard: QualityGuard, *agreements: float, ratio: float = 0.15) -> list[bool]:
@@ -156,12 +156,6 @@ def test_mean_kl_of_the_window() -> None:
     assert guard.first_token_kl_nats is None
 
 
-def test_the_older_name() -> None:
-    """`first_token_kl` is the same number."""
-    found = Comparison(agreement=1.0, first_token_kl_nats=0.25, relative_kv_error=0.0, recompute_ratio=0.15)
-    assert found.first_token_kl == found.first_token_kl_nats == 0.25
-
-
 Reports = list[ShadowReport]
 
 
@@ -200,7 +194,7 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
     served = reports[0].comparisons["served"]
     assert served.agreement == (same.index(False) if False in same else 5) / 5
     log_full, log_blended = (answer.first_logits.double().log_softmax(-1) for answer in (full, blended))
-    assert served.first_token_kl == pytest.approx(float((log_full.exp() * (log_full - log_blended)).sum()), rel=1e-3)
+    assert served.first_token_kl_nats == pytest.approx(float((log_full.exp() * (log_full - log_blended)).sum()), rel=1e-3)
     caches = []
     for method in ("blend", "full_recompute"):
         prepared = engine.prepare(QUESTION, top_k=4, method=method)

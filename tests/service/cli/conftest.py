@@ -1,0 +1,29 @@
+"""A command line on a tiny model, and documents for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+from engines import DOCUMENTS
+from fakes import FakeEmbedder
+
+from cacheblend.retriever import DEFAULT_EMBEDDER
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    fake = FakeEmbedder(name=DEFAULT_EMBEDDER)
+    monkeypatch.setattr("cacheblend.retriever.retriever.SentenceTransformerEmbedder", lambda _: fake)
+    return CommandLine(capsys, model_dir, tmp_path / "store")
+
+
+@pytest.fixture
+def passages(tmp_path: Path) -> Path:
+    """Three documents, as a file of documents and one case."""
+    path = tmp_path / "passages.jsonl"
+    case = {"question": "?", "passages": [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[1:3]]}
+    path.write_text(json.dumps(DOCUMENTS[0]) + "\n\n" + json.dumps(case) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,160 @@
+"""`cacheblend ingest`: what is read, what is said of it, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+from engines import DOCUMENTS
+
+
+def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV a token and disk are told first; much is asked about, refused where nobody can be asked, and done with --yes."""
+    told = run.on_store("ingest", str(passages)).err
+    assert "kB a token (raw): about" in told
+    assert str(run.store) in told
+    monkeypatch.setattr("cacheblend.service.cli.documents.ASK_FROM_BYTES", 0)
+    run.store = run.store.with_name("other")
+    refused = run.on_store("ingest", str(passages))
+    assert (refused.code, "give --yes" in refused.err) == (2, True)
+    assert not (run.store / "kv").exists(), "nothing was begun"
+    assert run.on_store("ingest", str(passages), "--yes").code == 0
+    assert run.on_store("ingest", str(passages)).code == 0, "what is stored already is not asked about"
+
+
+def test_a_codec_that_fits(run: CommandLine, passages: Path) -> None:
+    """Where raw KV does not fit the budget, and nobody named a codec, one that fits is taken, said, and kept for later."""
+    budget = ("--nvme-budget-bytes", "120000")
+    assert "(int8)" in run.on_store("ingest", str(passages), *budget).err
+    assert json.loads((run.store / "settings.json").read_text())["kv_cache_dtype"] == "int8"
+    run.store = run.store.with_name("other")
+    assert "(raw)" in run.on_store("ingest", str(passages), *budget, "--kv-cache-dtype", "raw").err
+
+
+def test_shards_are_merged(run: CommandLine, passages: Path, tmp_path: Path) -> None:
+    """Two machines ingest a share each into a folder of its own, and the two become one store."""
+    shards = [CommandLine(run._capsys, run.model, tmp_path / f"shard-{index}") for index in (1, 2)]
+    reports = [
+        shard.on_store("ingest", str(passages), "--shard", f"{index}/2", "--json").json for index, shard in enumerate(shards, 1)
+    ]
+    assert sum(report["documents"] for report in reports) == 3
+    merge = ("store", "merge", *(str(shard.store) for shard in shards), "--store-dir", str(run.store))
+    merged = run(*merge, "--json").json
+    assert (merged["entries"], merged["indexed"]) == (sum(report["computed"] for report in reports), 3)
+    assert run(*merge).out.startswith("0 entries copied")
+    whole = run.on_store("ingest", str(passages), "--json").json
+    assert (whole["unchanged"], whole["computed"]) == (3, 0)
+    assert run.on_store("ingest", str(passages), "--shard", "3/2").code == 2
+
+
+def test_a_bad_line_is_named(run: CommandLine, tmp_path: Path) -> None:
+    """A line that is not JSON, or no document, is named by file and line, and nothing is ingested."""
+    broken = tmp_path / "broken.jsonl"
+    for second, says in (
+        ('{"text": ', "not JSON"),
+        ('{"title": "no text"}', "neither a document"),
+        ("[1]", "neither a document"),
+    ):
+        broken.write_text(json.dumps(DOCUMENTS[0]) + "\n" + second + "\n", encoding="utf-8")
+        outcome = run.on_store("ingest", str(broken))
+        assert outcome.code == 2
+        assert "broken.jsonl, line 2" in outcome.err
+        assert says in outcome.err
+    assert not run.store.exists()
+
+
+def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
+    """The good files are ingested and can be asked about; the bad ones are listed at the end, with exit code 1."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "good.txt").write_bytes("Der Müller heißt Ada und wohnt über der Brücke.".encode("cp1252"))
+    (folder / "empty.txt").touch()
+    (folder / "binary.md").write_bytes(bytes(range(256)))
+    (folder / ".secret.txt").write_text("hidden")
+    (folder / "picture.png").write_bytes(b"\x89PNG\0")
+    outcome = run.on_store("ingest", str(folder))
+    assert outcome.code == 1
+    assert outcome.out.startswith("1 document (1 new")
+    *_, head, first, second = outcome.err.splitlines()
+    assert head == "2 files could not be used:"
+    assert (first.strip(), second.strip()) == (
+        f"{folder / 'binary.md'}: binary, or text in no known encoding; save it as UTF-8",
+        f"{folder / 'empty.txt'}: empty; write something into it, or leave it out",
+    )
+    assert f"skipped, hidden: {folder / '.secret.txt'}" in outcome.err
+    assert f"skipped, image; describe it in a text file: {folder / 'picture.png'}" in outcome.err
+    again = run.on_store("ingest", str(folder), "--json")
+    assert (again.code, again.json["unchanged"], len(again.json["faults"])) == (1, 1, 2)  # type: ignore[arg-type]
+    assert run.on_store("ask", "Wer ist Ada?", "--json").json["chunks"][0]["document_id"] == "good.txt"  # type: ignore[index]
+
+
+def test_nobody_to_ask(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal a removal says that --yes is needed, and removes nothing."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    run.on_store("ingest", str(passages))
+    id_ = str(DOCUMENTS[0]["id"])
+    for command in (["documents", "delete", id_], ["store", "clear"]):
+        outcome = run(*command, "--store-dir", str(run.store))
+        assert outcome.code == 2
+        assert "give --yes" in outcome.err
+    assert run("documents", "show", id_, "--store-dir", str(run.store), "--json").json["stored_chunks"]
+
+
+def test_text_files_and_folders(run: CommandLine, tmp_path: Path) -> None:
+    """A folder's text files are documents, named by their path in it."""
+    folder = tmp_path / "handbook"
+    (folder / "travel").mkdir(parents=True)
+    (folder / "travel" / "rules.md").write_text(str(DOCUMENTS[0]["text"]), encoding="utf-8")
+    (folder / "notes.txt").write_text(str(DOCUMENTS[1]["text"]), encoding="utf-8")
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    assert run.on_store("ingest", str(folder), "--json").json["documents"] == 2
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    outcome = run.on_store("ingest", str(folder), "--json")
+    assert (outcome.code, outcome.json["documents"]) == (0, 3)
+
+
+def test_documents_that_are_parts_of_files_are_told(run: CommandLine, passages: Path) -> None:
+    """Who gives a file of several documents is told why there are more documents than files; of as many, nothing."""
+    assert "1 file read: 3 documents, as a page" in run.on_store("ingest", str(passages)).err
+    for name in ("a.txt", "b.txt"):
+        (passages.parent / "texts").mkdir(exist_ok=True)
+        (passages.parent / "texts" / name).write_text(f"the text of {name}")
+    assert "read:" not in run.on_store("ingest", str(passages.parent / "texts")).err
+
+
+def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--watch` stays, follows a file that comes later, and ends at SIGTERM with all closed and exit code 0."""
+    pytest.importorskip("watchfiles", reason="needs the extra rag")
+    monkeypatch.setattr("cacheblend.service.engine.folder_watch.QUIET_MS", 50)
+    folder, record = tmp_path / "notes", run.store / "watched.json"
+    folder.mkdir()
+
+    def change_and_stop() -> None:
+        try:
+            for number in range(200):
+                (folder / f"{number}.txt").write_text(f"The news of day {number} are short.")
+                time.sleep(0.2)
+                if number and record.exists() and '"1.txt"' in record.read_text():
+                    break
+        finally:
+            if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # the command's own
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    changes = threading.Thread(target=change_and_stop)
+    changes.start()
+    ended = run.on_store("ingest", str(folder), "--watch", "--json")
+    changes.join()
+    assert ended.code == 0
+    assert "watching" in ended.err
+    assert "stopped watching" in ended.err
+    assert ended.json["added"] >= 2
+    assert len(run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]) == ended.json["added"]
+    refused = run.on_store("ingest", str(folder / "0.txt"), "--watch")
+    assert (refused.code, "--watch follows folders" in refused.err) == (2, True)

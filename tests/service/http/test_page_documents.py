@@ -1,0 +1,161 @@
+"""Documents on the page, in a real browser: added, listed, opened, pinned and deleted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api import MODEL, listening
+from browser import NEEDS_BROWSER, ONCE, fits, open_page
+from engines import OpenEngine, wait_until
+
+from cacheblend.service.http import HttpConfig, Server
+
+pytestmark = NEEDS_BROWSER
+
+
+def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A file is added, opened, pinned, asked about by an example question, and deleted after a question back."""
+    notes, latin, empty = tmp_path / "notes.md", tmp_path / "latin.txt", tmp_path / "empty.txt"
+    notes.write_text("# Lamps\n\nThe lamp of the harbour is green.\n", encoding="utf-8")
+    latin.write_bytes("Café Müller opens at nine.".encode("latin-1"))
+    empty.write_text(" ")
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        assert page.locator("#no_documents").is_visible()
+        page.get_by_label("Add files").set_input_files([notes, latin, empty])
+        page.get_by_role("button", name="latin.txt", exact=True).wait_for()
+        page.get_by_text("empty.txt: it is empty").wait_for()
+        assert page.locator("#documents li").count() == 2
+        assert "Café Müller" in "".join(chunk.text for chunk in engine.documents.show("latin.txt")[1])
+        page.get_by_role("button", name="Dismiss").click()
+        assert page.locator("#uploads li").count() == 0
+        page.get_by_role("button", name="notes.md", exact=True).click()
+        assert "harbour" in page.get_by_role("dialog").inner_text()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Pin notes.md").click()
+        page.locator("[aria-pressed=true]").wait_for()
+        assert engine.documents.show("notes.md")[0].pinned
+        page.get_by_role("button", name="What is said about notes.md?").click()
+        page.locator("#summary:not(:empty)").wait_for()
+        page.get_by_role("button", name="Delete latin.txt").click()
+        page.get_by_role("dialog", name="Delete latin.txt?").get_by_role("button", name="Close").click()
+        assert page.locator("#documents li").count() == 2
+        page.get_by_role("button", name="Delete latin.txt").click()
+        page.get_by_role("button", name="Delete it").click()
+        wait_until(lambda: page.locator("#documents li").count() == 1)
+        assert [document.id for document in engine.documents.ls()] == ["notes.md"]
+        assert fits(page)
+
+
+@ONCE
+def test_an_upload_says_how_long_it_takes(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """While a file is read the page counts the seconds, and says from the second of a kind on how many it expects."""
+    short, long = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_text("The lamp is green.")
+    long.write_text("The lamp is green. " * 300)
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.get_by_label("Add files").set_input_files([short])
+        page.get_by_role("button", name="short.txt", exact=True).wait_for()
+        held: list[Any] = []
+        page.route("**/v1/documents", lambda route: held.append(route) if route.request.method == "POST" else route.continue_())
+        page.get_by_label("Add files").set_input_files([long])
+        page.get_by_text(re.compile(r"^long\.txt: being read, \d+ of about \d+ s$")).wait_for()
+        assert 0 <= page.locator("#uploads progress").evaluate("one => one.value") < 1
+        held[0].continue_()
+        page.get_by_role("button", name="long.txt", exact=True).wait_for()
+
+
+def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.evaluate(
+            """() => {
+              const dataTransfer = new DataTransfer();
+              dataTransfer.items.add(new File(["The lamp is green."], "dropped.txt", {type: "text/plain"}));
+              const drop = new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true});
+              document.getElementById("drop").dispatchEvent(drop);
+            }"""
+        )
+        page.get_by_role("button", name="dropped.txt", exact=True).wait_for()
+
+
+def test_a_file_to_convert(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """What is no plain text goes to `/v1/files`, and what cannot be read there says why."""
+    pytest.importorskip("markitdown", reason="the extra [documents] is not installed")
+    lamps, broken = tmp_path / "lamps.html", tmp_path / "broken.pdf"
+    lamps.write_text("<h1>Lamps</h1><p>The lamp of the harbour is green.</p>")
+    broken.write_bytes(b"%PDF-1.4 nothing")
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        page.expected_faults = 1  # the browser's own line about a status of 400
+        open_page(page, address)
+        page.get_by_label("Add files").set_input_files([lamps, broken])
+        page.locator("#documents .open", has_text="lamps").wait_for()
+        page.get_by_text("broken.pdf: ", exact=False).and_(page.locator(".failed")).wait_for()
+        assert page.get_by_role("button", name="Try again").is_visible()
+        assert page.locator("#documents li").count() == 1
+
+
+def test_many_documents_come_in_parts(page: Any, open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        assert page.locator("#documents li").count() == 20
+        page.get_by_role("button", name="Show more").click()
+        wait_until(lambda: page.locator("#documents li").count() == 23)
+        assert page.get_by_role("button", name="Show more").count() == 0
+
+
+def test_a_file_of_pages_is_one_row(page: Any, open_engine: OpenEngine) -> None:
+    """The pages of a file are one row, opened and deleted together."""
+    engine = open_engine()
+    engine.ingest([{"id": f"r.pdf#page={number}", "title": "", "text": f"Words of page {number}."} for number in range(1, 24)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        assert "23 parts, 23 chunks" in page.locator("#documents li").inner_text()
+        page.get_by_role("button", name="r.pdf", exact=True).click()
+        assert "Words of page 23." in page.get_by_role("dialog").inner_text()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Delete r.pdf").click()
+        page.get_by_role("button", name="Delete it").click()
+        page.locator("#no_documents").wait_for()
+        assert not engine.documents.ls()
+
+
+@ONCE
+def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
+    """Two clicks list no document twice, of a long document the first chunks are shown, and to delete one it is not read."""
+    engine = open_engine()
+    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.locator("#more").evaluate("one => { one.click(); one.click(); }")
+        page.locator("#documents li").nth(22).wait_for()
+        page.wait_for_load_state("networkidle")
+        assert page.locator("#documents li").count() == 23
+        content = [{"text": f"chunk {number}"} for number in range(10_000)]
+        shown = {"id": "d00", "chunks": 10_000, "stored_chunks": 0, "stored_bytes": 0, "content": content}
+        page.route("**/v1/documents/d00", lambda route: route.fulfill(json=shown))
+        page.get_by_role("button", name="d00", exact=True).click()
+        page.get_by_role("dialog").wait_for()
+        assert page.locator("#shown_text pre").count() == 100
+        page.get_by_role("dialog").get_by_role("button", name="Show more").click()
+        assert page.locator("#shown_text pre").count() == 200
+        page.keyboard.press("Escape")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.method) if "/d01" in request.url else None)
+        page.get_by_role("button", name="Pin d01").click()
+        page.get_by_role("button", name="Pinned d01").wait_for()
+        page.get_by_role("button", name="Delete d01").click()
+        page.get_by_role("button", name="Delete it").click()
+        page.get_by_role("button", name="d01", exact=True).wait_for(state="detached")
+        assert asked == ["POST", "DELETE"]
+        assert page.locator("#documents_title").evaluate("one => one === document.activeElement")
