@@ -91,17 +91,21 @@ def served(make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.M
         yield served
 
 
-def test_bfloat16(make_model: MakeModel, open_served: OpenServed) -> None:
-    """In 16 bits a blend is as far from vLLM's own answer at ratio 1.0 as rounding goes."""
-    with open_served(make_model("llama", torch.bfloat16), dtype="bfloat16") as served, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_bfloat16(name: str, make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits an answer at ratio 1.0 is vLLM's own to the bit, after short openings and long ones, which are kept."""
+    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
+    with open_served(make_model(name, torch.bfloat16), dtype="bfloat16") as served:
         served.precompute(*([chunk] for chunk in CHUNKS))
         tokens, spans = prompt(2, 0, 1)
-        exact = first_logprobs(served.ask(tokens))
-        served.llm.reset_prefix_cache()
-        whole = served.ask(tokens, spans, ratio=1.0)
-        assert whole.kv_transfer_params["cacheblend"]["hits"] == 3
-        assert float((first_logprobs(whole) - exact).abs().max()) < 0.3
+        for opening in ([], HEAD):
+            ids, places = [*opening, *tokens], [[start + len(opening), stop + len(opening)] for start, stop in spans]
+            exact = served.ask(ids)
+            served.llm.reset_prefix_cache()
+            whole = served.ask(ids, places, ratio=1.0)
+            assert whole.kv_transfer_params["cacheblend"]["hits"] == 3
+            assert torch.equal(first_logprobs(whole), first_logprobs(exact))
+            assert whole.outputs[0].token_ids == exact.outputs[0].token_ids
 
 
 def test_misses_are_computed_afterwards(make_model: MakeModel, open_served: OpenServed) -> None:
