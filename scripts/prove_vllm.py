@@ -131,7 +131,7 @@ def wait_until_stored(served: Served, chunks: Sequence[Sequence[int]], deadline_
     half = served.scheduler.connector._scheduler
     wanted = [half._keys.key(tuple(chunk), (), None) for chunk in chunks]
     deadline = time.monotonic() + deadline_s
-    while not all(map(half._stored, wanted)):
+    while not all(half._stored(wanted)):
         assert time.monotonic() < deadline, "chunks are not stored"
         time.sleep(0.05)
 

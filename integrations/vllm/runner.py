@@ -217,10 +217,9 @@ class VllmRunner:
         pieces: list[torch.Tensor] = []
         done = 0
         for piece in rows.split(ROWS_AT_ONCE):
+            layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
             if self.cpu_attention is not None and self.cpu_attention.takes(piece):
                 layer_pass = CpuRowsPass(self.cpu_attention, layer, whole, piece, scatter=scatter)
-            else:
-                layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
             pieces.append(self._run(layer, hidden_2SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
             done += len(piece)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -75,7 +75,7 @@ class BlendScheduler:
 
     Args:
         keys: names chunks' KV.
-        stored: whether a key's KV is stored; reads none.
+        stored: whether the KV of each key is stored; reads none.
         ratio: where a request does not say.
         block_size: tokens of a block hash.
 
@@ -83,7 +83,7 @@ class BlendScheduler:
         counts: since the last `take_counts`, by name: "blended", "exact:REASON", ...
     """
 
-    def __init__(self, keys: ChunkKeys, stored: Callable[[ChunkKey], bool], ratio: float, block_size: int) -> None:
+    def __init__(self, keys: ChunkKeys, stored: Callable[[list[ChunkKey]], list[bool]], ratio: float, block_size: int) -> None:
         self._keys, self._stored, self._ratio, self._block_size = keys, stored, ratio, block_size
         self._marked: dict[str, _Marked] = {}
         self._reports: dict[str, dict[str, Any]] = {}  # of requests that are left to vLLM
@@ -131,7 +131,7 @@ class BlendScheduler:
             return "no_chunks"
         earlier = self._keys.earlier(chunks, marks.documents)
         salt = request.cache_salt
-        stored = [self._stored(self._keys.key(*chunk, salt)) for chunk in zip(chunks, earlier, strict=True)]
+        stored = self._stored([self._keys.key(*chunk, salt) for chunk in zip(chunks, earlier, strict=True)])
         missed = [
             MissedChunk(chunk, texts, salt) for chunk, texts, found in zip(chunks, earlier, stored, strict=True) if not found
         ]

@@ -200,7 +200,7 @@ def test_rows_by_vllms_own_kernel(
     from cacheblend.integrations.vllm.cpu_attention import CpuAttention
 
     monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
-    monkeypatch.setattr(CpuAttention, "_is_faster", lambda _: True)
+    monkeypatch.setattr(CpuAttention, "takes", lambda *_: True)
     with open_served(make_model(name)) as served:
         served.precompute(*([chunk] for chunk in CHUNKS))
         runner = served.connector._worker._fusor.runner
@@ -324,7 +324,7 @@ def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, 
         stored = served.scheduler.connector._scheduler._stored
         keys = served.scheduler.connector._scheduler._keys
         deadline = time.monotonic() + 60
-        while not all(stored(keys.key(chunk, (), None)) for chunk in CHUNKS) and time.monotonic() < deadline:
+        while not all(stored([keys.key(chunk, (), None) for chunk in CHUNKS])) and time.monotonic() < deadline:
             time.sleep(0.1)  # one rank writes, in the background
         tokens, spans = prompt(2, 0, 1)
         exact = first_logprobs(served.ask(tokens))
