@@ -30,8 +30,8 @@ class ConnectorConfig:
     """Where chunks' KV is stored, and how prompts are blended.
 
     Args:
-        store_dir: a store folder, as `cacheblend ingest --store` makes it; made when missing. Chunks that were ingested offline
-            with the same model, dtype and instruction are hits here.
+        store_dir: a store folder, as `cacheblend ingest --store-dir` makes it; made when missing. Chunks that were ingested
+            offline with the same model, dtype and instruction are hits here.
         recompute_ratio: share of the reusable tokens to recompute, 0..1, where a request does not say; see `FusionConfig`.
         ram_budget_bytes: see `StoreConfig`; the workers of one engine share it.
         nvme_budget_bytes: see `StoreConfig`.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend.base.errors import InputError
-from cacheblend.blend import FusionConfig
 from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 from cacheblend.store import ChunkKey
 
@@ -228,8 +227,3 @@ def _rows(tokens: int, marks: Marks, ratio: float, reused: int | None = None) ->
     if reused is None:
         reused = sum(stop - start for start, stop in marks.chunks)
     return tokens - reused * (1 - ratio) + min(MAX_QUESTION_TOKENS, tokens - marks.chunks[-1][1])
-
-
-def fusion_config(ratio: float) -> FusionConfig:
-    """How prompts are blended at a ratio."""
-    return FusionConfig(recompute_ratio=ratio)

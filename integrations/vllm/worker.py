@@ -19,12 +19,12 @@ import torch
 
 from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import DamagedEntryError, StoreError
-from cacheblend.blend import Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
+from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement
 
 from .keys import Chunk, ChunkKeys, find_stored
-from .scheduler import BlendJob, MissedChunk, fusion_config
+from .scheduler import BlendJob, MissedChunk
 
 logger = logging.getLogger(__name__)
 THREADS = DaemonThreads("cacheblend-vllm")
@@ -240,7 +240,7 @@ class BlendWorker:
                 return {"blended": False, "reason": SLOW_LOADING}
             # 4. Blend it, each finished layer straight into the pages.
             fixed = -(-len(ids) // TOKENS_OF_A_ROW)
-            config = fusion_config(job.ratio if plan is None else plan.ratio)
+            config = FusionConfig(recompute_ratio=job.ratio if plan is None else plan.ratio)
             steps = self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))
             held.callback(steps.close)
             while True:
