@@ -179,11 +179,14 @@ def ttft(options: argparse.Namespace) -> list[dict[str, Any]]:
         port = opened.enter_context(redis_server(folder))
         config = EngineConfig(model=options.model, store_dir=folder / "resident", max_tokens=1, dtype=options.dtype)
         resident = opened.enter_context(Engine(replace(config, store=StoreConfig(remote=f"redis://127.0.0.1:{port}/0"))))
-        print("profile", file=sys.stderr)
-        profile = measure_profile(
-            resident.fusor, config.profile_dir, config.loader, lengths=options.lengths, repeats=options.repeats
-        )
-        write_profile(config.profile_dir, profile)
+        if options.profiles is None or not options.profiles.exists():
+            print("profile", file=sys.stderr)
+            profile = measure_profile(resident.fusor, config.profile_dir, config.loader, lengths=options.lengths, repeats=3)
+            write_profile(config.profile_dir, profile)
+            if options.profiles is not None:
+                shutil.copytree(config.profile_dir, options.profiles)
+        else:
+            shutil.copytree(options.profiles, config.profile_dir, dirs_exist_ok=True)
         resident.answer(QUESTION, documents=documents, method="blend", recompute_ratio=0.15)
         resident.background.drain()
         assert resident.store.flush_remote(60)
@@ -228,7 +231,8 @@ def one_network(
         "over_bound": found["ttft_s"] / bound,
         "over_full": found["ttft_s"] / found["full_s"],
         "first_over_full": first.timings.ttft_s / found["full_s"],
-        "plan": "full" if loading.full_recompute else f"{loading.ratio}, {loading.recomputed_remote} recomputed",
+        "plan": "full" if loading.full_recompute else f"{loading.ratio}, {loading.front_chunks} chunks computed in front",
+        "predicted_s": loading.prefill_s,
         "prompt_tokens": sum(len(segment.token_ids) for segment in answer.plan.segments),
         "hits_by_tier": sorted({str(segment.tier) for segment in answer.plan.segments}),
     }
@@ -263,6 +267,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--pages", type=int, default=6, help="of the handbook, in the prompt")
+    parser.add_argument("--profiles", type=Path, help="a folder that keeps the measured profile for the next run")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1536, 3072])
     parser.add_argument("--rates", type=float, nargs="+", default=[20e6, 100e6, 500e6])
     parser.add_argument("--latencies", type=float, nargs="+", default=[0.0, 0.05])
