@@ -5,7 +5,8 @@
 
 Run it in the environment that scripts/check_vllm.sh makes, first with `--ingest-only`. A case is one JSON object a line with
 `question` and `passages` of `title` and `text`; a prompt is an instruction, the passages and the question. All passages are
-stored ahead; the prefix cache has met `--warm-up` cases, and what the requests before leave. Arrivals are a Poisson process.
+stored ahead; the prefix cache has met `--warm-up` cases, and what the requests before leave. Arrivals are those of one Poisson
+process, stretched to each rate.
 Throughput at equal TTFT: of blended requests the largest whose median TTFT is no more than that of unmarked ones at a rate. The
 last line is one JSON object.
 """
@@ -105,6 +106,14 @@ class Load:
         }
 
 
+def _arrivals(count: int) -> list[float]:
+    """When so many requests arrive, at one a time unit in the mean."""
+    draw, due = random.Random(5), [0.0]
+    while len(due) < count:
+        due.append(due[-1] + draw.expovariate(1.0))
+    return [at * (count - 1) / due[-1] for at in due] if count > 1 else due
+
+
 def main() -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,7 +158,8 @@ def main() -> int:
     print(f"{len(cases)} cases of {tokens:.0f} tokens, {uses} uses of {len(chunks)} passages", file=sys.stderr)
     if options.ingest_only:
         return 0
-    load, draw = Load(llm, options.new_tokens), random.Random(5)
+    load = Load(llm, options.new_tokens)
+    due = _arrivals(options.requests)
     points: dict[str, list[dict[str, float]]] = {name: [] for name in rates}
     warm_up, measured = cases[: options.warm_up], cases[options.warm_up :]
     for name, found in points.items():
@@ -157,10 +167,7 @@ def main() -> int:
         load.run(warm_up, [0.0] * len(warm_up), marked=marked)
         for number, rate in enumerate(rates[name]):
             mine = measured[number * options.requests : (number + 1) * options.requests]
-            due_s = [0.0]
-            while len(due_s) < len(mine):
-                due_s.append(due_s[-1] + draw.expovariate(rate))
-            found.append({"rate": rate, **load.run(mine, due_s, marked=marked)})
+            found.append({"rate": rate, **load.run(mine, [at / rate for at in due[: len(mine)]], marked=marked)})
             print(name, found[-1], file=sys.stderr, flush=True)
     equal = []
     for own in points["prefix_cache"]:

@@ -23,6 +23,8 @@ from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.router import BlendRoutes, PromptMarker
 from cacheblend.service.cli import main as cli
 
+pytest.importorskip("pathspec", reason="pathspec is not installed; the extra [rag] brings it")
+
 KEY = "a key of vLLM"
 RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office." for number in range(12))
 
