@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .fusor import Fusor as Fusor
     from .generation import NextToken as NextToken
     from .generation import SequenceKV as SequenceKV
+    from .layer_source import FrontedLayers as FrontedLayers
     from .layer_source import KVGeometry as KVGeometry
     from .layer_source import LayerKV as LayerKV
     from .layer_source import LayerSource as LayerSource
@@ -39,7 +40,7 @@ _MODULES = {
     "cacheblend.base.errors": ("IncompatibleKVError", "UnsupportedModelError"),
     ".fusor": ("Fusor",),
     ".generation": ("NextToken", "SequenceKV"),
-    ".layer_source": ("KVGeometry", "LayerKV", "LayerSource", "ResidentLayers", "check_shape"),
+    ".layer_source": ("FrontedLayers", "KVGeometry", "LayerKV", "LayerSource", "ResidentLayers", "check_shape"),
     ".model_runner": ("LayerSink", "ModelRunner"),
     ".precompute": ("ChunkContext",),
     ".prompt": ("FusionResult", "LayerReport", "Prompt", "Segment"),

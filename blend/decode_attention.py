@@ -182,7 +182,10 @@ class DecodeKernel:
     ) -> torch.Tensor:
         """Append each sequence's key and value; output (1, R, Q, D) of its query."""
         _, heads, count, size = q_1QRD.shape
-        sequences = (ctypes.c_int64 * (5 * count))(*(word for kv in layers for word in kv.begin_append()))
+        words: list[int] = []
+        for kv in layers:
+            words += kv.begin_append()
+        sequences = (ctypes.c_int64 * len(words))(*words)
         fresh = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QRD, k_1HRD, v_1HRD)]
         new = map(_New.rows_of, fresh)
         out_1RQD = q_1QRD.new_empty(1, count, heads, size)

@@ -29,6 +29,7 @@ from .generation import SequenceKV
 from .layer_passes import IsolatedPass, QuestionPass, Run, SharedPrefix, prefix_mask, runs
 from .layer_source import KVGeometry, LayerKV
 from .model_runner import CosSin, ModelRunner
+from .rms_norm import with_fused_norms
 
 IMPLEMENTATION = "cacheblend"
 # Bounds what layer 0 needs, which every token runs through. Its attention is fastest in one call from position 0 on (77 ms for
@@ -126,7 +127,7 @@ class Decoder:
         self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
         head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
         pack = packed_linear.packed if packed_linear.pays(model) else _as_it_is
-        self._layers, self._head = [pack(layer) for layer in layers], pack(head)
+        self._layers, self._head = [with_fused_norms(pack(layer)) for layer in layers], with_fused_norms(pack(head))
         cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
         types = getattr(self.config, "layer_types", None) or []

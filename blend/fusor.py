@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.base.errors import InputError, PromptTooLongError, UnsupportedModelError
-from cacheblend.store import ChunkKV, context_digest
+from cacheblend.store import ChunkKV, PrefixRun, context_digest
 
 from .decoder import Decoder
 from .families import VERIFIED, check_model, fingerprint_module
 from .fusion import Fusion
 from .generation import OnToken, continue_from
 from .layer_passes import SharedPrefix
-from .layer_source import LayerSource, ResidentLayers
+from .layer_source import LayerKV, LayerSource, ResidentLayers
 from .model_runner import LayerSink, ModelRunner
 from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
@@ -257,6 +257,23 @@ class Fusor:
         return (yield from Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
     @torch.no_grad()
+    def front_steps(self, segments: Iterable[Segment]) -> Generator[LayerReport, None, PrefixRun]:
+        """Compute what a prompt begins with exactly, one layer a step: no token depends on those after it.
+
+        Args:
+            segments: the first of the prompt; exact ones may bring their KV, all others are computed.
+
+        Returns:
+            The KV of all of them, for an exact segment in their place.
+        """
+        own = [segment if segment.exact else Segment(segment.token_ids) for segment in segments]
+        token_ids = tuple(token for segment in own for token in segment.token_ids)
+        kept = _KeptLayers()
+        yield from self.fuse_steps(own, sink=kept)
+        kv_L2HTD = torch.stack([whole.kv_21HND[:, 0] for whole in kept.layers])
+        return PrefixRun(token_ids, (), 0, self.fingerprint, (None,) * len(kept.layers), {None: [kv_L2HTD]})
+
+    @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusionResult:
         """Full prefill by the model's own forward: the reference that blending is held against.
 
@@ -344,6 +361,17 @@ class Fusor:
             keys = [layer.keys[:, :, -len(chunk) - 1 : -1] for layer in (mine, own)]
             off = max(off, float((keys[0] - keys[1]).abs().max() / keys[1].abs().max()))
         return off
+
+
+class _KeptLayers:
+    """A sink that keeps the layers."""
+
+    def __init__(self) -> None:
+        self.layers: list[LayerKV] = []
+
+    def put(self, layer: int, whole: LayerKV) -> None:
+        """See `LayerSink.put`."""
+        self.layers.append(whole)
 
 
 def _apart(kv: ChunkKV) -> ChunkKV:

@@ -15,6 +15,8 @@ from cacheblend.base.errors import IncompatibleKVError
 from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 
 if TYPE_CHECKING:
+    from cacheblend.store import KVHandle
+
     from .prompt import Prompt
 
 # Room after a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
@@ -128,4 +130,25 @@ class ResidentLayers:
         whole = LayerKV.empty(self._geometry, len(self._prompt))
         for start, stop, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
             kv.copy_layer(layer, whole.kv_21HND[:, 0, :, start:stop])
+        return whole
+
+
+class FrontedLayers:
+    """A source that was started before the KV of the prompt's first tokens was there, which comes to every layer as it is read.
+
+    Args:
+        source: started on a prompt that has no KV of these tokens.
+        front: their KV.
+    """
+
+    def __init__(self, source: LayerSource, front: KVHandle) -> None:
+        self._source, self._front = source, front
+
+    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
+        """Do nothing: see the class."""
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """See `LayerSource.synchronize`."""
+        whole = self._source.synchronize(layer)
+        self._front.copy_layer(layer, whole.kv_21HND[:, 0, :, : len(self._front.token_ids)])
         return whole

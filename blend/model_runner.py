@@ -26,6 +26,8 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class ModelRunner(Protocol):
     """A causal LM, run layer by layer on chosen rows of a prompt.
 
+    A hidden state is the runner's own: of it others only pick rows, dimension 1.
+
     Attributes:
         geometry: the shape of one layer's KV, as this process holds it: of its own KV heads under tensor parallelism.
         windows: a layer's sliding window in tokens; None for full attention.

@@ -6,7 +6,7 @@ Shapes: H KV heads, T tokens of a segment, N tokens of the prompt, L layers, D h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -209,6 +209,18 @@ class FusionResult:
     layers: tuple[LayerReport, ...] = ()
     memory: list[torch.Tensor | None] = field(default_factory=list, repr=False)
     selection: tuple[LayerReport, ...] = ()
+
+    def with_front(self, exact_tokens: int) -> FusionResult:
+        """The same, where of its exact tokens only so many were cached, and the others computed just before.
+
+        Args:
+            exact_tokens: those that were cached.
+        """
+        front = torch.arange(exact_tokens, self.exact_tokens)
+        recomputed, projected = (
+            tuple(torch.cat([front, positions]) for positions in layers) for layers in (self.recomputed, self.projected)
+        )
+        return replace(self, recomputed=recomputed, projected=projected, exact_tokens=exact_tokens)
 
     def take_memory(self) -> list[torch.Tensor | None]:
         """`memory`, for the first who asks; nothing for others: two sequences after one prompt need room of their own.

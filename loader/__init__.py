@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from .calibration import Thresholds as Thresholds
     from .calibration import read_calibration as read_calibration
     from .calibration import write_calibration as write_calibration
+    from .controller import FrontChunk as FrontChunk
     from .controller import LoadingController as LoadingController
     from .controller import LoadingPlan as LoadingPlan
-    from .controller import RemoteChunk as RemoteChunk
     from .estimators import WorkEstimator as WorkEstimator
     from .layer_loader import LayerLoader as LayerLoader
     from .layer_loader import LoaderConfig as LoaderConfig
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     ".calibration": ("Calibration", "Measures", "Thresholds", "read_calibration", "write_calibration"),
-    ".controller": ("LoadingController", "LoadingPlan", "RemoteChunk"),
+    ".controller": ("FrontChunk", "LoadingController", "LoadingPlan"),
     ".estimators": ("WorkEstimator",),
     ".layer_loader": ("LayerLoader", "LoaderConfig", "copied_tiers"),
     ".profile": (

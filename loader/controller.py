@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import statistics
@@ -53,8 +54,7 @@ class Correction:
 
 logger = logging.getLogger(__name__)
 DELAY_ALLOWED = 0.05  # of the prefill at r*: a higher ratio costs at least its own share of the last layer, which nothing hides
-PARTS = 8  # in which remote chunks are left out
-WORTH_DROPPING = 0.02  # of a prefill's seconds, that leaving out remote chunks must save
+WORTH_A_FRONT = 0.02  # of a prefill's seconds, that computing a front must save: what is loaded costs no energy
 RATIO_STEP = 1000  # ratios are whole thousandths, so that noise in the last digits does not tell equal requests apart
 
 
@@ -71,7 +71,8 @@ class LoadingPlan:
         precompute_s: the missing chunks that are precomputed first.
         full_s: full prefill.
         latency_s: of the loading, those before its first bytes.
-        recomputed_remote: remote chunks that are recomputed, the last ones: their KV would come later than it is computed.
+        front_chunks: of the prompt's first chunks so many are computed exactly while the KV of the others comes.
+        front_s: what that takes; in `recompute_s`.
         full_recompute: full prefill is predicted to be faster than blending, or no more than `DELAY_ALLOWED` slower than one
             that waits for its loading, so that is what was chosen.
     """
@@ -85,18 +86,20 @@ class LoadingPlan:
     full_s: float
     full_recompute: bool
     latency_s: float = 0.0
-    recomputed_remote: int = 0
+    front_chunks: int = 0
+    front_s: float = 0.0
 
 
-class RemoteChunk(NamedTuple):
-    """A chunk whose KV is remote: the bytes of its layer, and its tokens."""
+class FrontChunk(NamedTuple):
+    """A chunk that may be computed exactly before the blend: its tokens, and the read of its layer; None for a miss."""
 
-    layer_bytes: int
     tokens: int
+    read: Read | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
+    front_s: float  # of computing before the blend, beside the loading
     load_layer_s: float
     reusable: int
     fresh: int
@@ -136,35 +139,46 @@ class LoadingController:
         exact: int = 0,
         precomputed: Sequence[int] = (),
         *,
-        remote: Sequence[RemoteChunk] = (),
+        front: Sequence[FrontChunk] = (),
         remote_speed: TierSpeed | None = None,
     ) -> LoadingPlan:
-        """Choose the ratio of one request, and which of its remote chunks are recomputed instead.
+        """Choose the ratio of one request, and how many of its first chunks are computed while the others' KV comes.
 
         Args:
-            reads: tier and bytes of each read of one layer, but for remote ones.
+            reads: tier and bytes of each read of one layer.
             reusable: tokens with stored KV that the ratio counts.
             fresh: tokens without.
             exact: tokens of exact segments.
             precomputed: tokens of each of those reusable chunks whose KV is missing and precomputed first.
-            remote: chunks whose KV is remote, of the reusable ones.
+            front: the prompt's chunks from its first on, as far as they may be computed exactly before the blend.
             remote_speed: as measured last; None for the profile's.
         """
         measured = {} if remote_speed is None else {REMOTE: remote_speed}
-
-        def request_of(kept: int) -> _Request:
-            all_reads = [*reads, *((REMOTE, chunk.layer_bytes) for chunk in remote[:kept])]
-            by_tier = {tier: took_s * self._factor(tier) for tier, took_s in self._load.seconds(all_reads, measured).items()}
-            copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
-            left_out = sum(chunk.tokens for chunk in remote[kept:])
-            latency_s = self._load.latency_s(all_reads, measured)
-            load_s = sum(by_tier.values()) - copy_s
-            return _Request(load_s, reusable - left_out, fresh + left_out, exact, lookahead, copy_s, latency_s, by_tier)
-
         tokens = reusable + fresh + exact
         lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
-        kept = self._kept_remote(len(remote), request_of)
-        request = request_of(kept)
+
+        def request_of(count: int) -> _Request:
+            computed = front[:count]
+            left = list(reads)
+            for chunk in computed:
+                if chunk.read is not None:
+                    left.remove(chunk.read)
+            by_tier = {tier: took_s * self._factor(tier) for tier, took_s in self._load.seconds(left, measured).items()}
+            copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
+            return _Request(
+                front_s=self._front_s(sum(chunk.tokens for chunk in computed), exact),
+                load_layer_s=sum(by_tier.values()) - copy_s,
+                reusable=reusable - sum(chunk.tokens for chunk in computed if chunk.read is not None),
+                fresh=fresh - sum(chunk.tokens for chunk in computed if chunk.read is None),
+                exact=exact + sum(chunk.tokens for chunk in computed),
+                lookahead_layers=lookahead,
+                copy_layer_s=copy_s,
+                latency_s=self._load.latency_s(left, measured),
+                by_tier=by_tier,
+            )
+
+        front_chunks = self._front_chunks(front, request_of)
+        request = request_of(front_chunks)
         by_tier, reusable = request.by_tier, request.reusable
         full_s = self._recompute.prefill_s(tokens) * self._compute.factor
         ratio = self._hiding_ratio(request, full_s)
@@ -179,13 +193,14 @@ class LoadingController:
             ratio=ratio,
             load_s=request.latency_s + sum(by_tier.values()) * loaded_layers,
             load_s_by_tier={tier: took_s * loaded_layers for tier, took_s in by_tier.items()},
-            recompute_s=sum(step_s for step_s, _ in self._steps(request, ratio)),
+            recompute_s=request.front_s + sum(step_s for step_s, _ in self._steps(request, ratio)),
             prefill_s=full_s if full_recompute else blend_s,
             precompute_s=precompute_s,
             full_s=full_s,
             full_recompute=full_recompute,
             latency_s=request.latency_s,
-            recomputed_remote=len(remote) - kept,
+            front_chunks=front_chunks,
+            front_s=request.front_s,
         )
 
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
@@ -219,21 +234,35 @@ class LoadingController:
         correction = self._tiers.get(tier)
         return 1.0 if correction is None else correction.factor
 
-    def _kept_remote(self, count: int, request_of: Callable[[int], _Request]) -> int:
-        """How many remote chunks to load: all of them, unless they come later than some of them are computed."""
-        if not count:
+    def _front_s(self, tokens: int, exact: int) -> float:
+        """Seconds of an exact prefill of so many tokens that stand after exact ones."""
+        if not tokens:
+            return 0.0
+        after_s = self._recompute.prefill_s(exact) - self._recompute.prefill_s(0)
+        return (self._recompute.prefill_s(exact + tokens) - after_s) * self._compute.factor
+
+    def _front_chunks(self, front: Sequence[FrontChunk], request_of: Callable[[int], _Request]) -> int:
+        """How many chunks to compute beside the loading: as many as make the prefill soonest.
+
+        Every one of them shortens the loading and lengthens the computing, so the prefill gets shorter up to where both end
+        together, and longer after that. One stored chunk at least is left to be loaded: without it all is full recompute.
+        """
+        stored = [at for at, chunk in enumerate(front) if chunk.read is not None]
+        if not stored:
             return 0
         quality = self.config.quality_ratio
-        whole = self._pipeline(request_of(count), quality)
-        if not whole.waits_for_last:
-            return count
-        seconds = {count: whole.total_s}
-        for part in range(PARTS):
-            kept = count * part // PARTS
-            if kept not in seconds:
-                seconds[kept] = self._pipeline(request_of(kept), quality).total_s
-        # As many as take no longer than the best choice does, noise apart: what is loaded costs no energy.
-        return max(kept for kept, took_s in seconds.items() if took_s <= min(seconds.values()) * (1 + WORTH_DROPPING))
+        seconds: dict[int, float] = {}
+
+        def took_s(count: int) -> float:
+            if count not in seconds:
+                seconds[count] = self._pipeline(request_of(count), quality).total_s
+            return seconds[count]
+
+        computing_s = sum(step_s for step_s, _ in self._steps(request_of(0), quality))
+        if took_s(0) - computing_s < WORTH_A_FRONT * took_s(0):
+            return 0  # nothing to gain: the loading is hidden as it is
+        count = bisect.bisect_left(range(stored[-1]), x=True, key=lambda count: took_s(count + 1) >= took_s(count))
+        return count if took_s(count) <= took_s(0) * (1 - WORTH_A_FRONT) else 0
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
         """The largest ratio, from r* to the cap, at which loading is still the longer side and TTFT that of r*."""
@@ -262,7 +291,7 @@ class LoadingController:
         if first is not None:
             load_s[first] += request.latency_s
         busy_s = [step_s + request.copy_layer_s * is_read for step_s, is_read in steps]
-        return Pipeline.of(load_s, busy_s, request.lookahead_layers)
+        return Pipeline.of(load_s, busy_s, request.lookahead_layers, request.front_s)
 
     def _steps(self, request: _Request, ratio: float) -> list[tuple[float, bool]]:
         steps = self._recompute.steps(ratio, request.reusable, request.fresh, request.exact)

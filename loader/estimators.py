@@ -238,15 +238,16 @@ class Pipeline:
     waits_for_last: bool
 
     @classmethod
-    def of(cls, load_s: Sequence[float], compute_s: Sequence[float], lookahead_layers: int) -> Pipeline:
+    def of(cls, load_s: Sequence[float], compute_s: Sequence[float], lookahead_layers: int, front_s: float = 0.0) -> Pipeline:
         """Walk through the layers.
 
         Args:
             load_s: seconds to load each layer.
             compute_s: seconds to compute it once it is there.
             lookahead_layers: how many layers may be there that the fusor has not taken yet.
+            front_s: seconds of computing before the first layer, which needs nothing loaded.
         """
-        loaded, done = 0.0, 0.0
+        loaded, done = 0.0, front_s
         taken: list[float] = []
         waits = False
         for layer, (load, compute) in enumerate(zip(load_s, compute_s, strict=True)):

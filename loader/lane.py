@@ -36,11 +36,13 @@ class Lane:
         self.asked: deque[LayerRead] = deque()
         self.next, self.asked_bytes, self.received_bytes = 0, 0, 0
         self.left_bytes = sum(read.kv.layer_bytes(read.layer) for read in reads)
-        self.began = 0.0
+        self._busy_s, self._busy_since = 0.0, 0.0
 
     def take(self, before_layer: int) -> list[LayerRead]:
         """The next reads to ask for, of layers before this one, so that `STREAM_BYTES` are on their way."""
         taken: list[LayerRead] = []
+        if not self.asked:
+            self._busy_since = time.perf_counter()
         while self.next < len(self.reads) and (read := self.reads[self.next]).layer < before_layer:
             nbytes = read.kv.layer_bytes(read.layer)
             if self.asked and self.asked_bytes + nbytes > STREAM_BYTES:
@@ -59,14 +61,16 @@ class Lane:
             self.received_bytes + nbytes,
             self.left_bytes - nbytes,
         )
+        if not self.asked:
+            self._busy_s += time.perf_counter() - self._busy_since
         return read
 
     def is_late(self, restart_s: float, latency_s: float) -> bool:
-        """Whether what is left comes later than a recompute, begun now, would end, at the pace up to now."""
-        elapsed_s = time.perf_counter() - self.began
-        if not self.asked or elapsed_s < max(MIN_GRACE_S, GRACE * restart_s, 2 * latency_s):
+        """Whether what is left comes later than a recompute begun now would end, at the pace of the time under way."""
+        busy_s = self._busy_s + time.perf_counter() - self._busy_since
+        if not self.asked or busy_s < max(MIN_GRACE_S, GRACE * restart_s, 2 * latency_s):
             return False
-        return not self.received_bytes or self.left_bytes * elapsed_s / self.received_bytes > restart_s
+        return not self.received_bytes or self.left_bytes * busy_s / self.received_bytes > restart_s
 
 
 def lanes_of(reads: Sequence[LayerRead]) -> list[Lane]:

@@ -269,7 +269,6 @@ class LayerLoader:
                 return False
             if not lane.asked:
                 self._begin()
-                lane.began = lane.began or time.perf_counter()
             wanted = lane.take(self._consumed + self._lookahead)
             if not lane.asked:
                 self._end()

@@ -1,10 +1,12 @@
 """Throughput of one vLLM engine on a shared corpus: its own prefix cache against blended chunks, at random arrivals.
 
-    python scripts/bench_vllm_load.py MODEL STORE CASES.jsonl[.gz] [--rates 0.5 1 2 4] [--requests 30] [--ingest-only]
+    python scripts/bench_vllm_load.py MODEL STORE CASES.jsonl[.gz] [--rates 0.15 0.3] [--blend-rates 0.3 0.6 0.9 1.2]
+        [--requests 12] [--ingest-only]
 
-Run it in the environment that scripts/check_vllm.sh makes. A case is one JSON object a line with `question` and `passages` of
-`title` and `text`; a prompt is an instruction, the passages and the question. All passages are stored ahead; the prefix cache
-has met `--warm-up` cases, and what each rate's own requests leave. Arrivals are a Poisson process, the same for both.
+Run it in the environment that scripts/check_vllm.sh makes, first with `--ingest-only`. A case is one JSON object a line with
+`question` and `passages` of `title` and `text`; a prompt is an instruction, the passages and the question. All passages are
+stored ahead; the prefix cache has met `--warm-up` cases, and what the requests before leave. Arrivals are those of one Poisson
+process, stretched to each rate.
 Throughput at equal TTFT: of blended requests the largest whose median TTFT is no more than that of unmarked ones at a rate. The
 last line is one JSON object.
 """
@@ -104,15 +106,24 @@ class Load:
         }
 
 
+def _arrivals(count: int) -> list[float]:
+    """When so many requests arrive, at one a time unit in the mean."""
+    draw, due = random.Random(5), [0.0]
+    while len(due) < count:
+        due.append(due[-1] + draw.expovariate(1.0))
+    return [at * (count - 1) / due[-1] for at in due] if count > 1 else due
+
+
 def main() -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("store", type=Path)
     parser.add_argument("cases", type=Path)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0], help="requests a second")
-    parser.add_argument("--requests", type=int, default=30, help="of each rate (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=5, help="cases (default: %(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.15, 0.3], help="unmarked requests a second")
+    parser.add_argument("--blend-rates", type=float, nargs="+", default=[0.3, 0.6, 0.9, 1.2], help="marked ones")
+    parser.add_argument("--requests", type=int, default=12, help="of each rate (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=2, help="cases (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=8, help="of each answer (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="vLLM's (default: %(default)s)")
     parser.add_argument("--ingest-only", action="store_true", help="store the passages, and end")
@@ -134,36 +145,35 @@ def main() -> int:
         disable_log_stats=True,
         kv_transfer_config=transfer,
     )
-    cases = read_cases(options.cases, llm.get_tokenizer(), options.warm_up + options.requests * len(options.rates))
+    rates = {"prefix_cache": options.rates, "blend": options.blend_rates}
+    count = options.warm_up + options.requests * max(map(len, rates.values()))
+    cases = read_cases(options.cases, llm.get_tokenizer(), count)
     chunks = sorted({tuple(chunk) for case in cases for chunk in case.chunks})
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
         llm.collective_rpc("cacheblend_precompute", args=([[list(chunk)]], None, None))
+        if number % 50 == 49:
+            print(f"{number + 1} of {len(chunks)} passages stored", file=sys.stderr, flush=True)
     uses = sum(len(case.spans) for case in cases)
     tokens = statistics.mean(len(case.token_ids) for case in cases)
     print(f"{len(cases)} cases of {tokens:.0f} tokens, {uses} uses of {len(chunks)} passages", file=sys.stderr)
     if options.ingest_only:
         return 0
-    load, draw = Load(llm, options.new_tokens), random.Random(5)
-    points: dict[str, list[dict[str, float]]] = {"prefix_cache": [], "blend": []}
+    load = Load(llm, options.new_tokens)
+    due = _arrivals(options.requests)
+    points: dict[str, list[dict[str, float]]] = {name: [] for name in rates}
     warm_up, measured = cases[: options.warm_up], cases[options.warm_up :]
-    for number, rate in enumerate(options.rates):
-        mine = measured[number * options.requests : (number + 1) * options.requests]
-        due_s = [0.0]
-        while len(due_s) < len(mine):
-            due_s.append(due_s[-1] + draw.expovariate(rate))
-        for name in points:
-            if not number or name == "prefix_cache":
-                load.run(warm_up, [0.0] * len(warm_up), marked=name == "blend")
-            points[name].append({"rate": rate, **load.run(mine, due_s, marked=name == "blend")})
-            print(name, points[name][-1], file=sys.stderr, flush=True)
-    equal = [
-        {
-            "ttft_s": own["ttft_s"],
-            "prefix_cache": own["requests_per_s"],
-            "blend": max((p["requests_per_s"] for p in points["blend"] if p["ttft_s"] <= own["ttft_s"]), default=0.0),
-        }
-        for own in points["prefix_cache"]
-    ]
+    for name, found in points.items():
+        marked = name == "blend"
+        load.run(warm_up, [0.0] * len(warm_up), marked=marked)
+        for number, rate in enumerate(rates[name]):
+            mine = measured[number * options.requests : (number + 1) * options.requests]
+            found.append({"rate": rate, **load.run(mine, [at / rate for at in due[: len(mine)]], marked=marked)})
+            print(name, found[-1], file=sys.stderr, flush=True)
+    equal = []
+    for own in points["prefix_cache"]:
+        blend = max((one["requests_per_s"] for one in points["blend"] if one["ttft_s"] <= own["ttft_s"]), default=0.0)
+        times = round(blend / own["requests_per_s"], 2)
+        equal.append({"ttft_s": own["ttft_s"], "prefix_cache": own["requests_per_s"], "blend": blend, "times": times})
     print(json.dumps({"prompt_tokens": round(tokens), "points": points, "at_equal_ttft": equal}))
     return 0
 

@@ -2,6 +2,7 @@
 
     python scripts/measure_codecs.py                  # a random Llama, 4 chunks of 128 tokens; the packaged reader, 100 cases
     python scripts/measure_codecs.py --cases 0        # no answers
+    python scripts/measure_codecs.py --model smollm2-135m --data DIR --cases 20   # a pretrained model over SQuAD's passages
 
 The random model's q, k, v and o weights are scaled up, so that attention is sharp and an error shows. Figures, by codec:
 `size`: stored bytes over those of raw float32. `size_16_bit`: the same over a model of 16 bits. `key_error`, `value_error`:
@@ -9,6 +10,8 @@ norm of the error over the norm of what was stored, over all chunks and layers. 
 of the first logits against the same blend from raw KV, over the norm of what blending from raw KV changes against full prefill
 at ratio 0: 1 would be as much as reuse itself costs. `same_first_token`: whether the greedy first token is that of raw KV.
 `f1`, by recompute ratio: of the packaged reader's answers in the fictional world; `full_recompute` stands beside the codecs.
+`losses` stand in the place of all that for a pretrained model: by codec and recompute ratio the mean KL of the first token, and
+the right answer's negative log-likelihood above full recompute's, in nats.
 The last stdout line is one JSON object.
 """
 
@@ -20,15 +23,18 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import FusionConfig, Fusor, Segment
-from cacheblend.eval.data import Request, WorldSource
+from cacheblend.blend.selection import DEFAULT_RATIO
+from cacheblend.eval.data import FileSource, Preset, Request, WorldSource
 from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
-from cacheblend.eval.metrics import f1
+from cacheblend.eval.metrics import answer_nll_nats, f1, first_token_kl_nats
 from cacheblend.service.cli.model import default_model
 from cacheblend.store import ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
@@ -70,6 +76,14 @@ def stored(kv: ChunkKV, codec: str) -> tuple[ChunkKV, int]:
     return dataclasses.replace(kv, layers=layers), size
 
 
+def after_storing(segments: Sequence[Segment], codec: str) -> list[Segment]:
+    """A prompt's segments with their chunks' KV as a codec gives it back."""
+    return [
+        dataclasses.replace(one, kv=stored(one.kv, codec)[0]) if isinstance(one.kv, ChunkKV) and not one.exact else one
+        for one in segments
+    ]
+
+
 def relative_error(ours: list[ChunkKV], raw: list[ChunkKV], part: int) -> float:
     """Norm of the error of keys (0) or values (1) over their norm."""
     pairs = [(a[part], b[part]) for kv, own in zip(ours, raw, strict=True) for a, b in zip(kv.layers, own.layers, strict=True)]
@@ -94,10 +108,7 @@ def answers(cases: int, seed: int) -> dict[str, dict[float, float]]:
         raw = ResidentRequest(fusor, request, StoredContexts(fusor, renderer.prefix), *cached).blend_segments()
         mark("full_recompute", 1.0, request, [Segment(request.prompt.token_ids)])
         for codec in CODECS:
-            kept = [
-                dataclasses.replace(one, kv=stored(one.kv, codec)[0]) if isinstance(one.kv, ChunkKV) and not one.exact else one
-                for one in raw
-            ]
+            kept = after_storing(raw, codec)
             for ratio in RATIOS:
                 mark(codec, ratio, request, kept)
         print(f"answers: {place} of {cases} cases", end="\r", file=sys.stderr)
@@ -107,14 +118,49 @@ def answers(cases: int, seed: int) -> dict[str, dict[float, float]]:
     return means
 
 
+def losses(model: str, data: str, cases: int) -> dict[str, dict[float, dict[str, float]]]:
+    """A pretrained model's losses against full recompute over passages of SQuAD, by codec and recompute ratio."""
+    fusor = Fusor.from_pretrained(model, "cpu", "auto")
+    preset = Preset(chunking="passage", top_k=6, prompt="few-shot")
+    source = FileSource(name="squad_shared", data=data, preset=preset, cases=cases)
+    renderer = prompt_renderer(fusor.tokenizer, source.wording)
+    found: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
+    for place, request in enumerate(source.requests(fusor.tokenizer, None), start=1):
+        gold_ids = renderer.answer_ids(request.example.answers[0])
+        full = fusor.prefill(request.prompt.token_ids)
+        full_nll = answer_nll_nats(fusor, full, gold_ids)
+        cached = EverythingCached().cached(request.prompt.chunks)
+        raw = ResidentRequest(fusor, request, StoredContexts(fusor, renderer.prefix), *cached).blend_segments()
+        for codec in CODECS:
+            for ratio in (0.0, DEFAULT_RATIO):
+                fused = fusor.fuse(after_storing(raw, codec), FusionConfig(recompute_ratio=ratio))
+                loss = first_token_kl_nats(full.logits, fused.logits), answer_nll_nats(fusor, fused, gold_ids) - full_nll
+                found[codec, ratio].append(loss)
+        print(f"losses: {place} of {cases} cases", end="\r", file=sys.stderr)
+    means: dict[str, dict[float, dict[str, float]]] = defaultdict(dict)
+    for (codec, ratio), pairs in found.items():
+        kl, nll = (round(statistics.fmean(column), 4) for column in zip(*pairs, strict=True))
+        means[codec][ratio] = {"first_token_kl_nats": kl, "gold_nll_over_full_nats": nll}
+        print(f"{codec} at {ratio}: KL {kl:.4f}, NLL over full {nll:+.3f}", file=sys.stderr)
+    return means
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--chunk-tokens", type=int, default=128)
-    parser.add_argument("--cases", type=int, default=100, help="of the fictional world, for the answers")
+    parser.add_argument("--cases", type=int, default=100, help="of the fictional world, for the answers; or of SQuAD")
+    parser.add_argument("--model", help="a pretrained one, and nothing but its losses; needs --data")
+    parser.add_argument("--data", help="folder that has squad_shared's file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.model:
+        if not options.data:
+            parser.error("--model needs --data")
+        found = losses(options.model, options.data, options.cases)
+        print(json.dumps({"model": Path(options.model).name, "cases": options.cases, "losses": found}))
+        return
     fusor = make_fusor(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     sizes = [options.chunk_tokens] * options.chunks + [24]

@@ -62,10 +62,10 @@ class KVStore:
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
         self._remote: RemoteTier | None = None
         self._read_through: ReadThrough | None = None
+        folder = StoreFolder(Path(config.directory))
         if (address := config.remote_address()) is not None:
-            self._open_remote(address)
+            self._open_remote(address, folder)
         try:
-            folder = StoreFolder(Path(config.directory))
             self._nvme = NvmeTier(folder, nvme_budget, self._pins, direct_reads=config.direct_reads)
         except BaseException:
             self._close_remote()
@@ -205,7 +205,7 @@ class KVStore:
     def delete(self, key: ChunkKey) -> bool:
         """Remove an entry, pinned or not, for every process; False where there was none here.
 
-        The remote tier is told in the background, and again until it answers.
+        The remote tier is told in the background, and again until it answers, also by the next process.
         """
         self._check_open()
         with self._nvme.exclusive():
@@ -336,14 +336,18 @@ class KVStore:
             self._read_through.close(self.config.remote_timeout_s)
             self._remote.close()
 
-    def _open_remote(self, address: RemoteAddress) -> None:
+    def _open_remote(self, address: RemoteAddress, folder: StoreFolder) -> None:
         from .remote.backend import BackendLimits  # not loaded where there is no remote tier
         from .remote.read_through import ReadThrough
         from .remote.remote_tier import RemoteTier
+        from .remote.removal_log import RemovalLog
 
         config, budget_bytes = self.config, self.config.nvme_budget_bytes
         limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
-        self._remote = RemoteTier(address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes)
+        removals = RemovalLog(folder.removals)
+        self._remote = RemoteTier(
+            address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes, removals=removals
+        )
 
         def has_room(nbytes: int) -> bool:
             return self._nvme.size()[1] + nbytes <= budget_bytes

@@ -46,11 +46,8 @@ def check_against_engine(worker: Any, fusor: Fusor, pages: Pages, metadata: Call
         half = tokens // 2
         prefix, chunk, rest = ids[:8], ids[8:half], ids[half:]
         stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
-        for ratio, segments in {
-            1.0: [Segment(prefix), stored, Segment(rest)],
-            0.0: [Segment(prefix), stored, Segment(rest)],
-        }.items():
-            _write(fusor, segments, ratio, pages, _blocks(worker, tokens))
+        for ratio in (1.0, 0.0):
+            _write(fusor, [Segment(prefix), stored, Segment(rest)], ratio, pages, _blocks(worker, tokens))
             blended = _run(worker, ids, tokens - 1, metadata)
             _compare(name, fusor.runner.geometry.dtype, exact, blended, f"ratio {ratio}")
     except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cacheblend.base.errors import ConfigError, ProfileError
-from cacheblend.base.options import from_options
+from cacheblend.base.options import from_options, options_of
 from cacheblend.blend import DEFAULT_RATIO, FusionConfig
 from cacheblend.loader import LoaderConfig, LoadingController, copied_tiers, describe_device, read_profile
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
@@ -19,6 +20,9 @@ from cacheblend.store import StoreConfig
 
 logger = logging.getLogger(__name__)
 _ENGINE = EngineConfig(model="any", store_dir="any")
+# Options that the environment may have instead, as it may for the other commands: vLLM logs the ones that it is given.
+REMOTE_TEXTS = ("remote", "remote_secret", "remote_secret_file")
+REMOTE_NUMBERS = ("remote_timeout_s", "remote_ttl_s", "remote_queue_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +30,8 @@ class ConnectorConfig:
     """Where chunks' KV is stored, and how prompts are blended.
 
     Args:
-        store_dir: a store folder, as `cacheblend ingest --store` makes it; made when missing. Chunks that were ingested offline
-            with the same model, dtype and instruction are hits here.
+        store_dir: a store folder, as `cacheblend ingest --store-dir` makes it; made when missing. Chunks that were ingested
+            offline with the same model, dtype and instruction are hits here.
         recompute_ratio: share of the reusable tokens to recompute, 0..1, where a request does not say; see `FusionConfig`.
         ram_budget_bytes: see `StoreConfig`; the workers of one engine share it.
         nvme_budget_bytes: see `StoreConfig`.
@@ -36,6 +40,8 @@ class ConnectorConfig:
         context_filler: passages that chunks' KV is computed after; see `EngineConfig`.
         chunk_tokens: size of the chunks that the HTTP routes cut documents into.
         separator: text between two chunks of a prompt, for clients that can mark chunks in no other way; "" for none.
+        remote: URL of a tier behind the disk that machines share; see `StoreConfig`, as for the others of its kind. Where it or
+            a secret is not given, the variable counts that the other commands read (`CACHEBLEND_REMOTE`, ...).
 
     Raises:
         ConfigError: an unknown option, or a value that is not allowed.
@@ -50,6 +56,12 @@ class ConnectorConfig:
     context_filler: str = _ENGINE.context_filler
     chunk_tokens: int = _ENGINE.retriever.chunk_tokens
     separator: str = ""
+    remote: str | None = field(default=None, repr=False)
+    remote_secret: str | None = field(default=None, repr=False)
+    remote_secret_file: str | None = None
+    remote_timeout_s: float = _ENGINE.store.remote_timeout_s
+    remote_ttl_s: int | None = _ENGINE.store.remote_ttl_s
+    remote_queue_bytes: int = _ENGINE.store.remote_queue_bytes
 
     def __post_init__(self) -> None:
         both = {
@@ -61,6 +73,7 @@ class ConnectorConfig:
             "kv_cache_dtype": self.codec,
             "context_filler": self.context_filler,
             "chunk_tokens": self.chunk_tokens,
+            **self._remote,
         }
         from_options(EngineConfig, both)  # which checks them
         if not isinstance(self.instruction, str):
@@ -80,7 +93,9 @@ class ConnectorConfig:
             raise ConfigError("kv_connector_extra_config", unknown, f"options are {', '.join(sorted(known))}")
         if "store_dir" not in options:
             raise ConfigError("kv_connector_extra_config", dict(options), 'give "store_dir", the folder of the chunks\' KV')
-        return cls(**options)
+        known_to_all = options_of(StoreConfig)
+        variables = {name: os.environ.get(known_to_all[name].variable) for name in REMOTE_TEXTS}
+        return cls(**{**{name: value for name, value in variables.items() if value}, **options})
 
     def store_config(self, workers: int = 1) -> StoreConfig:
         """The store of one of so many workers."""
@@ -88,7 +103,12 @@ class ConnectorConfig:
             directory=Path(self.store_dir) / KV_FOLDER,
             ram_budget_bytes=max(1, self.ram_budget_bytes // workers),
             nvme_budget_bytes=self.nvme_budget_bytes,
+            **self._remote,
         )
+
+    @property
+    def _remote(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*REMOTE_TEXTS, *REMOTE_NUMBERS)}
 
     @property
     def profile_dir(self) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from cacheblend.store import KVStore
 from .check import check_against_engine
 from .config import ConnectorConfig
 from .cpu_attention import CpuAttention
-from .keys import Chunk, ChunkKeys
+from .keys import Chunk, ChunkKeys, find_stored
 from .runner import VllmRunner
 from .scheduler import BlendJob, BlendScheduler, MissedChunk
 from .stats import BlendMetrics, BlendStats
@@ -79,7 +80,7 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
             keys = ChunkKeys.for_engine(self._config, vllm_config)
-            self._scheduler = BlendScheduler(keys, self._store.__contains__, self._config.recompute_ratio, hashed)
+            self._scheduler = BlendScheduler(keys, partial(find_stored, self._store), self._config.recompute_ratio, hashed)
 
     # The scheduler's side, in the order in which vLLM calls it.
 

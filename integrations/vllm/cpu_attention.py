@@ -1,7 +1,8 @@
-"""Attention of chosen rows by vLLM's own kernel for CPUs, where it is faster than PyTorch's.
+"""Attention of chosen rows by vLLM's own kernel for CPUs: of neighbours always, of scattered ones where it is faster.
 
-The kernel takes a batch of sequences, of each of which the last tokens are queries. So every run of neighbouring rows becomes a
-sequence of its own that ends with the run's last row, and all have the same pages: a row then sees just what stands before it.
+Neighbours are what is computed whole, such as a prompt at ratio 1.0: by the kernel it is vLLM's own to the bit. The kernel
+takes a batch of sequences, of each of which the last tokens are queries. So every run of neighbouring rows becomes a sequence
+of its own that ends with the run's last row, and all have the same pages: a row then sees just what stands before it.
 
 Shapes: H KV heads, Q query heads, S rows, R runs of neighbours, N positions, T of them, D head size.
 """
@@ -35,6 +36,9 @@ class CpuAttention:
     Args:
         attentions: vLLM's attention modules, in the order of the layers.
         builders: what makes the batch's metadata, by the layer's name.
+
+    Attributes:
+        is_faster: than PyTorch's attention of scattered rows, here.
     """
 
     def __init__(self, attentions: list[Any], builders: Mapping[str, Any]) -> None:
@@ -42,23 +46,28 @@ class CpuAttention:
         self._pages = torch.empty(0)
         self._rows: Rows | None = None
         self._metadata: dict[int, Any] = {}
+        self.is_faster = False
 
     @classmethod
     def of(cls, worker: Any, attentions: list[Any]) -> CpuAttention | None:
-        """That of a worker with vLLM's CPU backend and plain pages, where its kernel is the faster one; None for others."""
+        """That of a worker with vLLM's CPU backend and plain pages; None for others, and where PyTorch gives other numbers."""
         groups = [group for every in worker.model_runner.attn_groups for group in every]
         is_plain = all(attention.impl.kv_cache_dtype == "auto" for attention in attentions)
         if not is_plain or not all(group.backend.get_name() == BACKEND for group in groups):
             return None
         builders = {name: group.get_metadata_builder() for group in groups for name in group.layer_names}
         kernel = cls(attentions, builders)
-        return kernel if kernel._is_faster() else None
+        return kernel if kernel._try() else None
 
-    def attend(self, layer: int, q_1QSD: torch.Tensor, rows: Rows, whole: LayerKV) -> torch.Tensor:
-        """Attention output (1, S, Q, D) of the rows, whose own keys and values are in `whole`."""
+    def takes(self, rows: Rows) -> bool:
+        """Whether the rows are run by it; else by PyTorch."""
+        return self.is_faster or (rows.is_contiguous and len(rows) > 1)
+
+    def attend(self, layer: int, q_1QSD: torch.Tensor, k_1HND: torch.Tensor, v_1HND: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Attention output (1, S, Q, D) of the rows, whose own keys and values are among the layer's."""
         attention, positions = self._attentions[layer], int(rows.positions_S[-1]) + 1
         cache = self._reserve(attention.kv_cache, positions)
-        k_THD, v_THD = (x_1HND[0, :, :positions].transpose(0, 1) for x_1HND in (whole.k_1HND, whole.v_1HND))
+        k_THD, v_THD = (x_1HND[0, :, :positions].transpose(0, 1) for x_1HND in (k_1HND, v_1HND))
         attention.impl.do_kv_cache_update(attention, k_THD, v_THD, cache, torch.arange(positions))
         q_SQD = q_1QSD[0].transpose(0, 1).contiguous()
         out_SQD = torch.empty_like(q_SQD)
@@ -97,8 +106,8 @@ class CpuAttention:
             self._metadata[id(builder)] = builder.build(0, common)
         return self._metadata[id(builder)]
 
-    def _is_faster(self) -> bool:
-        """Time both ways on the first layer, with rows that stand apart as a blend's do; also, both must give the same."""
+    def _try(self) -> bool:
+        """Time both ways on the first layer, with rows that stand apart as a blend's do; gives whether both give the same."""
         attention = self._attentions[0]
         own, dtype = attention.impl, attention.kv_cache.dtype
         generator = torch.Generator().manual_seed(0)
@@ -108,20 +117,20 @@ class CpuAttention:
 
         positions_S = torch.arange(TRIAL_POSITIONS).view(-1, 4)[:: TRIAL_POSITIONS // TRIAL_ROWS].flatten()
         rows = Rows.of(positions_S, torch.device("cpu"))
-        kv_21HND = torch.stack([draw(own.num_kv_heads, TRIAL_POSITIONS) for _ in "kv"])
-        q_1QSD, whole = draw(own.num_heads, len(rows)), LayerKV(kv_21HND, kv_21HND)
+        k_1HND, v_1HND = (draw(own.num_kv_heads, TRIAL_POSITIONS) for _ in "kv")
+        q_1QSD = draw(own.num_heads, len(rows))
         window = None if own.sliding_window == -1 else int(own.sliding_window)
 
         def by_torch() -> torch.Tensor:
             softcap = own.logits_soft_cap or None
-            return attend(q_1QSD, whole.k_1HND, whole.v_1HND, rows, scaling=own.scale, window=window, softcap=softcap)
+            return attend(q_1QSD, k_1HND, v_1HND, rows, scaling=own.scale, window=window, softcap=softcap)
 
         def by_kernel() -> torch.Tensor:
-            return self.attend(0, q_1QSD, rows, whole)
+            return self.attend(0, q_1QSD, k_1HND, v_1HND, rows)
 
         off = float((by_torch() - by_kernel()).abs().max())
         torch_s, kernel_s = (_median_s(way) for way in (by_torch, by_kernel))
-        is_right = off <= ALLOWED.get(dtype, ALLOWED_16_BITS)
+        self.is_faster = kernel_s < torch_s
         logger.info(
             "attention of %d rows: PyTorch %.2f ms, vLLM's kernel %.2f ms (off by %.2g)",
             len(rows),
@@ -129,7 +138,7 @@ class CpuAttention:
             kernel_s * 1e3,
             off,
         )
-        return is_right and kernel_s < torch_s
+        return off <= ALLOWED.get(dtype, ALLOWED_16_BITS)
 
 
 class CpuRowsPass(RowsPass):
@@ -147,7 +156,7 @@ class CpuRowsPass(RowsPass):
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any) -> torch.Tensor:
         """The rows' attention against the layer."""
-        return self._kernel.attend(self._layer, q, self._rows, self._whole)
+        return self._kernel.attend(self._layer, q, k, v, self._rows)
 
 
 def _median_s(call: Callable[[], object]) -> float:

@@ -185,7 +185,10 @@ class BlendRoutes:
             for window in self._context.windows(chunks):  # a call each, so that requests run between two
                 new = list(range(window.new, window.last))
                 stored += (await self._engine.collective_rpc("cacheblend_precompute", args=([plain], new, salt)))[0]
-        return JSONResponse({"documents": len(split), "chunks": sum(map(len, split)), "stored_chunks": stored})
+        tokens = sum(len(chunk) for chunks in split for chunk in chunks)
+        return JSONResponse(
+            {"documents": len(split), "chunks": sum(map(len, split)), "stored_chunks": stored, "tokens": tokens}
+        )
 
 
 class ChunkMarking:

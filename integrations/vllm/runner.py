@@ -4,6 +4,9 @@ Decoder layers are shallow copies whose `self_attn.attn` is ours; projections, n
 modules, tensor-parallel and quantised ones included. Two copies of each: one with the layer's rotary embedding, one with none,
 which gives keys before RoPE whatever a family's projections and norms look like.
 
+A hidden state is a pair (2, S, M): a layer's output, and the residual that vLLM's next norm adds to it. That norm goes on from
+the sum in float32, so that one rounded to 16 bits in between would give other tokens than vLLM's own prefill.
+
 Shapes: H KV heads and Q query heads of this rank, S rows, N tokens, D head size, M hidden size, V vocabulary.
 """
 
@@ -97,7 +100,7 @@ class VllmRunner:
         device: where it is.
 
     Attributes:
-        cpu_attention: vLLM's own kernel for the rows' attention; None for PyTorch's.
+        cpu_attention: vLLM's own kernel for the attention of rows that it takes; None for PyTorch's.
 
     Raises:
         UnsupportedModelError: its layers are not of the shape that can be run on chosen rows; the message names what is not.
@@ -141,11 +144,11 @@ class VllmRunner:
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
         """See `ModelRunner.embed`."""
         hidden_SM: torch.Tensor = self._model.embed_input_ids(token_ids_S)
-        return hidden_SM[None]
+        return torch.stack([hidden_SM, torch.zeros_like(hidden_SM)])
 
-    def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_2SM: torch.Tensor) -> torch.Tensor:
         """See `ModelRunner.logits`."""
-        logits_1V: torch.Tensor = self._model.compute_logits(self._base.norm(hidden_1SM[0, -1:]))
+        logits_1V: torch.Tensor = self._model.compute_logits(_normed(self._base.norm, hidden_2SM[:, -1:]))
         return logits_1V[0].float()
 
     def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
@@ -179,7 +182,7 @@ class VllmRunner:
         k_HTD, v_HTD = every_2HTD[:, ::step].cpu()
         return k_HTD, v_HTD
 
-    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
+    def rotary(self, positions_N: torch.Tensor, hidden_2SM: torch.Tensor) -> dict[Hashable, CosSin]:
         """See `ModelRunner.rotary`; from the tables of vLLM's rotary modules, in the model's dtype as they compute."""
         pairs: dict[Hashable, CosSin] = {}
         for kind, rope in self._ropes.items():
@@ -188,53 +191,57 @@ class VllmRunner:
         return pairs
 
     def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """See `ModelRunner.rotate`: the halves of the rotary part are turned, what stands after it is left."""
-        cos, sin = (x[:, None] for x in cos_sin)
+        """See `ModelRunner.rotate`: the halves of the rotary part are turned, what stands after it is left.
+
+        In float32 and rounded once, as vLLM's kernels do.
+        """
+        cos, sin = (x[:, None].float() for x in cos_sin)
         rotary_dim = cos.shape[-1]
         turned, rest = k_1HSD[..., :rotary_dim], k_1HSD[..., rotary_dim:]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+        first, second = turned.float().chunk(2, dim=-1)
+        turned = (turned * cos + torch.cat([-second, first], dim=-1) * sin).to(k_1HSD.dtype)
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
-    def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project_kv(self, layer: int, hidden_2SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelRunner.project_kv`."""
-        block, capture, hidden_SM = self._unrotated[layer], _Capture(), hidden_1SM[0]
+        block, capture, normed_SM = self._unrotated[layer], _Capture(), _normed(self._layers[layer].input_layernorm, hidden_2SM)
         self._stubs[layer].layer_pass = capture
-        positions_S = torch.zeros(len(hidden_SM), dtype=torch.long, device=hidden_SM.device)
-        block.self_attn(positions=positions_S, hidden_states=block.input_layernorm(hidden_SM))
+        positions_S = torch.zeros(len(normed_SM), dtype=torch.long, device=normed_SM.device)
+        block.self_attn(positions=positions_S, hidden_states=normed_SM)
         return capture.k_1HSD, capture.v_1HSD
 
     def run_rows(
-        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
+        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
         """See `ModelRunner.run_rows`."""
         pieces: list[torch.Tensor] = []
         done = 0
         for piece in rows.split(ROWS_AT_ONCE):
-            if self.cpu_attention is None:
-                layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
-            else:
+            layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
+            if self.cpu_attention is not None and self.cpu_attention.takes(piece):
                 layer_pass = CpuRowsPass(self.cpu_attention, layer, whole, piece, scatter=scatter)
-            pieces.append(self._run(layer, hidden_1SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
+            pieces.append(self._run(layer, hidden_2SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
             done += len(piece)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def run_question(
-        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
+        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
         """See `ModelRunner.run_question`."""
-        return self._run(layer, hidden_1SM, rows.on_device_S, question)
+        return self._run(layer, hidden_2SM, rows.on_device_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `ModelRunner.run_isolated`."""
+        """See `ModelRunner.run_isolated`; a sequence alone is run as vLLM's own prefill runs it."""
         device = self.geometry.device
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=device) for ids in sequences])
-        hidden_1NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=device))
-        rotary = self.rotary(positions_N, hidden_1NM)
+        hidden_2NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=device))
+        rotary = self.rotary(positions_N, hidden_2NM)
+        kernel = self.cpu_attention if shared is None and len(sequences) == 1 else None
+        rows = Rows.of(positions_N.cpu(), device)
         for layer, window in enumerate(self.windows[:-1]):
             masks = [
                 (
@@ -247,10 +254,11 @@ class VllmRunner:
             ]
             turn = partial(self.rotate, cos_sin=rotary[self.layer_types[layer]])
             prefix = None if shared is None else shared.layers[layer]
-            layer_pass = IsolatedPass(_both(turn), _isolated_attention, masks, prefix)
-            hidden_1NM = self._run(layer, hidden_1NM, positions_N, layer_pass, self._unrotated[layer])
+            attention = _isolated_attention if kernel is None else partial(_kernel_attention, kernel, layer, rows)
+            layer_pass = IsolatedPass(_both(turn), attention, masks, prefix)
+            hidden_2NM = self._run(layer, hidden_2NM, positions_N, layer_pass, self._unrotated[layer])
             yield layer_pass.k_1HND, layer_pass.v_1HND
-        yield self.project_kv(len(self._layers) - 1, hidden_1NM)
+        yield self.project_kv(len(self._layers) - 1, hidden_2NM)
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix:
         """See `ModelRunner.share`."""
@@ -260,16 +268,21 @@ class VllmRunner:
         return SharedPrefix(len(prefix_ids), [(self.rotate(k, rotary[kind]), v.clone()) for kind, (k, v) in every])
 
     def _run(
-        self, layer: int, hidden_1SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: _LayerPass, block: Any = None
+        self, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: _LayerPass, block: Any = None
     ) -> torch.Tensor:
-        """Rows through one layer, by default with its rotary embedding; gives (1, S, M)."""
+        """Rows through one layer, by default with its rotary embedding; gives (2, S, M)."""
         self._stubs[layer].layer_pass = layer_pass
         block = self._layers[layer] if block is None else block
-        # vLLM's fused norms add into the residual, which is the layer's input.
-        out_SM, residual_SM = block(positions=positions_S, hidden_states=hidden_1SM[0].clone(), residual=None)
+        hidden_SM, residual_SM = hidden_2SM.clone()  # vLLM's fused norms write into both
+        pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
         self._stubs[layer].layer_pass = None
-        whole_SM: torch.Tensor = out_SM + residual_SM
-        return whole_SM[None]
+        return torch.stack(pair)
+
+
+def _normed(norm: Any, hidden_2SM: torch.Tensor) -> torch.Tensor:
+    """What a norm of vLLM's makes of a hidden state, (S, M)."""
+    normed_SM: torch.Tensor = norm(*hidden_2SM.clone())[0]  # see `VllmRunner._run`
+    return normed_SM
 
 
 def _trouble(layer: Any) -> str:
@@ -330,6 +343,21 @@ def _isolated_attention(
         mask = torch.full((rows, keys), -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
     scores = scores + mask
     return torch.matmul(torch.softmax(scores, dim=-1), v_BQTD).transpose(1, 2), None
+
+
+def _kernel_attention(
+    kernel: CpuAttention,
+    layer: int,
+    rows: Rows,
+    _module: nn.Module,
+    q_1QTD: torch.Tensor,
+    k_1HTD: torch.Tensor,
+    v_1HTD: torch.Tensor,
+    _mask: torch.Tensor | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same of one sequence, by vLLM's kernel, which knows the layer's window, scale and soft-capping."""
+    return kernel.attend(layer, q_1QTD, k_1HTD, v_1HTD, rows), None
 
 
 def _with_modules(module: Any, **replaced: nn.Module) -> Any:

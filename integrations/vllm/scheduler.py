@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend.base.errors import InputError
-from cacheblend.blend import FusionConfig
 from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 from cacheblend.store import ChunkKey
 
@@ -75,7 +74,7 @@ class BlendScheduler:
 
     Args:
         keys: names chunks' KV.
-        stored: whether a key's KV is stored; reads none.
+        stored: whether the KV of each key is stored; reads none.
         ratio: where a request does not say.
         block_size: tokens of a block hash.
 
@@ -83,7 +82,7 @@ class BlendScheduler:
         counts: since the last `take_counts`, by name: "blended", "exact:REASON", ...
     """
 
-    def __init__(self, keys: ChunkKeys, stored: Callable[[ChunkKey], bool], ratio: float, block_size: int) -> None:
+    def __init__(self, keys: ChunkKeys, stored: Callable[[list[ChunkKey]], list[bool]], ratio: float, block_size: int) -> None:
         self._keys, self._stored, self._ratio, self._block_size = keys, stored, ratio, block_size
         self._marked: dict[str, _Marked] = {}
         self._reports: dict[str, dict[str, Any]] = {}  # of requests that are left to vLLM
@@ -131,7 +130,7 @@ class BlendScheduler:
             return "no_chunks"
         earlier = self._keys.earlier(chunks, marks.documents)
         salt = request.cache_salt
-        stored = [self._stored(self._keys.key(*chunk, salt)) for chunk in zip(chunks, earlier, strict=True)]
+        stored = self._stored([self._keys.key(*chunk, salt) for chunk in zip(chunks, earlier, strict=True)])
         missed = [
             MissedChunk(chunk, texts, salt) for chunk, texts, found in zip(chunks, earlier, stored, strict=True) if not found
         ]
@@ -228,8 +227,3 @@ def _rows(tokens: int, marks: Marks, ratio: float, reused: int | None = None) ->
     if reused is None:
         reused = sum(stop - start for start, stop in marks.chunks)
     return tokens - reused * (1 - ratio) + min(MAX_QUESTION_TOKENS, tokens - marks.chunks[-1][1])
-
-
-def fusion_config(ratio: float) -> FusionConfig:
-    """How prompts are blended at a ratio."""
-    return FusionConfig(recompute_ratio=ratio)

@@ -9,21 +9,25 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import DamagedEntryError, StoreError
-from cacheblend.blend import Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
+from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
-from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair
+from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement
 
-from .keys import Chunk, ChunkKeys
-from .scheduler import BlendJob, MissedChunk, fusion_config
+from .keys import Chunk, ChunkKeys, find_stored
+from .scheduler import BlendJob, MissedChunk
 
 logger = logging.getLogger(__name__)
+THREADS = DaemonThreads("cacheblend-vllm")
 MAX_WAITING_MISSES = 4096
 BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no more often
 # A layer's cost that grows with the prompt and not with its rows: for so many tokens KV is copied, rotated and written in the
@@ -113,6 +117,8 @@ class BlendWorker:
     ) -> None:
         self._fusor, self._keys, self._store, self._pages, self._ranks = fusor, keys, store, pages, ranks
         self._kv_heads, self._controller = kv_heads, controller if ranks.ranks == 1 else None
+        # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
+        self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
         self._missed: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
         self._openings: OrderedDict[Chunk, ChunkKV] = OrderedDict()
@@ -126,11 +132,13 @@ class BlendWorker:
     @property
     def blending(self) -> int:
         """Prompts that wait or are under way."""
-        return len(self._blends)
+        return len(self._fetches) + len(self._blends)
 
     def step(self, jobs: Iterable[BlendJob], missed: Iterable[MissedChunk], rows: int, *, is_idle: bool) -> None:
         """Work as much as vLLM's own prefill of `rows` tokens would: at least a layer; or when idle a missed chunk."""
-        self._blends.extend((job, self._blend(job)) for job in jobs)
+        for job in jobs:
+            self._fetch(job)
+        self._begin_fetched()
         for chunk in missed:
             self._miss(chunk)
         left = max(1, rows) * self._fusor.runner.geometry.layers
@@ -152,6 +160,9 @@ class BlendWorker:
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Stop the blends of requests that have ended, whose pages are then free."""
+        for job, fetch in [one for one in self._fetches if one[0].request_id in request_ids]:
+            self._fetches.remove((job, fetch))
+            self._progress.done.add(job.request_id)
         for job, steps in [blend for blend in self._blends if blend[0].request_id in request_ids]:
             steps.close()
             self._blends.remove((job, steps))
@@ -167,7 +178,34 @@ class BlendWorker:
         for _, steps in self._blends:
             steps.close()
         self._blends.clear()
+        wait([fetch for _, fetch in self._fetches if fetch is not None], self._store.config.remote_timeout_s)
+        self._fetches.clear()
         self._store.close()
+
+    def _fetch(self, job: BlendJob) -> None:
+        """Have what the remote tier alone has of a prompt's chunks copied here, while requests run; then it is blended."""
+        if self._store.remote is None:
+            self._blends.append((job, self._blend(job)))
+            return
+        keys, fetch = self._keys_of(job), None
+        if self._ranks.rank == 0:
+            fetch = THREADS.call(partial(self._store.fetch, keys))
+        self._fetches.append((job, fetch))
+
+    def _begin_fetched(self) -> None:
+        """Begin the blends of the prompts whose chunks' KV has come, or does not come."""
+        has_ended = self._ranks.agree([fetch is None or fetch.done() for _, fetch in self._fetches])
+        for ended, (job, fetch) in zip(has_ended, list(self._fetches), strict=True):
+            if ended:
+                if fetch is not None and (error := fetch.exception()) is not None:
+                    logger.warning("chunks' KV is not copied from the remote tier: %s", error)
+                self._fetches.remove((job, fetch))
+                self._blends.append((job, self._blend(job)))
+
+    def _keys_of(self, job: BlendJob) -> list[ChunkKey]:
+        chunks = [job.token_ids[start:stop] for start, stop in job.marks.chunks]
+        earlier = self._keys.earlier(chunks, job.marks.documents)
+        return [self._keys.key(*chunk, job.cache_salt) for chunk in zip(chunks, earlier, strict=True)]
 
     def _end(self, job: BlendJob, report: dict[str, Any]) -> None:
         self._blends.popleft()
@@ -189,9 +227,8 @@ class BlendWorker:
         # 1. Look up the chunks; all ranks go on with the same hits.
         chunks = [ids[start:stop] for start, stop in job.marks.chunks]
         earlier = self._keys.earlier(chunks, job.marks.documents)
-        keys = [self._keys.key(*chunk, job.cache_salt) for chunk in zip(chunks, earlier, strict=True)]
         with ExitStack() as held:
-            found, source = self._find(keys, held)
+            found, source = self._find(self._keys_of(job), held)
             # 2. Lay the prompt out: what stands before the first chunk, the chunks, and what stands between and after them.
             segments = [self._opening(ids[: job.marks.chunks[0][0]])]
             after = [start for start, _ in job.marks.chunks[1:]] + [len(ids)]
@@ -203,7 +240,7 @@ class BlendWorker:
                 return {"blended": False, "reason": SLOW_LOADING}
             # 4. Blend it, each finished layer straight into the pages.
             fixed = -(-len(ids) // TOKENS_OF_A_ROW)
-            config = fusion_config(job.ratio if plan is None else plan.ratio)
+            config = FusionConfig(recompute_ratio=job.ratio if plan is None else plan.ratio)
             steps = self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))
             held.callback(steps.close)
             while True:
@@ -237,18 +274,21 @@ class BlendWorker:
 
     def _find(self, keys: Sequence[ChunkKey], held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each key, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
+        placements = held.enter_context(self._store.pin(keys, remote=False))
         if self._ranks.ranks == 1:
-            placements = held.enter_context(self._store.pin(keys))
             return list(placements), held.enter_context(LayerLoader())
-        found = [self._store.get(key) for key in keys]
+        found = [None if placement is None else self._own_heads(placement) for placement in placements]
         agreed = self._ranks.agree([kv is not None for kv in found])
-        kept: list[KVHandle | None] = []
-        for kv, everywhere in zip(found, agreed, strict=True):
-            if kv is None or not everywhere:
-                kept.append(None)
-            else:
-                kept.append(replace(kv, layers=[self._ranks.own_heads(pair, self._kv_heads) for pair in kv.layers]))
-        return kept, ResidentLayers()
+        return [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)], ResidentLayers()
+
+    def _own_heads(self, placement: Placement) -> ChunkKV | None:
+        """The KV of this rank's heads, in memory; None for an entry that is damaged."""
+        every = range(placement.num_layers)
+        try:
+            layers = [self._ranks.own_heads(placement.read_layer(layer), self._kv_heads) for layer in every]
+        except DamagedEntryError:
+            return None
+        return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
     def _plan(self, segments: Sequence[Segment]) -> LoadingPlan | None:
         """The loading controller's choice for a prompt; None where there is none to ask."""
@@ -301,7 +341,7 @@ class BlendWorker:
         for chunks in documents:
             earlier = self._keys.context.earlier(chunks)
             keys = [self._keys.key(chunk, texts, cache_salt) for chunk, texts in zip(chunks, earlier, strict=True)]
-            have = self._ranks.agree([key in self._store for key in keys])
+            have = self._ranks.agree(find_stored(self._store, keys))
             wanted.append((chunks, [i for i, here in enumerate(have) if not here and (which is None or i in which)]))
         stored = 0
         for kv in self._fusor.precompute_documents(wanted, self._keys.head, self._keys.context):

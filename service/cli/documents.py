@@ -24,6 +24,7 @@ from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus, shown_chunk
 from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
+from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
 from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
 
@@ -179,7 +180,7 @@ NOT_OF_INGEST = (
 )
 
 
-@options.takes(EngineConfig, RayConfig, without=NOT_OF_INGEST)
+@options.takes(EngineConfig, RayConfig, VllmConfig, without=NOT_OF_INGEST)
 def ingest(
     context: typer.Context,
     sources: Annotated[
@@ -188,7 +189,9 @@ def ingest(
             metavar="FILE|DIR|URL|-...", help="Text, code, PDF, Office, HTML, EPUB, JSON lines; folders, patterns, URLs, -."
         ),
     ],
-    model: options.Model,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP} Not with --vllm.")
+    ] = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     *,
     settings: options.Settings,
@@ -224,8 +227,18 @@ def ingest(
         cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
 
         cacheblend ingest corpus/ "s3://bucket/corpus" -m ./model --ray local --ray-actors 2
+
+        cacheblend ingest handbook/ --vllm http://localhost:8000
     """
-    ray = settings.make(RayConfig)
+    ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)
+    if vllm.vllm is not None:
+        if watch or ray.ray is not None:
+            raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
+        with closing(DocumentStream(sources, Shard.parse(shard), allow_private_urls=allow_private_urls)) as stream:
+            _ingest_into_vllm(stream, vllm, as_json=as_json)
+        return
+    if model is None:
+        raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
     if ray.ray is not None:
         if watch:
             raise InputError("--watch cannot be given with --ray; run the command again after a change")
@@ -261,20 +274,12 @@ def _ingest(
     yes: bool,
     as_json: bool,
 ) -> None:
-    with ReadingProgress(terminal.stderr) as reading:
-        stream.report.on_file = reading.update
-        try:
-            size = stream.measure()
-        except InputError:
-            if not folders:
-                raise
-            size = StreamSize(0, 0)  # a folder that is filled later
-        stream.report.on_file = lambda _: None
-    _print_skipped(stream.report)
-    files = max(reading.files, 1)
-    if size is not None and size.documents > files:
-        made = f"{counted(files, 'file')} read: {counted(size.documents, 'document')}"
-        terminal.stderr.print(f"{made}, as a page, a slide, a sheet and a line is one each", highlight=False, soft_wrap=True)
+    try:
+        size = _measured(stream)
+    except InputError:
+        if not folders:
+            raise
+        size = StreamSize(0, 0)  # a folder that is filled later
     terminal.hush_libraries()
     from cacheblend.service.engine.config import remember_settings
     from cacheblend.service.engine.engine import Engine
@@ -301,6 +306,42 @@ def _ingest(
     _tell_end(report, stream.report, as_json=as_json)
 
 
+def _measured(stream: DocumentStream) -> StreamSize | None:
+    """Read all once; say what is left out, and how many documents there are."""
+    with ReadingProgress(terminal.stderr) as reading:
+        stream.report.on_file = reading.update
+        try:
+            size = stream.measure()
+        finally:
+            stream.report.on_file = lambda _: None
+    _print_skipped(stream.report)
+    files = max(reading.files, 1)
+    if size is not None and size.documents > files:
+        made = f"{counted(files, 'file')} read: {counted(size.documents, 'document')}"
+        terminal.stderr.print(f"{made}, as a page, a slide, a sheet and a line is one each", highlight=False, soft_wrap=True)
+    return size
+
+
+def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool) -> None:
+    """Have a running vLLM store the documents' KV; its own store and settings are what counts."""
+    size = _measured(stream)
+    try:
+        with IngestProgress(terminal.stderr, stream, size) as progress:
+            report = upload_documents(stream, vllm, stream.report.faults, progress.update)
+    except KeyboardInterrupt:
+        _tell_interrupted()
+        raise
+    if as_json:
+        terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
+    else:
+        terminal.stdout.print(
+            f"{counted(report.documents, 'document')}, {counted(report.chunks, 'chunk')}: KV of {report.computed} computed, "
+            f"{report.already_stored} stored before ({report.seconds:.1f} s)",
+            highlight=False,
+        )
+    _tell_faults(stream.report)
+
+
 def _ingest_on_ray(sources: Sequence[str], config: EngineConfig, ray: RayConfig, shard: str, *, as_json: bool) -> None:
     found = SourceReport()
     terminal.hush_libraries()
@@ -322,11 +363,16 @@ def _tell_interrupted() -> None:
 
 
 def _tell_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
-    """Say what was ingested, and what could not be used; that makes the exit code 1."""
+    """Say what was ingested, and what could not be used."""
     if as_json:
         terminal.print_json({**report.as_dict(), **found.as_dict()})
     else:
         _print_ingested(report)
+    _tell_faults(found)
+
+
+def _tell_faults(found: SourceReport) -> None:
+    """Say what could not be used, which makes the exit code 1."""
     if faults := found.faults:
         terminal.stderr.print(f"{counted(len(faults), 'file')} could not be used:", highlight=False)
         for why in faults.values():

@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError, RemoteError
-from cacheblend.blend import FusionResult, Fusor, LayerReport, ResidentLayers, Segment
-from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, RemoteChunk, TierSpeed, WorkEstimator
-from cacheblend.store import BLOCK_TOKENS, REMOTE, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
+from cacheblend.blend import FrontedLayers, Fusor, LayerReport, Prompt, ResidentLayers, Segment
+from cacheblend.loader import FrontChunk, LayerLoader, LoadingController, LoadingPlan, TierSpeed, WorkEstimator
+from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement, PrefixRun
 
 from .background_precompute import BackgroundPrecompute
 from .chunk_contexts import ChunkEncoder
@@ -22,7 +23,11 @@ from .prefix_cache import CachedPrefix, PrefixCache
 from .prompt import PromptTokens
 from .request import PlannedSegment, Request
 
+if TYPE_CHECKING:
+    from cacheblend.loader.estimators import Read
+
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 PrefillSteps = Generator[LayerReport | None, None, None]
 
 
@@ -115,9 +120,9 @@ class Prefiller:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed."""
         prompt, namespace = request.prompt, request.namespace
         keys = [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
-        use_remote = True
+        use_remote, front = True, _Front()
         for _ in range(len(keys) + 1):  # an entry that turns out to be damaged is a miss in the next round
-            started, preempted_s = time.perf_counter(), 0.0
+            started, watch = time.perf_counter(), _PreemptionWatch()
             try:
                 with (
                     self._find_prefix(prompt, ratio, namespace) as prefix,
@@ -125,32 +130,31 @@ class Prefiller:
                     LayerLoader(self._config.loader) as loader,
                 ):
                     # 1. Plan: the ratio, whether full recompute is predicted to be faster, which misses are computed first.
-                    late: list[Placement] = []
                     exact, planned = self._exact_segments(prompt, prefix)
                     exact_tokens = sum(len(segment.token_ids) for segment in exact)
-                    early = self._early_misses(prompt, placements)
+                    stored = [*[None] * front.chunks, *placements[front.chunks :]]
+                    early = self._early_misses(prompt, stored, front.chunks)
+                    known = max(exact_tokens, front.tokens)
                     controller = self.controller if ratio is None else None
-                    reusable, fresh, precomputed = self._count_tokens(prompt, placements, early, exact_tokens)
+                    reusable, fresh, precomputed = self._count_tokens(prompt, stored, early, known)
                     if controller is None:
                         loading, r_star = None, self._config.loader.quality_ratio
-                        full = ratio is None and self._work.is_short(r_star, reusable, fresh, exact_tokens, sum(precomputed))
+                        full = ratio is None and self._work.is_short(r_star, reusable, fresh, known, sum(precomputed))
                     else:
-                        layer = self._fusor.decoder.geometry.layers - 1
-                        stored = [one for one in placements if one is not None]
-                        remote = [one for one in stored if one.tier == REMOTE]
+                        reads = self._reads(stored)
+                        may_stand_first = [] if front.chunks else zip(prompt.chunks, reads, strict=True)
                         loading = controller.plan(
-                            reads=[(one.tier, one.layer_bytes(layer)) for one in stored if one.tier != REMOTE],
+                            reads=[read for read in reads if read is not None],
                             reusable=reusable,
                             fresh=fresh,
-                            exact=exact_tokens,
+                            exact=known,
                             precomputed=precomputed,
-                            remote=[RemoteChunk(one.layer_bytes(layer), one.tokens) for one in remote],
+                            front=[FrontChunk(len(chunk), read) for chunk, read in may_stand_first][: min(early, default=None)],
                             remote_speed=self._remote_speed(),
                         )
                         full = loading.full_recompute
-                        late = remote[len(remote) - loading.recomputed_remote :]  # to be recomputed instead
-                        loader.restart_s, loader.latency_s = loading.full_s, loading.latency_s
-                    if full:
+                        loader.restart_s, loader.latency_s = loading.full_s - loading.front_s, loading.latency_s
+                    if full and not front.chunks:
                         exact, planned, exact_tokens, early = [], [], 0, []
                     fusion = self._config.fusion_config(ratio if loading is None else loading.ratio)
                     planned_at = time.perf_counter()
@@ -161,16 +165,15 @@ class Prefiller:
                         chunk = prompt.chunks[at]
                         computed[chunk] = self._encoder.compute(chunk, ())
                         self._background.store(keys[at], computed[chunk], prompt.document_of(at))
-                        paused = time.perf_counter()
-                        yield None
-                        preempted_s += time.perf_counter() - paused
-                    precompute_s = time.perf_counter() - planned_at - preempted_s
+                        yield from watch.pause()
+                    precompute_s = time.perf_counter() - planned_at - watch.preempted_s
 
                     # 3. Lay the segments end to end.
+                    front_chunks = front.chunks if full or loading is None else front.chunks or loading.front_chunks
                     kvs: list[KVHandle | None] = [None] * len(keys)
                     if not full:
-                        for at, (chunk, placement) in enumerate(zip(prompt.chunks, placements, strict=True)):
-                            if placement not in late:
+                        for at, (chunk, placement) in enumerate(zip(prompt.chunks, stored, strict=True)):
+                            if at >= front_chunks:
                                 kvs[at] = placement if prompt.earlier_of(at) else computed.get(chunk, placement)
                     before, after = prompt.prefix[exact_tokens:], prompt.suffix[max(0, exact_tokens - len(prompt.prefix)) :]
                     chunks = [Segment(chunk, kv) for chunk, kv in zip(prompt.chunks, kvs, strict=True)]
@@ -179,22 +182,26 @@ class Prefiller:
                     prefix.exact_tokens = next((prompt.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
                     prefix.keep_blended = prompt.cache_suffix
 
-                    # 4. Fuse, a layer a step; the loader reads the next layers meanwhile.
+                    # 4. Compute the front, a layer a step; the loader reads the others' KV meanwhile.
                     source = prefix.record(ResidentLayers() if full else loader)
-                    with closing(self._fusor.fuse_steps(segments, fusion, source)) as layers:
-                        while True:
-                            try:
-                                report = next(layers)
-                            except StopIteration as done:
-                                fused: FusionResult = done.value
-                                break
-                            paused = time.perf_counter()
-                            yield report
-                            preempted_s += time.perf_counter() - paused
+                    if front_chunks:
+                        first, others = segments[: len(exact) + 1 + front_chunks], segments[len(exact) + 1 + front_chunks :]
+                        unread = Segment([token for segment in first for token in segment.token_ids])
+                        source.start(Prompt.of([unread, *others]), self._fusor.runner.geometry, reuse_layer_0=True)
+                        if not front.chunks:
+                            front = _Front(front_chunks, (yield from watch.over(self._fusor.front_steps(first))))
+                        assert front.run is not None, "it was computed just now, or in the round before"
+                        segments = [Segment(unread.token_ids, front.run, exact=True), *others]
+                        source = FrontedLayers(source, front.run)
 
-                    # 5. Compare the plan with what it took, and note the result.
+                    # 5. Fuse, a layer a step; the loader reads the next layers meanwhile.
+                    fused = yield from watch.over(self._fusor.fuse_steps(segments, fusion, source))
+                    if front_chunks:
+                        fused = fused.with_front(exact_tokens)
+
+                    # 6. Compare the plan with what it took, and note the result.
                     if controller is not None and loading is not None:
-                        prefill_s = self._synchronized() - planned_at - preempted_s
+                        prefill_s = self._synchronized() - planned_at - watch.preempted_s
                         self._observe(controller, loading, loader.load_s, prefill_s, precompute_s, fused.wait_s)
                     request.lookup_s, request.loading, request.prefix = planned_at - started, loading, prefix
                     request.load_s, request.loaded_bytes = loader.load_s, loader.bytes_by_tier
@@ -206,12 +213,17 @@ class Prefiller:
                 logger.info("a request does without the remote tier: %s", error)
                 use_remote = False
                 continue
-            # 6. Have the other misses computed after the running requests.
+            # 7. Have the other misses computed after the running requests.
             for at, (key, chunk) in enumerate(zip(keys, prompt.chunks, strict=True)):
                 if kvs[at] is None and placements[at] is None and not prompt.is_between(at):
                     self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
             return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
+
+    def _reads(self, stored: Sequence[Placement | None]) -> list[Read | None]:
+        """The read of a layer of each chunk; None for a miss."""
+        layer = self._fusor.decoder.geometry.layers - 1
+        return [None if one is None else (one.tier, one.layer_bytes(layer)) for one in stored]
 
     def _remote_speed(self) -> TierSpeed | None:
         """What the remote tier's reads cost lately."""
@@ -219,15 +231,15 @@ class Prefiller:
         speed = None if remote is None else remote.speed()
         return None if speed is None else TierSpeed(read_s=0.0, bytes_per_s=speed.bytes_per_s, latency_s=speed.latency_s)
 
-    def _early_misses(self, prompt: PromptTokens, placements: Sequence[Placement | None]) -> list[int]:
-        """Places of the missing chunks whose own KV is computed before the fusion: those that no reading of a document
-        belongs to, equal ones once.
+    def _early_misses(self, prompt: PromptTokens, placements: Sequence[Placement | None], first_at: int) -> list[int]:
+        """Places, from `first_at` on, of the missing chunks whose own KV is computed before the fusion: those that no reading
+        of a document belongs to, equal ones once.
         """
         if self._config.on_miss != "precompute":
             return []
         first: dict[tuple[int, ...], int] = {}
         for at, (chunk, stored) in enumerate(zip(prompt.chunks, placements, strict=True)):
-            if stored is None and not prompt.earlier_of(at) and not prompt.is_between(at):
+            if at >= first_at and stored is None and not prompt.earlier_of(at) and not prompt.is_between(at):
                 first.setdefault(chunk, at)
         return list(first.values())
 
@@ -287,6 +299,43 @@ class Prefiller:
             load_s,
             0.0 if plan.full_recompute else plan.load_s,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Front:
+    """A prompt's first chunks, and their exact KV with what stands before them; none of either before it is computed."""
+
+    chunks: int = 0
+    run: PrefixRun | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the KV."""
+        return 0 if self.run is None else len(self.run.token_ids)
+
+
+class _PreemptionWatch:
+    """Seconds in which others ran between a request's steps."""
+
+    def __init__(self) -> None:
+        self.preempted_s = 0.0
+
+    def pause(self, report: LayerReport | None = None) -> Generator[LayerReport | None, None, None]:
+        """Let others run."""
+        paused = time.perf_counter()
+        yield report
+        self.preempted_s += time.perf_counter() - paused
+
+    def over(self, steps: Generator[LayerReport, None, T]) -> Generator[LayerReport | None, None, T]:
+        """The same steps, with a pause after each."""
+        with closing(steps):
+            while True:
+                try:
+                    report = next(steps)
+                except StopIteration as done:
+                    result: T = done.value
+                    return result
+                yield from self.pause(report)
 
 
 def _fresh(*parts: tuple[int, ...]) -> list[PlannedSegment]:

@@ -24,6 +24,7 @@ from .request import Done, Failed, ServedRequest
 
 CREDIT_S = 0.25  # of the model's time that a tenant may be ahead of the others after a pause
 GIVING_WAY = 4.0
+SHADOW_AFTER_S = 0.25  # without a request: a client that asks one after the other does not wait for a check's layer
 logger = logging.getLogger(__name__)
 Observer = Callable[[ServedRequest, Done | Failed | None], None]
 
@@ -102,8 +103,8 @@ class Scheduler:
 
     One request of a tenant is prefilled at a time, since two at once would both come later; tenants' prefills share the time,
     layer by layer. Between two layers the batch of those that decode takes a step where one is due (`DecodePace`). A request
-    that ends, fails, is cancelled or is late leaves before the next step, and all it held is free then. Where nothing runs or
-    waits, sampled requests are held against full prefill, a layer at a time.
+    that ends, fails, is cancelled or is late leaves before the next step, and all it held is free then. Where nothing has run
+    or waited for `SHADOW_AFTER_S`, sampled requests are held against full prefill, a layer at a time.
 
     Args:
         fusor: the model that all requests' engines share.
@@ -134,7 +135,7 @@ class Scheduler:
         self._closing = self._aborted = False
         self._prefill_s: dict[str, float] = {}  # a running mean by tenant, for Retry-After
         self._turns = PrefillTurns()
-        self._stepped = time.perf_counter()
+        self._stepped = self._left_s = time.perf_counter()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
@@ -245,6 +246,8 @@ class Scheduler:
             # 1. Wait for a request; while there is none, a shadow evaluation goes on, a layer or a token at a time.
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._is_busy() or self._shadow.has_work)
+                pause_s = self._left_s + SHADOW_AFTER_S - time.perf_counter()
+                self._changed.wait_for(lambda: self._closing or self._is_busy(), max(0.0, pause_s))
                 busy = self._is_busy()
                 if self._closing and not busy:
                     return
@@ -378,6 +381,7 @@ class Scheduler:
         running.end()
         with self._changed:
             self._running.remove(running)
+            self._left_s = time.perf_counter()
         self._report(running, how)
 
     def _report(self, request: ServedRequest, how: Done | Failed | None) -> None:

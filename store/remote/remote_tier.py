@@ -23,6 +23,7 @@ from .backend import BackendLimits, ObjectRange, RangeReader
 from .breaker import CircuitBreaker
 from .object_format import PREFIX_BYTES, ObjectFormat, ObjectLayout
 from .remote_entry import RemoteEntry
+from .removal_log import RemovalLog
 from .speed import RemoteSpeed, SpeedMeter, StreamClock
 from .stream import RemoteStream
 from .upload_queue import UploadQueue
@@ -86,22 +87,31 @@ class RemoteTier:
         limits: time-out and time to live.
         secret: of the deployment; see `ObjectFormat`.
         queue_bytes: of entries that wait to be written.
+        removals: where removals that wait are noted.
     """
 
     name: ClassVar[str] = "remote"
     in_memory: ClassVar[bool] = False
 
-    def __init__(self, address: RemoteAddress, limits: BackendLimits, secret: bytes | None, *, queue_bytes: int) -> None:
+    def __init__(
+        self,
+        address: RemoteAddress,
+        limits: BackendLimits,
+        secret: bytes | None,
+        *,
+        queue_bytes: int,
+        removals: RemovalLog,
+    ) -> None:
         self.address, self.format, self._limits = address, ObjectFormat(secret), limits
         self.backend = address.open(limits)
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.meter = SpeedMeter()
-        self.uploads = UploadQueue(self._send, self._remove, self.writes, queue_bytes)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._layouts: OrderedDict[str, tuple[ObjectLayout, float]] = OrderedDict()
         self._missing: OrderedDict[str, float] = OrderedDict()
         self._lookup_s: float | None = None
+        self.uploads = UploadQueue(self._send, self._remove, self.writes, queue_bytes, removals)
 
     def open_all(self, digests: Sequence[str]) -> dict[str, RemoteEntry]:
         """The entries among these that are there, looked up in one round trip (headers over 16 KiB take a second)."""
@@ -250,7 +260,7 @@ class RemoteTier:
     def close(self) -> None:
         """Send what waits, for as long as a time-out, and end all connections."""
         if left := self.uploads.close(self._limits.timeout_s):
-            logger.warning("%d changes were not made in the remote tier; `cacheblend store push` sends what is stored", left)
+            logger.warning("%d entries were not sent to the remote tier; `cacheblend store push` sends what is stored", left)
         self.backend.close()
 
     @contextmanager

@@ -13,6 +13,7 @@ from cacheblend.base.errors import RemoteError
 from cacheblend.store.entry import EncodedEntry
 
 from .breaker import CircuitBreaker
+from .removal_log import RemovalLog
 
 logger = logging.getLogger(__name__)
 GROUP_ENTRIES = 32  # sent after one look-up of which are there already
@@ -36,13 +37,15 @@ class UploadQueue:
     """Changes of the remote tier, one a digest, the last one counts. Thread-safe; nobody waits for the remote.
 
     What cannot be sent is tried again after the breaker's pause. An entry that finds no room, or has failed `MAX_ATTEMPTS`
-    times, is dropped and counted: `cacheblend store push` sends it later.
+    times, is dropped and counted: `cacheblend store push` sends it later. Removals that wait are noted on disk, and wait again
+    when the store is opened next.
 
     Args:
         send: sends entries that are not there yet; raises `RemoteError`.
         remove: removes entries by digest; raises `RemoteError`.
         breaker: asked before each call, and told how it ended.
         limit_bytes: of entries that wait.
+        removals: where those that wait are noted.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class UploadQueue:
         remove: Callable[[Sequence[str]], None],
         breaker: CircuitBreaker,
         limit_bytes: int,
+        removals: RemovalLog,
     ) -> None:
         self._send, self._remove, self._breaker, self._limit_bytes = send, remove, breaker, limit_bytes
+        self._removals = removals
         self._changed = threading.Condition()
         self._changes: OrderedDict[str, _Change] = OrderedDict()
         self._bytes = 0
@@ -60,6 +65,7 @@ class UploadQueue:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.dropped = 0
+        self._enter_removals(removals.waiting())
 
     def put(self, entry: EncodedEntry) -> bool:
         """Have an entry sent, not copied; False where there is no room, which is counted."""
@@ -76,6 +82,11 @@ class UploadQueue:
 
     def remove(self, digests: Iterable[str]) -> None:
         """Have entries removed, and not sent any more."""
+        digests = list(digests)
+        self._removals.note(digests)
+        self._enter_removals(digests)
+
+    def _enter_removals(self, digests: Iterable[str]) -> None:
         with self._changed:
             for digest in digests:
                 self._enter(digest, _Change(None))
@@ -100,18 +111,19 @@ class UploadQueue:
             return self._changed.wait_for(lambda: not self._changes and not self._under_way, timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """Send what waits, for so long, and end the thread; gives how many changes were not made."""
+        """Send what waits, for so long, and end the thread; gives how many entries were not sent, for removals are noted."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._changed.wait_for(lambda: not self._changes or self._breaker.wait_s() > 0, timeout_s)
             self._stopping = True
-            left = len(self._changes)
+            left = sum(change.entry is not None for change in self._changes.values())
             self.dropped += left
             self._changes.clear()
             self._bytes = 0
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
+        self._removals.close()
         return left
 
     def _enter(self, digest: str, change: _Change) -> None:
@@ -163,6 +175,7 @@ class UploadQueue:
             else:
                 self._remove(list(group))
             self._breaker.succeed()
+            self._removals.settle(group)
         except RemoteError as error:
             if self._breaker.fail():
                 logger.warning("nothing is written to the remote tier for a while: %s", error)

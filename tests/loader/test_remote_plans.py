@@ -1,4 +1,6 @@
-"""Plans over a remote tier: what would come later than it is computed is recomputed, by what its reads cost lately."""
+"""Plans over a remote tier: the prompt's first chunks are computed while the others come, by what its reads cost lately."""
+
+from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
@@ -6,59 +8,82 @@ from hypothesis import strategies as st
 from profiles import LAYER_TOKEN_BYTES, linear_profile
 
 from cacheblend.blend import Schedule
-from cacheblend.loader import LoaderConfig, LoadingController, LoadingPlan, RemoteChunk, TierSpeed
+from cacheblend.blend.selection import QuestionAttention
+from cacheblend.loader import FrontChunk, LoaderConfig, LoadingController, LoadingPlan, TierSpeed
 
-CHUNKS = [RemoteChunk(500 * LAYER_TOKEN_BYTES, 500)] * 8
-TOKENS = sum(chunk.tokens for chunk in CHUNKS)
+TOKENS = 500  # of a chunk
+REMOTE = FrontChunk(TOKENS, ("remote", TOKENS * LAYER_TOKEN_BYTES))
+LOCAL = FrontChunk(TOKENS, ("nvme", TOKENS * LAYER_TOKEN_BYTES))
+MISS = FrontChunk(TOKENS, None)
+CHUNKS = [REMOTE] * 8
+ASKING = QuestionAttention.schedule
+schedules = st.sampled_from([Schedule(0.0), ASKING])
+speeds = st.tuples(st.floats(3, 13).map(lambda power: 10**power), st.floats(0, 1))
 
 
-def controller() -> LoadingController:
-    return LoadingController(LoaderConfig(), linear_profile(layers=12, bytes_per_s=1e9), Schedule(0.0), ())
-
-
-def plan(rate: float, latency_s: float = 0.0, chunks: list[RemoteChunk] = CHUNKS) -> LoadingPlan:
+def plan(
+    rate: float,
+    latency_s: float = 0.0,
+    chunks: list[FrontChunk] = CHUNKS,
+    schedule: Schedule = ASKING,
+    most: int | None = None,
+) -> LoadingPlan:
+    """A plan over chunks, of which at most so many may stand in a front."""
+    controller = LoadingController(LoaderConfig(), linear_profile(layers=12, bytes_per_s=1e9), schedule, ())
     speed = TierSpeed(read_s=0.0, bytes_per_s=rate, latency_s=latency_s)
-    return controller().plan([], TOKENS, 32, remote=chunks, remote_speed=speed)
+    reads = [chunk.read for chunk in chunks if chunk.read is not None]
+    fresh = 32 + sum(chunk.tokens for chunk in chunks if chunk.read is None)
+    return controller.plan(reads, TOKENS * len(reads), fresh, front=chunks[:most], remote_speed=speed)
 
 
 def test_a_fast_remote_is_read_whole_and_a_slow_one_not_at_all() -> None:
     """At memory's speed every chunk is loaded at r*; at a modem's full recompute is chosen."""
     fast, slow = plan(1e13), plan(1e3)
-    assert (fast.recomputed_remote, fast.full_recompute, fast.ratio) == (0, False, LoaderConfig().quality_ratio)
-    assert slow.full_recompute or slow.recomputed_remote == len(CHUNKS)
-    assert slow.prefill_s <= slow.full_s * 1.05
+    assert (fast.front_chunks, fast.front_s, fast.full_recompute) == (0, 0.0, False)
+    assert fast.ratio == LoaderConfig().quality_ratio
+    assert slow.full_recompute
+    assert slow.prefill_s == slow.full_s
 
 
-@given(rate=st.floats(3, 13).map(lambda power: 10**power), latency_s=st.floats(0, 1))
-@settings(deadline=None, max_examples=60)
-def test_no_plan_is_later_than_full_recompute(rate: float, latency_s: float) -> None:
-    """Whatever bandwidth and latency are, the plan is at most 5 % later than full recompute, and than loading everything."""
-    made = plan(rate, latency_s)
-    assert made.prefill_s <= made.full_s * 1.05 + 1e-9
-    assert 0 <= made.recomputed_remote <= len(CHUNKS)
-    assert made.latency_s in (0.0, latency_s)
-    everything = controller().plan([("nvme", chunk.layer_bytes) for chunk in CHUNKS], TOKENS, 32)
-    assert everything.recomputed_remote == 0
+@given(speed=speeds, schedule=schedules, chunks=st.lists(st.sampled_from([REMOTE, LOCAL, MISS]), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=100)
+def test_the_best_front_is_found(speed: tuple[float, float], schedule: Schedule, chunks: list[FrontChunk]) -> None:
+    """Whatever network and chunks are, no other front makes the prefill more than 2 % sooner, nor does full recompute."""
+    made = plan(*speed, chunks, schedule)
+    assert 0 <= made.front_chunks <= len(chunks)
+    if any(chunk.read for chunk in chunks):
+        assert any(chunk.read for chunk in chunks[made.front_chunks :])
+        assert made.prefill_s <= made.full_s * 1.05 + 1e-9
+        for most in range(len(chunks)):
+            other = plan(*speed, chunks, schedule, most)
+            assert made.prefill_s <= other.prefill_s * (1.07 if made.full_recompute else 1.02) + 1e-9
+    else:
+        assert made.front_chunks == 0
 
 
-def test_between_them_some_chunks_are_computed_while_others_come() -> None:
-    """At some rate a part of the chunks is loaded beside the compute of the others, which is sooner than either alone."""
-    plans = [plan(10 ** (power / 10)) for power in range(30, 130)]
-    parts = [made for made in plans if 0 < made.recomputed_remote < len(CHUNKS) and not made.full_recompute]
-    assert parts
-    assert all(made.prefill_s < made.full_s for made in parts)
+def test_loading_and_computing_end_together() -> None:
+    """Where loading everything takes longer than the blend, the front takes as long as the loading of the others."""
+    made = plan(60 * TOKENS * LAYER_TOKEN_BYTES, chunks=[REMOTE] * 40)
+    assert 0 < made.front_chunks < 40
+    assert not made.full_recompute
+    a_chunk_s = made.front_s / made.front_chunks
+    assert made.front_s == pytest.approx(made.load_s, abs=4 * a_chunk_s)
+    without = plan(60 * TOKENS * LAYER_TOKEN_BYTES, chunks=[REMOTE] * 40, most=0)
+    assert made.prefill_s < 0.9 * without.prefill_s
 
 
 def test_latency_counts_once() -> None:
     """A round trip is waited for once a prompt, however many chunks and layers it has."""
-    near, far = plan(1e13), plan(1e13, 0.5)
+    near, far = plan(1e13, most=0), plan(1e13, 0.5, most=0)
     assert far.load_s - near.load_s == pytest.approx(0.5)
     assert far.prefill_s <= near.prefill_s + 0.5 + 1e-9
 
 
 def test_a_remote_that_was_never_read_is_taken_as_the_slowest_tier() -> None:
     """Without a measurement the profile's remote stands, and without that its slowest tier."""
-    made = controller().plan([], TOKENS, 32, remote=CHUNKS)
+    controller = LoadingController(LoaderConfig(), linear_profile(layers=12, bytes_per_s=1e9), Schedule(0.0), ())
+    reads = [chunk.read for chunk in CHUNKS if chunk.read is not None]
+    made = controller.plan(reads, TOKENS * len(CHUNKS), 32, front=CHUNKS)
     assert made.load_s > 0
     assert "remote" in made.load_s_by_tier
-    controller().record(made, load_s=1.0, compute_s=None)
+    controller.record(made, load_s=1.0, compute_s=None)

@@ -55,7 +55,7 @@ class _Request(SimpleNamespace):
 
 
 def _scheduler(ratio: float = 0.1, stored: bool = True) -> BlendScheduler:
-    return BlendScheduler(KEYS, lambda _: stored, ratio, BLOCK)
+    return BlendScheduler(KEYS, lambda keys: [stored] * len(keys), ratio, BLOCK)
 
 
 def _marked(**more: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_requests_that_are_left_to_vllm(change: dict[str, Any], reason: str) -> 
 def test_a_store_that_cannot_be_read_stops_nobody() -> None:
     """Whatever goes wrong on arrival, the request is vLLM's own."""
 
-    def broken(_: ChunkKey) -> bool:
+    def broken(_: list[ChunkKey]) -> list[bool]:
         raise OSError("planted")
 
     scheduler, request = BlendScheduler(KEYS, broken, 0.1, BLOCK), _Request(_marked())
@@ -179,7 +179,7 @@ def test_tenants_have_keys_of_their_own() -> None:
     for salt in (None, "tenant"):
         request = _Request(_marked())
         request.cache_salt = salt
-        BlendScheduler(KEYS, lambda key: bool(asked.append(key)) or True, 0.1, BLOCK).arrive(request)
+        BlendScheduler(KEYS, lambda keys: [True for key in keys if asked.append(key) is None], 0.1, BLOCK).arrive(request)
     assert len(set(map(str, asked))) == 4
     assert str(KEYS.key((5,), ((4,),), None)) != str(KEYS.key((5,), (), None))
 
@@ -223,3 +223,19 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     """An option that is unknown or has a value that is not allowed is refused by name."""
     with pytest.raises(ConfigError):
         ConnectorConfig.from_options(options)
+
+
+def test_the_remote_tier_is_an_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remote tier has its names of elsewhere, an option counts before a variable, and no text shows the password."""
+    given = {"store_dir": "x", "remote": "redis://:hidden@cache:6379/0", "remote_timeout_s": 0.5, "remote_ttl_s": 60}
+    config = ConnectorConfig.from_options(given)
+    store = config.store_config()
+    assert (store.remote, store.remote_timeout_s, store.remote_ttl_s) == (given["remote"], 0.5, 60)
+    assert "hidden" not in repr(config)
+    monkeypatch.setenv("CACHEBLEND_REMOTE", "unix:///run/redis")
+    monkeypatch.setenv("CACHEBLEND_REMOTE_SECRET", "a secret of the deployment")
+    assert ConnectorConfig.from_options(given).remote == given["remote"]
+    by_variable = ConnectorConfig.from_options({"store_dir": "x"}).store_config()
+    assert (by_variable.remote, by_variable.read_secret()) == ("unix:///run/redis", b"a secret of the deployment")
+    with pytest.raises(ConfigError, match="remote"):
+        ConnectorConfig.from_options({"store_dir": "x", "remote": "http://cache"})

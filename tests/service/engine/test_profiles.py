@@ -139,7 +139,7 @@ class TestController:
         assert ask(engine, documents=documents, recompute_ratio=0.15).plan.hits == 2
 
     def test_what_the_controller_is_told(self, open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The controller plans with a layer's bytes of all stored chunks, by tier; misses and the question are fresh tokens."""
+        """The controller plans with a layer's bytes of all stored chunks, by tier and by place; the others are fresh tokens."""
         engine = open_ingested(recompute_ratio=None)
         tokens = [len(segment.token_ids) for segment in ask(engine, "full_recompute").plan.segments]
         chunks = ask(engine, "full_recompute").chunks
@@ -160,7 +160,7 @@ class TestController:
             "fresh": missed + tail,
             "exact": head,
             "precomputed": [],
-            "remote": [],
+            "front": [*zip(tokens[1:3], reads[:2], strict=True), (missed, None), (fourth, reads[2])],
             "remote_speed": None,
         }
         assert told == [expected]

@@ -1,14 +1,20 @@
 """Engines that share a remote tier: KV of one is a hit at another, and faults of the server never reach an answer."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import DOCUMENTS, QUESTION, OpenEngine
+from engines import DOCUMENTS, QUESTION, OpenEngine, kinds
+from recorded import RecordedAnswer, check_replay
 from remote_servers import SECRET, RedisServer, remote_of, wait_until
 
+from cacheblend.blend import Fusor, Segment
+from cacheblend.loader import FrontChunk, LoadingPlan
 from cacheblend.service import Answer, Engine
+from cacheblend.service.engine.request import Request
 from cacheblend.store.remote.redis_backend import KEY_PREFIX
 from cacheblend.store.remote.remote_tier import RemoteTier
 
@@ -121,6 +127,77 @@ def test_faults_between_look_up_and_layers_never_reach_an_answer(
         redis_server.resume()
         wait_until(lambda: remote_of(remote_engine.store).reads.wait_s() == 0)
         assert "remote" in tiers(remote_engine.answer(QUESTION, documents=BROUGHT))
+
+
+class FrontOfOne:
+    """A controller that has the first chunk computed while the others come."""
+
+    def plan(self, *, front: Sequence[FrontChunk], **_: object) -> LoadingPlan:
+        seconds = {"load_s": 1.0, "recompute_s": 1.0, "prefill_s": 1.0, "precompute_s": 0.0, "full_s": 100.0}
+        chunks = 1 if len(front) > 1 else 0
+        return LoadingPlan(ratio=0.5, load_s_by_tier={}, full_recompute=False, front_chunks=chunks, **seconds)
+
+    def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
+        """Learn nothing."""
+
+
+def asked(engine: Engine) -> Request:
+    """A request that leaves the ratio to the controller."""
+    return replace(engine.prepare(QUESTION, documents=BROUGHT), recompute_ratio=None)
+
+
+@pytest.fixture
+def watched(remote_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """When the engine opened a stream, and computed a front; a front waits until a stream is open."""
+    seen: list[str] = []
+    open_stream, front_steps = RemoteTier.open_stream, Fusor.front_steps
+
+    def opening(tier: RemoteTier) -> object:
+        seen.append("stream")
+        return open_stream(tier)
+
+    def computing(fusor: Fusor, segments: Iterable[Segment]) -> object:
+        wait_until(lambda: bool(seen))
+        seen.append("front")
+        return front_steps(fusor, segments)
+
+    monkeypatch.setattr(RemoteTier, "open_stream", opening)
+    monkeypatch.setattr(Fusor, "front_steps", computing)
+    remote_engine._prefiller.controller = FrontOfOne()  # type: ignore[assignment]  # in its place
+    return seen
+
+
+def test_the_first_chunk_is_computed_while_the_others_come(remote_engine: Engine, watched: list[str]) -> None:
+    """The others are asked for before the front is computed, and the answer's recorded plan replays."""
+    answer = remote_engine.complete(asked(remote_engine))
+    assert watched == ["stream", "front"]
+    assert kinds(answer) == ["exact", "fresh", *["reused"] * (len(answer.chunks) - 1), "fresh"]
+    assert (answer.plan.hits, answer.plan.misses) == (len(answer.chunks) - 1, 0)
+    assert check_replay(remote_engine.fusor, RecordedAnswer.of(answer)) == "equal"
+
+
+@pytest.mark.parametrize("fault", [_killed, _flipped])
+def test_a_front_is_kept_where_the_others_do_not_come(
+    fault: Callable[[RedisServer], None],
+    remote_engine: Engine,
+    redis_server: RedisServer,
+    watched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the remote tier fails behind a front, the rest is computed after it, and the front not again."""
+    expected = remote_engine.answer(QUESTION, documents=BROUGHT, method="full_recompute")
+    open_stream = RemoteTier.open_stream
+
+    def failing(tier: RemoteTier) -> object:
+        if not watched:
+            fault(redis_server)
+        return open_stream(tier)
+
+    monkeypatch.setattr(RemoteTier, "open_stream", failing)
+    request = asked(remote_engine)
+    deque(remote_engine._prefiller.steps(request), maxlen=0)
+    assert watched.count("front") == 1
+    assert float((request.fused.logits - expected.first_logits).abs().max()) <= 1e-4
 
 
 def test_another_salt_finds_nothing_of_it(remote_engine: Engine) -> None:

@@ -20,6 +20,7 @@ from cacheblend.blend import FusionResult
 from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
 from cacheblend.service.serving import Done, Scheduler, ServingConfig, ShadowReport, quality_guard
+from cacheblend.service.serving import scheduler as scheduler_module
 from cacheblend.service.serving.quality_guard import STEP, QualityGuard, compare
 
 
@@ -282,6 +283,21 @@ def test_checks_wait_for_an_idle_moment(engine: Engine, reports: Reports) -> Non
         blocker.cancel()
         wait_until(lambda: len(reports) == 4)
     assert [report.outcome for report in reports[2:]] == ["compared"] * 2
+
+
+def test_checks_wait_for_who_asks_again(engine: Engine, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the requests of a client that asks one after the other no check begins; after a pause it does."""
+    monkeypatch.setattr(scheduler_module, "SHADOW_AFTER_S", 1e6)
+    begun: list[object] = []
+    step = quality_guard.ShadowEvaluation.step
+    monkeypatch.setattr(quality_guard.ShadowEvaluation, "step", lambda shadow: (begun.append(shadow), step(shadow)))
+    with guarded(engine, reports) as scheduler:
+        for _ in range(2):
+            assert isinstance(serve(engine, scheduler, QUESTION, top_k=3, max_tokens=2).result(), Done)
+        assert not begun
+        monkeypatch.setattr(scheduler_module, "SHADOW_AFTER_S", 0.01)
+        assert isinstance(serve(engine, scheduler, QUESTION, top_k=3, max_tokens=2, method="full_reuse").result(), Done)
+        wait_until(lambda: len(reports) == 2)
 
 
 def test_a_request_interrupts_a_check(engine: Engine, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,41 @@
+/* RMS norm of a few rows, in one pass and with the roundings of the models' own modules.
+
+Compiled on the machine that runs it, for one dtype: see rms_norm.py. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef BFLOAT16
+typedef uint16_t Element;
+static inline float widen(Element x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+static inline Element narrow(float x) { /* to the nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+#else
+typedef float Element;
+static inline float widen(Element x) { return x; }
+static inline Element narrow(float x) { return x; }
+#endif
+
+/* Rows (rows, size), one after the other. With `one_added` the scale is 1 + weight, as Gemma has it, and is rounded once, with
+   the product; without, the normed row is rounded before it is scaled, as Llama has it. */
+void rms_norm(const Element *in, const Element *weight, Element *out, int64_t rows, int64_t size, float epsilon, int one_added) {
+    for (int64_t r = 0; r < rows; r++, in += size, out += size) {
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) squares += widen(in[i]) * widen(in[i]);
+        float scale = 1.0f / sqrtf(squares / size + epsilon);
+        if (one_added)
+            for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(in[i]) * scale * (1.0f + widen(weight[i])));
+        else
+            for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(narrow(widen(in[i]) * scale)) * widen(weight[i]));
+    }
+}

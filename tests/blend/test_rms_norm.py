@@ -1,0 +1,92 @@
+"""A decoding step's fused RMS norms are the models' own, or are not used."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CONFIGS, tiny_model
+
+from cacheblend.blend import rms_norm
+from cacheblend.blend.rms_norm import MAX_ROWS, FusedNorm, with_fused_norms
+
+needs_compiler = pytest.mark.skipif(
+    all(shutil.which(name) is None for name in ("cc", "gcc", "clang")), reason="there is no C compiler"
+)
+
+FUSED = ("llama", "mistral-window", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "qwen3-moe")
+
+
+@pytest.fixture
+def nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder of compiled files, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rms_norm._load.cache_clear()
+    yield
+    rms_norm._load.cache_clear()
+
+
+def norms_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """All RMS norms, their weights drawn anew, so that nothing is 1 or 0."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    for norm in norms:
+        torch.nn.init.uniform_(norm.get_parameter("weight"), -0.5, 2.0)
+    return norms
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_equals_the_model(family: str, dtype: torch.dtype) -> None:
+    """A fused norm rounds as the model's own does."""
+    model = copy.deepcopy(tiny_model(family)).to(dtype)
+    norms = norms_of(model)
+    fused = [module for module in with_fused_norms(model).modules() if isinstance(module, FusedNorm)]
+    if family in FUSED:
+        assert [module.plain for module in fused] == norms
+        assert norms
+    generator = torch.Generator().manual_seed(1)
+    for module in fused:
+        plain = module.plain
+        rows = 5 * torch.randn(1, MAX_ROWS, plain.get_parameter("weight").numel(), generator=generator).to(dtype)
+        with torch.no_grad():
+            mine, own = module(rows), plain(rows)
+        torch.testing.assert_close(mine, own, rtol=10 * torch.finfo(dtype).eps, atol=1e-5)
+        assert (mine != own).float().mean() < (0.02 if dtype == torch.bfloat16 else 1)  # a sum in another order, rarely
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "rows", [torch.ones(1, MAX_ROWS + 1, 64), torch.ones(1, 64, 8).transpose(1, 2)], ids=["many", "strided"]
+)
+def test_other_rows_are_the_modules(rows: torch.Tensor) -> None:
+    """More rows than a step has, and rows that are not in one piece, go through the model's own module."""
+    norm = norms_of(copy.deepcopy(tiny_model("llama")))[0]
+    rows = rows[..., : norm.get_parameter("weight").numel()]
+    (fused,) = with_fused_norms(torch.nn.ModuleList([norm]))
+    with torch.no_grad():
+        assert torch.equal(fused(rows), norm(rows))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("nothing_loaded")
+@pytest.mark.parametrize("wrong", ["squares / size", "#include <math.h>"])
+def test_wrong_code_is_not_used(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not compile, or gives something else than the module, is not used."""
+    source = tmp_path / "wrong.c"
+    text = rms_norm.SOURCE.read_text()
+    assert wrong in text
+    source.write_text(text.replace(wrong, "squares" if "squares" in wrong else "#error"))
+    monkeypatch.setattr(rms_norm, "SOURCE", source)
+    assert not any(isinstance(module, FusedNorm) for module in with_fused_norms(tiny_model("llama")).modules())
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_norms_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler the model's own norms stay."""
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert not any(isinstance(module, FusedNorm) for module in with_fused_norms(tiny_model("gemma3")).modules())
