@@ -1,4 +1,4 @@
-"""What a process that serves does with its memory and its threads."""
+"""Memory and threads of a process that serves: what it holds of both, and at which priority its threads run."""
 
 from __future__ import annotations
 

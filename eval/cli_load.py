@@ -186,8 +186,8 @@ def _service(
             "--guard-share": 0,  # a check would have a later request wait
         }
         serve = [str(word) for pair in given.items() for word in pair]
-        with own_server([*serve, *([] if config is None else ["--config", str(config)])]) as address:
-            yield address
+        with own_server([*serve, *([] if config is None else ["--config", str(config)])]) as server:
+            yield server.address
 
 
 def _own(

@@ -1,4 +1,4 @@
-"""What `cacheblend demo` shows of the handbook's questions: each as soon as it is answered, and at the end the summary."""
+"""The screen of `cacheblend demo`: the handbook's questions, each as soon as it is answered, and at the end the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a chunk stands in its document: the lines of its file, and the Markdown headings above it."""
+"""Places of chunks in their documents: the lines of the file, and the Markdown headings above."""
 
 from __future__ import annotations
 

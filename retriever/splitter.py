@@ -157,6 +157,9 @@ class PlainTokenizer:
 def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
     """Where each piece begins and ends, cut where `BREAKS` says; token t stands from `borders[t]` to `borders[t + 1]`."""
     tokens = len(borders) - 1
+    if tokens <= max_tokens:
+        yield 0, len(text)
+        return
     breaks = [sorted({bisect_left(borders, match.end()) for match in each.finditer(text)}) for each in BREAKS]
     first = last = start = 0
     while last < tokens:

@@ -47,18 +47,18 @@ from typing import Any
 
 import httpx
 
+from cacheblend.eval.load.own_server import OwnServer, own_server
 from cacheblend.service.cli.model import bundled_corpus
 from cacheblend.service.http.auth import hash_key, new_key
 
 BOUNDS = {"healthz_worst_s": 0.5, "ttft_ratio": 2.0, "time_outs": 0, "failures": 0, "rss_growth": 0.2}
-TIMEOUT_S, START_S, STOP_S, SETTLE_S, WARM_S = 30.0, 120.0, 40.0, 30.0, 60.0
+TIMEOUT_S, SETTLE_S, WARM_S = 30.0, 30.0, 60.0
 DOCUMENTS = 60  # of the good tenant, unless said otherwise
 IDLE_CONNECTIONS = 200
 HUGE_BYTES = 24 * 2**20
 BUDGET = 128 * 2**20  # of RAM copies, and of prefix blocks
 HOSTILE_START_S = 2.0  # for its process
 BE_HOSTILE = "--be-hostile"  # what it is called with
-RUN = "from cacheblend.service.cli.main import main; main()"  # as the command does, with this Python
 CHAT, UPLOAD = "/v1/chat/completions", "/v1/documents"
 QUESTIONS = [f"Who is named in the article {number}, and what did they make?" for number in range(50)]
 WORDS = [f"word{number}" for number in range(400)]
@@ -252,37 +252,13 @@ def attacked(address: str, key: str, model: str, without: Collection[str], answe
             process.kill()
 
 
-@contextlib.contextmanager
-def served(folder: Path, keys: dict[str, str], model: str | None) -> Iterator[tuple[str, int]]:
-    """A server with these tenants; gives its address and process id."""
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+def served(folder: Path, keys: dict[str, str], model: str | None) -> contextlib.AbstractContextManager[OwnServer]:
+    """A server with these tenants."""
     tables = "".join(f'[tenants.{name}]\napi_key_sha256 = ["{hash_key(key)}"]\n' for name, key in keys.items())
     # Budgets are filled by both tenants, as they should be: small ones, so that memory beside them is seen.
-    settings = f'store_dir = "{folder / "store"}"\nport = {port}\nram_budget_bytes = {BUDGET}\nprefix_budget_bytes = {BUDGET}\n'
+    settings = f'store_dir = "{folder / "store"}"\nram_budget_bytes = {BUDGET}\nprefix_budget_bytes = {BUDGET}\n'
     (folder / "serve.toml").write_text(settings + tables, encoding="utf-8")
-    command = [sys.executable, "-c", RUN, "serve", "--config", str(folder / "serve.toml")]
-    address = f"http://127.0.0.1:{port}"
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen([*command, *(["--model", model] if model else [])], stderr=log, stdout=log, env=os.environ)
-        try:
-            until = time.monotonic() + START_S
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{address}/readyz").status_code == 200:
-                        break
-                if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(f"the server did not start:\n{(folder / 'server.log').read_text()[-2000:]}")
-                time.sleep(0.2)
-            yield address, process.pid
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    return own_server(["--config", str(folder / "serve.toml"), *(["--model", model] if model else [])])
 
 
 def resident_mib(pid: int) -> float:

@@ -1,11 +1,12 @@
 """The remote tier against the raw client, and blends whose KV is all remote against what load and compute allow.
 
-    python scripts/bench_remote.py throughput         # Redis and a folder, against what reads them without us
+    python scripts/bench_remote.py throughput         # Redis, S3 and a folder, against what reads them without us
     python scripts/bench_remote.py ttft --repeats 3   # on a quiet machine
 
 `throughput`: bytes a second of `LayerLoader` over 64 chunks with 1 MiB a layer, checks and the way to the prompt's buffers
-included, over what the raw client reads of the same server, layer by layer: redis-py's pipeline with GET of as many values of
-the same size, and plain reads of the folder's files. By turns, medians.
+included, over what the raw client reads of the very objects that the tier reads, layer by layer, in pieces of the same size:
+redis-py with pipelined GETRANGE, obstore with as many requests under way, and plain reads of the folder. The S3 server is
+moto, in Python. By turns, medians.
 
 `ttft`: an engine whose RAM and NVMe hold nothing asks a throttled Redis (`throttle_proxy.py`) for all of its KV. Beside its
 TTFT stand `load_s`, look-up and loading alone; `recompute_s`, the same blend with all KV in RAM; `full_s`, full recompute.
@@ -19,6 +20,7 @@ The last stdout line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import shutil
@@ -28,23 +30,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import obstore
 import redis
 import torch
+from obstore.store import from_url
 
-from cacheblend import Engine, EngineConfig
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from remote_servers import s3_server
+
+from cacheblend import Answer, Engine, EngineConfig
 from cacheblend.blend import Prompt, Segment
 from cacheblend.blend.layer_source import KVGeometry
 from cacheblend.loader import LayerLoader, LoaderConfig, measure_profile, write_profile
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store.remote.object_backend import REQUESTS
 
 GEOMETRY = KVGeometry(layers=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=torch.device("cpu"))
-TOKENS, CHUNKS = 256, 64  # 1 MiB a layer and chunk
+TOKENS, CHUNKS = 256, 64
+LAYER_BYTES = 2**20  # of a chunk
+TOTAL_BYTES = CHUNKS * GEOMETRY.layers * LAYER_BYTES
+FIRST_BYTE = 4096  # where about an object's first layer begins
 QUESTION = "Who signs off travel, and how long is probation?"
 
 
@@ -79,59 +92,82 @@ def redis_server(folder: Path) -> Iterator[int]:
 
 
 def throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both backends against their clients."""
+    """Every backend against its client."""
     rows = []
-    with tempfile.TemporaryDirectory() as name, redis_server(Path(name)) as port:
-        folder = Path(name)
-        raw_redis = redis.Redis(port=port, db=1, socket_read_size=2**20)  # as the backend has it
-        for value in range(CHUNKS * GEOMETRY.layers):
-            raw_redis.set(f"raw{value}", torch.randint(0, 255, (2**20,), dtype=torch.uint8).numpy().tobytes())
-        total = CHUNKS * GEOMETRY.layers * 2**20
-
-        def raw_redis_s() -> float:
-            started = time.perf_counter()
-            layers = []
-            for layer in range(GEOMETRY.layers):
-                with raw_redis.pipeline(transaction=False) as pipeline:
-                    for chunk in range(CHUNKS):
-                        pipeline.get(f"raw{layer * CHUNKS + chunk}")
-                    layers.append(pipeline.execute())
-            assert sum(len(value) for layer in layers for value in layer) == total
-            return time.perf_counter() - started
-
-        def raw_folder_s() -> float:
-            store = folder / "objects"
-            started = time.perf_counter()
-            layers = []
-            files = sorted(path for path in store.rglob("*") if path.is_file())
-            for layer in range(GEOMETRY.layers):
-                for path in files:
-                    with path.open("rb") as file:
-                        file.seek(4096 + layer * 2**20)
-                        layers.append(file.read(2**20))
-            assert sum(map(len, layers)) >= total - CHUNKS * 4096
-            return time.perf_counter() - started
-
-        for backend, url, raw in (
-            ("redis", f"redis://127.0.0.1:{port}/0", raw_redis_s),
-            ("folder", f"file://{folder}/objects", raw_folder_s),
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        port = opened.enter_context(redis_server(folder))
+        s3_url = opened.enter_context(s3_server(folder))
+        for backend, url, secret, raw in (
+            ("redis", f"redis://127.0.0.1:{port}/0", None, raw_redis),
+            ("redis", f"redis://127.0.0.1:{port}/1", "a secret of sixteen characters", raw_redis),
+            ("s3", s3_url, None, raw_s3),
+            ("folder", f"file://{folder}/objects", None, raw_folder),
         ):
-            for secret in (None, "a secret of sixteen characters"):
-                if secret is not None and backend == "folder":
-                    continue
-                url_of = url.replace("/0", "/2") if secret else url
-                keys = fill(folder, url_of, secret)
-                seconds: dict[str, list[float]] = {"raw": [], "tier": []}
-                for repeat in range(options.repeats + 1):
-                    took = {"raw": raw(), "tier": load_s(folder, url_of, secret, keys)}
-                    for side, took_s in took.items() if repeat else ():
-                        seconds[side].append(took_s)
-                rates = {side: total / statistics.median(found) for side, found in seconds.items()}
-                row = {"backend": backend, "secret": secret is not None, **rates, "ratio": rates["tier"] / rates["raw"]}
-                row["spread"] = {side: [total / max(found), total / min(found)] for side, found in seconds.items()}
-                print(row, file=sys.stderr)
-                rows.append(row)
+            keys = fill(folder, url, secret)
+            seconds: dict[str, list[float]] = {"raw": [], "tier": []}
+            for repeat in range(options.repeats + 1):
+                took = {"raw": raw(url), "tier": load_s(folder, url, secret, keys)}
+                for side, took_s in took.items() if repeat else ():
+                    seconds[side].append(took_s)
+            rates = {side: TOTAL_BYTES / statistics.median(found) for side, found in seconds.items()}
+            row = {"backend": backend, "secret": secret is not None, **rates, "ratio": rates["tier"] / rates["raw"]}
+            row["spread"] = {side: [TOTAL_BYTES / max(found), TOTAL_BYTES / min(found)] for side, found in seconds.items()}
+            print(row, file=sys.stderr)
+            rows.append(row)
     return rows
+
+
+def raw_redis(url: str) -> float:
+    """Seconds of redis-py to read all layers of all values, a pipeline a layer."""
+    client = redis.Redis.from_url(url, socket_read_size=2**20)  # as the backend has it
+    names = sorted(client.scan_iter())
+    assert len(names) == CHUNKS
+    started, count = time.perf_counter(), 0
+    for layer in range(GEOMETRY.layers):
+        with client.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.getrange(name, FIRST_BYTE + layer * LAYER_BYTES, FIRST_BYTE + (layer + 1) * LAYER_BYTES - 1)
+            count += sum(map(len, pipeline.execute()))
+    assert count == TOTAL_BYTES
+    return time.perf_counter() - started
+
+
+def raw_s3(url: str) -> float:
+    """Seconds of obstore to read all layers of all objects, layer by layer."""
+    store = from_url(url, client_options={"allow_http": True})
+    paths = [found["path"] for page in obstore.list(store) for found in page]
+    assert len(paths) == CHUNKS
+
+    async def read_all() -> int:
+        slots = asyncio.Semaphore(REQUESTS)
+
+        async def read(path: str, layer: int) -> int:
+            async with slots:
+                start = FIRST_BYTE + layer * LAYER_BYTES
+                return len(await obstore.get_range_async(store, path, start=start, length=LAYER_BYTES))
+
+        counts = [await asyncio.gather(*(read(path, layer) for path in paths)) for layer in range(GEOMETRY.layers)]
+        return sum(map(sum, counts))
+
+    started = time.perf_counter()
+    assert asyncio.run(read_all()) == TOTAL_BYTES
+    return time.perf_counter() - started
+
+
+def raw_folder(url: str) -> float:
+    """Seconds to read all layers of all files, layer by layer."""
+    files = sorted(path for path in Path(urlsplit(url).path).rglob("*") if path.is_file())
+    assert len(files) == CHUNKS
+    started = time.perf_counter()
+    for layer in range(GEOMETRY.layers):
+        layers = []
+        for path in files:
+            with path.open("rb") as file:
+                file.seek(FIRST_BYTE + layer * LAYER_BYTES)
+                layers.append(file.read(LAYER_BYTES))
+        assert sum(map(len, layers)) == CHUNKS * LAYER_BYTES
+    return time.perf_counter() - started
 
 
 def fill(folder: Path, url: str, secret: str | None) -> list[ChunkKey]:
@@ -208,22 +244,24 @@ def ttft(options: argparse.Namespace) -> list[dict[str, Any]]:
 def one_network(
     engine: Engine, resident: Engine, documents: list[dict[str, str]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Medians, by turns, over one network."""
+    """Medians, by turns, over one network. What is known of the entries is forgotten before each request."""
     seconds: dict[str, list[float]] = {"ttft_s": [], "load_s": [], "recompute_s": [], "full_s": []}
-    first = engine.answer(QUESTION, documents=documents)
+    again = resident.answer(QUESTION, documents=documents, recompute_ratio=engine.config.loader.quality_ratio)
+    keys = {key for segment in again.plan.segments if (key := segment.key) is not None}
+    wanted = [entry.key for entry in resident.store.ls() if str(entry.key) in keys]
+    first = asked(engine, wanted, documents)
     for _ in range(2):
-        answer = engine.answer(QUESTION, documents=documents)
-    assert engine.store.stats().remote.state == "closed", engine.store.stats().remote  # type: ignore[union-attr]
+        asked(engine, wanted, documents)
     for _ in range(options.repeats):
-        answer = engine.answer(QUESTION, documents=documents)
+        answer = asked(engine, wanted, documents)
+        assert engine.store.stats().remote.state == "closed", engine.store.stats().remote  # type: ignore[union-attr]  # it has one
         loading = answer.plan.loading
         assert loading is not None, "there is a profile"
         again = resident.answer(QUESTION, documents=documents, recompute_ratio=loading.ratio)
         seconds["ttft_s"].append(answer.timings.ttft_s)
         seconds["recompute_s"].append(again.timings.ttft_s)
         seconds["full_s"].append(engine.answer(QUESTION, documents=documents, method="full_recompute").timings.ttft_s)
-        keys = [key for segment in again.plan.segments if (key := segment.key) is not None]
-        seconds["load_s"].append(alone_s(engine, resident, keys))
+        seconds["load_s"].append(alone_s(engine, wanted))
     found = {name: statistics.median(values) for name, values in seconds.items()}
     bound = min(max(found["load_s"], found["recompute_s"]), found["full_s"])
     return {
@@ -238,24 +276,35 @@ def one_network(
     }
 
 
-def alone_s(engine: Engine, resident: Engine, keys: list[str]) -> float:
-    """Seconds of look-up and loading with nothing beside them; what is known of the entries is forgotten before."""
-    wanted = [entry.key for entry in resident.store.ls() if str(entry.key) in set(keys)]
-    remote = engine.store.remote
-    assert remote is not None
-    for key in wanted:
-        remote.forget(key.digest)
-    started = time.perf_counter()
-    with engine.store.pin(wanted) as placements, LayerLoader(engine.config.loader) as loader:
-        found = [placement for placement in placements if placement is not None]
-        assert len(found) == len(wanted)
-        prompt = Prompt.of([*(Segment(placement.token_ids, placement) for placement in found), Segment([0])])
-        geometry = engine.fusor.decoder.geometry
-        loader.start(prompt, geometry, reuse_layer_0=False)
-        layers = [loader.synchronize(layer) for layer in range(geometry.layers)]
-        took_s = time.perf_counter() - started
-        del layers
-    return took_s
+def forget(engine: Engine, keys: Sequence[ChunkKey]) -> None:
+    """Have entries looked up anew."""
+    assert engine.store.remote is not None
+    for key in keys:
+        engine.store.remote.forget(key.digest)
+
+
+def asked(engine: Engine, keys: Sequence[ChunkKey], documents: list[dict[str, str]]) -> Answer:
+    """An answer whose chunks are looked up anew."""
+    forget(engine, keys)
+    return engine.answer(QUESTION, documents=documents)
+
+
+def alone_s(engine: Engine, keys: Sequence[ChunkKey]) -> float:
+    """Seconds of look-up and loading with nothing beside them."""
+    while True:
+        forget(engine, keys)
+        started = time.perf_counter()
+        with engine.store.pin(keys) as placements, LayerLoader(engine.config.loader) as loader:
+            found = [placement for placement in placements if placement is not None]
+            if len(found) < len(keys):  # the network has become slower than a look-up has patience for
+                continue
+            prompt = Prompt.of([*(Segment(placement.token_ids, placement) for placement in found), Segment([0])])
+            geometry = engine.fusor.decoder.geometry
+            loader.start(prompt, geometry, reuse_layer_0=False)
+            layers = [loader.synchronize(layer) for layer in range(geometry.layers)]
+            took_s = time.perf_counter() - started
+            del layers
+        return took_s
 
 
 def main() -> None:

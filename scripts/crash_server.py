@@ -3,6 +3,7 @@
     python scripts/crash_server.py                                     # 10 kills
     python scripts/crash_server.py --kills 200 --small-disk /mnt/small # on a disk of some 50 MiB that fills now and then
     python scripts/crash_server.py --kills 100 --replicas 3            # on one PostgreSQL and one Redis
+    python scripts/crash_server.py --seconds 1200 --replicas 2 --survivor    # a soak: one of them is never killed
 
 Each round, clients upload, replace and delete documents and ask questions over HTTP, until SIGKILL ends the server at a
 random moment. Started again on the same folder, it must know every document whose upload or replacement was answered with
@@ -20,6 +21,11 @@ With `--replicas`, each round starts so many servers, each on a folder of its ow
 script's own. Documents are uploaded at all of them, each writer's at one, and retired at any; each server is killed at a moment
 of its own, and in every fourth round Redis too. All must then know the same documents, a document's own server must have its
 KV, and the others must find it when they are asked. No folder may hold a text that was replaced or deleted at another server.
+
+With `--survivor` the first replica lives through all rounds, and what it holds is taken after each, with nobody asking.
+`survivor` has of its open files, threads, objects of requests and MiB of memory (VmRSS) the least and the most in the first
+third of the rounds and in the last. The last third's least must not be more than `SPARE` above the first third's most, memory
+apart, which an index that grows fills.
 
 `acknowledged`: changes that were answered before a kill. `asked`: documents that were asked about after one. `under_way`:
 changes that a kill cut off, of which `made` were found made. `no_room`: uploads that got 507. The last stdout line is one
@@ -51,7 +57,7 @@ from acknowledged import Acknowledged, Writer, ask_until_gone, check_replicas, r
 from engines import CHUNK_TOKENS, make_model
 from postgres import PostgresServer
 from remote_servers import SECRET, RedisServer
-from server_process import ServedConfig, ServerProcess, free_port
+from server_process import ServedConfig, ServerProcess, free_port, resident_bytes
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.retriever import RetrieverConfig
@@ -61,6 +67,8 @@ from cacheblend.store import KVStore, StoreConfig
 WRITERS, ASKERS = 3, 3
 DOCUMENTS = 60  # that a round begins with at most: the others are deleted before it
 NOTICED_S = 20.0
+SPARE = 4  # files and threads that a pool or a connection may have more in one round than in another
+QUIET_LOOKS = 3
 FULL_S = 0.4  # how long a disk stays full, and then has room again
 MARK = re.compile(r"This is ([\w-]+), (0\.\d+)")  # what a writer's text begins with, and no other text
 
@@ -116,17 +124,19 @@ def kill_round(
     seed: int,
     ballast: Ballast | None,
     shared: Shared | None,
+    survivor: ServerProcess | None = None,
 ) -> None:
-    """Start all, check what was told before, load, kill one after the other."""
-    choose = random.Random(seed)
+    """Start all, check what was told before, load, kill one after the other, and then end what the survivor is asked."""
+    choose, ended = random.Random(seed), threading.Event()
     with started(configs, folder) as servers:
-        addresses = [server.address for server in servers]
+        addresses = [server.address for server in (*([survivor] if survivor else []), *servers)]
         check_replicas(addresses, known)
         retire(choose.choice(addresses), known, DOCUMENTS)
-        writers = [Writer(addresses[number % len(addresses)], known, f"{seed}-{number}") for number in range(WRITERS)]
+        writers = [Writer(addresses[number % len(addresses)], known, f"{seed}-{number}", ended) for number in range(WRITERS)]
         threads = [threading.Thread(target=writer.run) for writer in writers]
         threads += [
-            threading.Thread(target=ask_until_gone, args=(addresses[at % len(addresses)], seed + at)) for at in range(ASKERS)
+            threading.Thread(target=ask_until_gone, args=(addresses[at % len(addresses)], seed + at, ended))
+            for at in range(ASKERS)
         ]
         for thread in threads:
             thread.start()
@@ -138,13 +148,36 @@ def kill_round(
                 if ballast is not None:
                     choose.choice([ballast.fill, ballast.empty])()
             server.kill()
-            if shared is not None and seed % 4 == 3 and server is not servers[-1]:
+            if shared is not None and seed % 4 == 3 and (survivor is not None or server is not servers[-1]):
                 shared.lose_redis()
+        ended.set()
         for thread in threads:
             thread.join()
     for writer in writers:
         if writer.fault:
             raise AssertionError(writer.fault)
+
+
+def held_by(survivor: ServerProcess) -> dict[str, int]:
+    """What it holds when nothing has been asked for a while: the least of several looks."""
+    looks = []
+    for _ in range(QUIET_LOOKS):
+        time.sleep(1.0)
+        looks.append(survivor.held() | {"resident_mib": resident_bytes(survivor.pid) // 2**20})
+    return {
+        name: min(look[name] for look in looks) for name in ("open_files", "threads", "objects_of_requests", "resident_mib")
+    }
+
+
+def drift_of(rounds: Sequence[dict[str, int]]) -> dict[str, list[int]]:
+    """The least and most of the first third of the rounds, and of the last; refuses a last third that holds more."""
+    third = max(1, len(rounds) // 3)
+    found: dict[str, list[int]] = {}
+    for name in rounds[0]:
+        first, last = ([one[name] for one in part] for part in (rounds[:third], rounds[-third:]))
+        assert name == "resident_mib" or min(last) <= max(first) + SPARE, (name, first, last)
+        found[name] = [min(first), max(first), min(last), max(last)]
+    return found
 
 
 @contextlib.contextmanager
@@ -191,17 +224,21 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small-disk", type=Path, help="An empty folder on a small file system, which is filled now and then.")
+    parser.add_argument("--seconds", type=float, default=0.0, help="Go on with rounds for so long, if --kills are done sooner.")
+    parser.add_argument("--survivor", action="store_true", help="The first replica is not killed, and what it holds is taken.")
     parser.add_argument("--replicas", type=int, default=1, help="Servers on one PostgreSQL and one Redis.")
     options = parser.parse_args()
+    if options.survivor and options.replicas < 2:
+        parser.error("--survivor takes --replicas 2 or more")
     if options.small_disk and any(options.small_disk.iterdir()):
         parser.error(f"{options.small_disk} is not empty: what an earlier run left would count as this one's")
     folder = Path(tempfile.mkdtemp())
     make_model(folder / "model")
-    known = Acknowledged()
+    known, rounds = Acknowledged(), 0
     root = options.small_disk or folder
     ballast = options.small_disk and Ballast(options.small_disk)
     try:
-        with Shared(folder) if options.replicas > 1 else contextlib.nullcontext() as shared:
+        with Shared(folder) if options.replicas > 1 else contextlib.nullcontext() as shared, ExitStack() as opened:
             configs = [
                 ServedConfig(
                     model=str(folder / "model"),
@@ -212,11 +249,21 @@ def main() -> None:
                 )
                 for number in range(options.replicas)
             ]
-            for round_ in range(options.kills):
-                if ballast is not None and round_ % 4 != 3:
+            survivor, held = None, list[dict[str, int]]()
+            if options.survivor:
+                survivor = opened.enter_context(ServerProcess(configs[0], folder / "survivor.log"))
+            killed = configs[1:] if survivor else configs
+            began = time.monotonic()
+            while rounds < options.kills or time.monotonic() - began < options.seconds:
+                if ballast is not None and rounds % 4 != 3:
                     ballast.empty()
-                kill_round(configs, folder, known, options.seed + round_, ballast if round_ % 2 else None, shared)
-                print(f"{(round_ + 1) * len(configs)} killed, {known.answered} changes answered", file=sys.stderr)
+                kill_round(killed, folder, known, options.seed + rounds, ballast if rounds % 2 else None, shared, survivor)
+                rounds += 1
+                if survivor is not None:
+                    held.append(held_by(survivor))
+                print(f"{rounds * len(killed)} killed, {known.answered} changes answered {held[-1:]}", file=sys.stderr)
+            opened.close()
+            drift = drift_of(held) if held else None
             if ballast is not None:
                 ballast.empty()
             with started(configs, folder) as servers:
@@ -239,8 +286,9 @@ def main() -> None:
         shutil.rmtree(config.store_dir)
     shutil.rmtree(folder)
     figures = {
-        "kills": options.kills * options.replicas,
+        "kills": rounds * len(killed),
         "replicas": options.replicas,
+        "survivor": drift,
         "acknowledged": known.answered,
         "asked": known.asked,
         "under_way": known.under_way,

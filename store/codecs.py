@@ -1,4 +1,4 @@
-"""How the keys and values of one layer become the one tensor that is stored, and back.
+"""Codecs: the keys and values of one layer as the one tensor that is stored, and back.
 
 A codec is one small class with this interface, in a file of its own and entered in `codecs.py`. What it needs beside the values
 (scales, say) it packs into the same tensor, so that a layer stays one contiguous read.

@@ -1,4 +1,4 @@
-"""Where the requests of a run come from."""
+"""Sources of a run's requests."""
 
 from __future__ import annotations
 

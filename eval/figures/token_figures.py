@@ -1,4 +1,4 @@
-"""How far reused KV is from full recompute's, token by token (paper figures 7 and 8).
+"""Distance of reused KV from full recompute's, token by token (paper figures 7 and 8).
 
 Shapes: R reusable tokens, L layers.
 """

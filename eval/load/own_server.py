@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -22,9 +23,16 @@ SHOWN_CHARACTERS = 2000  # of its log, where it does not start
 STOP_S = 60.0
 
 
+class OwnServer(NamedTuple):
+    """Where the service answers, and its process."""
+
+    address: str
+    pid: int
+
+
 @contextmanager
-def own_server(options: Sequence[str]) -> Iterator[str]:
-    """Run `cacheblend serve` on a free port of this machine; gives its address, and stops it after the block.
+def own_server(options: Sequence[str]) -> Iterator[OwnServer]:
+    """Run `cacheblend serve` on a free port of this machine, and stop it after the block.
 
     Args:
         options: of `cacheblend serve`, host and port apart.
@@ -35,17 +43,7 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "cacheblend.service.cli.main",
-        "serve",
-        *options,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", "cacheblend.service.cli.main", "serve", *options]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryDirectory(prefix="cacheblend-load-") as folder:
         log = Path(folder) / "serve.log"
@@ -56,7 +54,7 @@ def own_server(options: Sequence[str]) -> Iterator[str]:
             with _leaving_on_sigterm():
                 address = f"http://127.0.0.1:{port}"
                 _wait_until_ready(process, address, log)
-                yield address
+                yield OwnServer(address, process.pid)
         finally:
             _stop(process)
 

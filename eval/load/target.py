@@ -1,4 +1,4 @@
-"""What is asked: a method of our own service, or another OpenAI-compatible server."""
+"""Targets of a load: a method of our own service, or another OpenAI-compatible server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good an answer is, by what its example asks for."""
+"""Scores of answers, by what their examples ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How near a method's answer is to full recompute's, measured on distributions rather than on finished answers.
+"""Nearness of a method's answers to full recompute's, measured on distributions rather than on finished answers.
 
 Shapes: V vocabulary, G tokens of a given answer.
 """

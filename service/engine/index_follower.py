@@ -1,4 +1,4 @@
-"""What a replica does about documents that other replicas change: the KV of those that are gone goes here, too."""
+"""A follower of an index that other replicas change: the KV of documents that are gone there goes here, too."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def create_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="CacheBlend",
         summary="OpenAI-shaped API that answers over documents from their stored KV.",
-        docs_url=None,  # their pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `/docs` is one of our own
         redoc_url=None,
         redirect_slashes=False,  # the address to go to would be made of the request's Host
         openapi_url="/openapi.json",

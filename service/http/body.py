@@ -29,8 +29,8 @@ UNCOUNTED_BYTES = 2**16  # of each body; so many of every connection have room i
 BODIES_OF_TENANT, BODIES = 2, 4  # of `max_body_bytes` each, that are in memory at once
 RETRY_AFTER_S = 5
 LARGE_BYTES = 2**20  # some time after such a body is answered, freed memory goes back to the system
-# What comes of a tenant's bodies beyond `LARGE_BYTES` of each, read or refused: in one go, and then a second. To take in and
-# check 24 MiB costs 0.1 s of a processor; without a pace two clients that send nothing else made others' answers 2.8 x slower.
+# What comes of a tenant's bodies beyond `LARGE_BYTES` of each, read or refused: in one go, and then a second. Without a pace
+# clients that send large bodies alone have the processors that others' answers are computed with.
 BURST_BYTES, BYTES_PER_S = 2**26, 2**23
 LONGEST_PACE_S = 30.0
 RETURN_AFTER_S = 5.0

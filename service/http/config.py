@@ -1,4 +1,4 @@
-"""Where the API listens and what it takes."""
+"""Configuration of the HTTP API: where it listens and what it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators and clients ask about the service itself."""
+"""Calls of operators and clients about the service itself."""
 
 from __future__ import annotations
 

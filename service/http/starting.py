@@ -1,4 +1,4 @@
-"""What listens while the service starts: the port is taken at once, and every request is answered with what is being done."""
+"""A listener for the time of the start: the port is taken at once, and every request is answered with what is being done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests are served at once, how long each may take, and how closely their quality is watched."""
+"""Limits of serving: requests at once, the time of each, and how closely their quality is watched."""
 
 from __future__ import annotations
 

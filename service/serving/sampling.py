@@ -1,4 +1,4 @@
-"""What one sequence is drawn by beside temperature and top-p: penalties, biases, a grammar; and what is reported of each draw.
+"""Sampling of one sequence beside temperature and top-p: penalties, biases, a grammar; and the report of each draw.
 
 Shapes: V words of the vocabulary.
 """

@@ -26,7 +26,6 @@ class CircuitBreaker:
         self._pause_s = FIRST_PAUSE_S
         self._opened_at: float | None = None
         self._probing_since: float | None = None
-        self.opened = 0
 
     @property
     def state(self) -> str:
@@ -63,7 +62,6 @@ class CircuitBreaker:
             elif self._failures < FAILURES:
                 return False
             self._opened_at, self._probing_since = self._clock(), None
-            self.opened += 1
             return True
 
     def wait_s(self) -> float:

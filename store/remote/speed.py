@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 MIN_BYTES = 128 * 1024  # fewer say nothing of the throughput
 WEIGHT = 0.5  # of the last reads
+CHANGED = 2.0  # times as much or as little: the network is another, and what was seen before says nothing of it
 FRESH_S = 60.0  # for which a speed holds
 
 
@@ -20,7 +21,7 @@ class RemoteSpeed(NamedTuple):
 
 
 class SpeedMeter:
-    """Learns a remote tier's speed from streams of reads; the last ones count most. Thread-safe.
+    """Learns a remote tier's speed from streams of reads; the last ones count most, and a changed network at once. Thread-safe.
 
     Args:
         clock: seconds that only grow.
@@ -94,4 +95,6 @@ class StreamClock:
 
 
 def _mixed(before: float | None, now: float) -> float:
-    return now if before is None else (1 - WEIGHT) * before + WEIGHT * now
+    if before is None or not before / CHANGED <= now <= before * CHANGED:
+        return now
+    return (1 - WEIGHT) * before + WEIGHT * now

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from spy_loader import LAYERS, wait_until
 from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
+from cacheblend.loader.lane import Lane, LayerRead
 from cacheblend.store import KVHandle
 from cacheblend.store.chunk import LayerStream
 
@@ -115,6 +117,26 @@ def test_what_comes_later_than_it_is_computed_is_given_up(fusor: Fusor) -> None:
     assert time.monotonic() - started < 5
     assert stream.late
     assert stream.closed.wait(5)
+
+
+def test_idle_seconds_are_no_seconds_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the look-ahead is full, or a front is computed with nothing asked for, a stream becomes no later."""
+    now = [0.0]
+    monkeypatch.setattr("cacheblend.loader.lane.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    kv = SimpleNamespace(stream=None, tier="remote", layer_bytes=lambda _: 100)
+    lane = Lane([LayerRead(layer, 0, 4, kv) for layer in range(4)])  # type: ignore[arg-type]  # in its place
+    for at in (0.0, 100.0):
+        now[0] = at
+        assert lane.take(int(at > 0) + 1)
+        assert not lane.is_late(10.0, 0.0)
+        now[0] = at + 1
+        lane.came()
+    now[0] = 1000.0
+    assert not lane.is_late(10.0, 0.0)
+    lane.take(3)
+    now[0] = 1008.0  # 10 s for 200 bytes: the other 200 would take as long
+    assert not lane.is_late(10.1, 0.0)
+    assert lane.is_late(9.9, 0.0)
 
 
 def test_a_slow_stream_that_is_worth_it_is_waited_for(fusor: Fusor) -> None:

@@ -48,16 +48,18 @@ class Writer:
         address: of the server.
         known: is told what was answered.
         name: begins its documents' ids.
+        ended: ends it, too.
     """
 
-    def __init__(self, address: str, known: Acknowledged, name: str) -> None:
+    def __init__(self, address: str, known: Acknowledged, name: str, ended: threading.Event) -> None:
         self._address, self._known, self._name, self._random = address, known, name, random.Random(name)
+        self._ended = ended
         self.fault = ""
 
     def run(self) -> None:
         """Change one document after the other."""
         with httpx.Client(base_url=self._address, timeout=60) as client:
-            while not self.fault:
+            while not self.fault and not self._ended.is_set():
                 id_ = f"{self._name}-{self._random.randrange(IDS)}"
                 text = None if self._known.texts.get(id_) and self._random.random() < 0.2 else self._text(id_)
                 try:
@@ -112,11 +114,11 @@ class Writer:
         return f"This is {id_}, {self._random.random()}. {TEXT[start : start + CHARACTERS]}"
 
 
-def ask_until_gone(address: str, seed: int) -> None:
-    """Ask questions, streamed, until the server is gone."""
+def ask_until_gone(address: str, seed: int, ended: threading.Event) -> None:
+    """Ask questions, streamed, until the server is gone, or that is ended."""
     choose = random.Random(seed)
     with httpx.Client(base_url=address, timeout=60) as client:
-        while True:
+        while not ended.is_set():
             start = choose.randrange(len(TEXT) - CHARACTERS)
             body = {
                 "model": MODEL,

@@ -91,7 +91,7 @@ def test_a_full_server_takes_nothing_and_hinders_nobody(own_redis: RedisServer, 
         store.put(*make_chunk(seed))
     assert time.monotonic() - started < 10
     assert same(store.get(KEYS[0]), CHUNKS[0][1])
-    wait_until(lambda: remote_of(store).writes.opened > 0)
+    wait_until(lambda: remote_of(store).writes.state != "closed")
     assert stats_of(store).state == "closed"
     store.close()
     assert stats_after_close(store).dropped_writes == 10
