@@ -195,12 +195,14 @@ class VllmRunner:
 
         In float32 and rounded once, as vLLM's kernels do.
         """
-        cos, sin = (x[:, None].float() for x in cos_sin)
-        rotary_dim = cos.shape[-1]
-        turned, rest = k_1HSD[..., :rotary_dim], k_1HSD[..., rotary_dim:]
-        first, second = turned.float().chunk(2, dim=-1)
-        turned = (turned * cos + torch.cat([-second, first], dim=-1) * sin).to(k_1HSD.dtype)
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        half = cos_sin[0].shape[-1] // 2
+        cos, sin = (x[:, None, :, :half].float() for x in cos_sin)
+        first, second = k_1HSD[..., :half].float(), k_1HSD[..., half : 2 * half].float()
+        turned = torch.empty_like(k_1HSD)
+        turned[..., :half] = (first * cos).addcmul_(second, sin, value=-1)
+        turned[..., half : 2 * half] = (second * cos).addcmul_(first, sin)
+        turned[..., 2 * half :] = k_1HSD[..., 2 * half :]
+        return turned
 
     def project_kv(self, layer: int, hidden_2SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelRunner.project_kv`."""
