@@ -55,6 +55,7 @@ class Correction:
 logger = logging.getLogger(__name__)
 DELAY_ALLOWED = 0.05  # of the prefill at r*: a higher ratio costs at least its own share of the last layer, which nothing hides
 WORTH_A_FRONT = 0.02  # of a prefill's seconds, that computing a front must save: what is loaded costs no energy
+SLOWER = 1 + 1e-9  # more than float rounding
 RATIO_STEP = 1000  # ratios are whole thousandths, so that noise in the last digits does not tell equal requests apart
 
 
@@ -261,7 +262,8 @@ class LoadingController:
         computing_s = sum(step_s for step_s, _ in self._steps(request_of(0), quality))
         if took_s(0) - computing_s < WORTH_A_FRONT * took_s(0):
             return 0  # nothing to gain: the loading is hidden as it is
-        count = bisect.bisect_left(range(stored[-1]), x=True, key=lambda count: took_s(count + 1) >= took_s(count))
+        # Where a chunk of a fast tier hides behind the loading of a slow one, it changes nothing, and the search goes on.
+        count = bisect.bisect_left(range(stored[-1]), x=True, key=lambda count: took_s(count + 1) > took_s(count) * SLOWER)
         return count if took_s(count) <= took_s(0) * (1 - WORTH_A_FRONT) else 0
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:

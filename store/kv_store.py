@@ -340,13 +340,11 @@ class KVStore:
         from .remote.backend import BackendLimits  # not loaded where there is no remote tier
         from .remote.read_through import ReadThrough
         from .remote.remote_tier import RemoteTier
-        from .remote.removal_log import RemovalLog
 
         config, budget_bytes = self.config, self.config.nvme_budget_bytes
         limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
-        removals = RemovalLog(folder.removals)
         self._remote = RemoteTier(
-            address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes, removals=removals
+            address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes, removals=folder.removals
         )
 
         def has_room(nbytes: int) -> bool:

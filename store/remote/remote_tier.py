@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -87,7 +88,7 @@ class RemoteTier:
         limits: time-out and time to live.
         secret: of the deployment; see `ObjectFormat`.
         queue_bytes: of entries that wait to be written.
-        removals: where removals that wait are noted.
+        removals: the file of a `RemovalLog`.
     """
 
     name: ClassVar[str] = "remote"
@@ -100,7 +101,7 @@ class RemoteTier:
         secret: bytes | None,
         *,
         queue_bytes: int,
-        removals: RemovalLog,
+        removals: Path,
     ) -> None:
         self.address, self.format, self._limits = address, ObjectFormat(secret), limits
         self.backend = address.open(limits)
@@ -111,7 +112,7 @@ class RemoteTier:
         self._layouts: OrderedDict[str, tuple[ObjectLayout, float]] = OrderedDict()
         self._missing: OrderedDict[str, float] = OrderedDict()
         self._lookup_s: float | None = None
-        self.uploads = UploadQueue(self._send, self._remove, self.writes, queue_bytes, removals)
+        self.uploads = UploadQueue(self._send, self._remove, self.writes, queue_bytes, RemovalLog(removals))
 
     def open_all(self, digests: Sequence[str]) -> dict[str, RemoteEntry]:
         """The entries among these that are there, looked up in one round trip (headers over 16 KiB take a second)."""

@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:40]]
 ON_RAY = RayConfig(ray="local", ray_actors=2, ray_cpus=0.5, ray_batch_documents=4)
+ONE_ACTOR = replace(ON_RAY, ray_actors=1)
 TESTS = Path(__file__).parents[2]
 
 
@@ -114,15 +115,15 @@ def test_what_an_actor_cannot_do(configure: Callable[..., EngineConfig], model: 
     path.write_text("".join(json.dumps(one) + "\n" for one in MANY[:4]))
     small = configure("small", store=StoreConfig(nvme_budget_bytes=2000))
     with pytest.raises(CacheBlendError, match=r"an actor could not go on: .* is larger than nvme_budget_bytes=2000"):
-        ingest_on_ray([str(path)], small, ON_RAY, embedder=FakeEmbedder())
+        ingest_on_ray([str(path)], small, ONE_ACTOR, embedder=FakeEmbedder())
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     (broken / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(CacheBlendError, match="an actor could not go on"):
-        ingest_on_ray([str(path)], replace(configure(), model=str(broken)), ON_RAY, embedder=FakeEmbedder())
+        ingest_on_ray([str(path)], replace(configure(), model=str(broken)), ONE_ACTOR, embedder=FakeEmbedder())
     path.write_text("")
     with pytest.raises(InputError, match="no documents to ingest"):
-        ingest_on_ray([str(path)], configure(), ON_RAY, embedder=FakeEmbedder())
+        ingest_on_ray([str(path)], configure(), ONE_ACTOR, embedder=FakeEmbedder())
 
 
 def test_remote_tier(configure: Callable[..., EngineConfig], corpus: Path, tmp_path: Path) -> None:
@@ -179,10 +180,8 @@ def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
         while indexed() < 1 and ingest.poll() is None:
             time.sleep(0.1)
         actors = actors_below(ingest.pid)
-        interrupted = time.perf_counter()
         ingest.send_signal(signal.SIGINT)
-        _, said = ingest.communicate()
-        print(f"ended {time.perf_counter() - interrupted:.1f} s after the interrupt")
+        _, said = ingest.communicate(timeout=300)  # some ten seconds where nothing else runs
     assert ingest.returncode != 0
     assert "interrupted; what was done is kept" in said
     assert "Traceback" not in said
