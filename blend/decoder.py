@@ -127,7 +127,9 @@ class Decoder:
         self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
         head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
         pack = packed_linear.packed if packed_linear.pays(model) else _as_it_is
-        self._layers, self._head = [with_fused_norms(pack(layer)) for layer in layers], with_fused_norms(pack(head))
+        self._layers, self._head = [pack(layer) for layer in layers], pack(head)
+        # Of a decoding step alone: a prompt's rows have the very bits of the model's own norms.
+        self._step_layers, self._step_head = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(self._head)
         cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
         types = getattr(self.config, "layer_types", None) or []
@@ -200,7 +202,7 @@ class Decoder:
             layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
             cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])
             piece_hidden = hidden_1SM[:, done : done + len(piece)]
-            pieces.append(self._run(layer, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
+            pieces.append(self._run(self._layers[layer], piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def run_question(
@@ -208,7 +210,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Run the question's rows through one layer; `question` has what they attend to afterwards. Gives (1, S, M)."""
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
-        return self._run(layer, hidden_1SM, rows.on_device_S, cos_sin_S, question)
+        return self._run(self._layers[layer], hidden_1SM, rows.on_device_S, cos_sin_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
@@ -243,7 +245,7 @@ class Decoder:
             rotate = partial(self.apply_rotary, cos=cos, sin=sin)
             layer_pass = IsolatedPass(rotate, self._own_attention, masks[window], prefix)
             identity = (torch.ones_like(cos), torch.zeros_like(sin))
-            hidden_1NM = self._run(layer, hidden_1NM, positions_N, identity, layer_pass)
+            hidden_1NM = self._run(self._layers[layer], hidden_1NM, positions_N, identity, layer_pass)
             yield layer_pass.k_1HND, layer_pass.v_1HND
         yield self.project_kv(len(self._layers) - 1, hidden_1NM)  # nobody reads what comes out of the last layer
 
@@ -275,21 +277,21 @@ class Decoder:
         rotary = self.rotary(positions_R, hidden_1RM)
         for layer, layer_type in enumerate(self.layer_types):
             layer_pass = DecodePass([sequence.layers[layer] for sequence in sequences], self._decode_kernel)
-            hidden_1RM = self._run(layer, hidden_1RM, positions_R, rotary[layer_type], layer_pass)
+            hidden_1RM = self._run(self._step_layers[layer], hidden_1RM, positions_R, rotary[layer_type], layer_pass)
         for sequence in sequences:
             sequence.tokens += 1
-        output: torch.Tensor = self._head(inputs_embeds=hidden_1RM, use_cache=False).logits
+        output: torch.Tensor = self._step_head(inputs_embeds=hidden_1RM, use_cache=False).logits
         return output[0].float()
 
     def _run(
         self,
-        layer: int,
+        layer: nn.Module,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         cos_sin: CosSin,
         layer_pass: _LayerPass,
     ) -> torch.Tensor:
-        output: torch.Tensor | tuple[torch.Tensor] = self._layers[layer](
+        output: torch.Tensor | tuple[torch.Tensor] = layer(
             hidden,
             attention_mask=None,
             position_ids=positions[None],

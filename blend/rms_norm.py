@@ -1,6 +1,6 @@
 """RMS norms of a decoding step's few rows, each one call of C where the models' own modules are eight small operations.
 
-The module stays as it is for prompts, for other processors, and where the compiled file does not give its outputs; which of the
+The decoder takes them for decoding alone. A module stays as it is on other devices, and where the compiled file does not give its outputs; which of the
 two ways of scaling a model has is found by comparing them.
 
 Shapes: R rows, M hidden size.
@@ -22,7 +22,7 @@ from torch import nn
 from .compiled_file import find_compiler, load_compiled
 
 SOURCE = Path(__file__).with_name("rms_norm.c")
-MAX_ROWS = 64  # one thread runs them; more are a prompt's
+MAX_ROWS = 64  # that one thread norms; with more the module is faster
 logger = logging.getLogger(__name__)
 
 
