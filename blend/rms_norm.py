@@ -1,7 +1,7 @@
 """RMS norms of a decoding step's few rows, each one call of C where the models' own modules are eight small operations.
 
-The decoder takes them for decoding alone. A module stays as it is on other devices, and where the compiled file does not give its outputs; which of the
-two ways of scaling a model has is found by comparing them.
+The decoder takes them for decoding alone. A module stays as it is on other devices, and where the compiled file does not give
+its outputs; which of the two ways of scaling a model has is found by comparing them.
 
 Shapes: R rows, M hidden size.
 """
