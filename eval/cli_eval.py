@@ -74,7 +74,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their ord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(options.OptionGroup):
-    """What every command that measures methods takes."""
+    """Options of every command that measures methods."""
 
     model: Model = None
     methods: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(METHODS)}.")] = DEFAULT_METHODS
@@ -94,7 +94,7 @@ class RunOptions(options.OptionGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions(options.OptionGroup):
-    """What changes a preset's prompts."""
+    """Options that change a preset's prompts."""
 
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk; left out, the preset's.")] = None
     top_k: Annotated[

@@ -243,7 +243,7 @@ class LoadingController:
         return (self._recompute.prefill_s(exact + tokens) - after_s) * self._compute.factor
 
     def _front_chunks(self, front: Sequence[FrontChunk], request_of: Callable[[int], _Request]) -> int:
-        """How many chunks to compute beside the loading: as many as make the prefill soonest.
+        """How many chunks to compute beside the loading: as many as make the prefill shortest.
 
         Every one of them shortens the loading and lengthens the computing, so the prefill gets shorter up to where both end
         together, and longer after that. One stored chunk at least is left to be loaded: without it all is full recompute.

@@ -159,7 +159,7 @@ def kill_round(
 
 
 def held_by(survivor: ServerProcess) -> dict[str, int]:
-    """What it holds when nothing has been asked for a while: the least of several looks."""
+    """Give what it holds when nothing has been asked for a while: the least of several looks."""
     looks = []
     for _ in range(QUIET_LOOKS):
         time.sleep(1.0)

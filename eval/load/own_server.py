@@ -24,7 +24,7 @@ STOP_S = 60.0
 
 
 class OwnServer(NamedTuple):
-    """Where the service answers, and its process."""
+    """A running service: its address and its process."""
 
     address: str
     pid: int

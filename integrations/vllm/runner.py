@@ -282,7 +282,7 @@ class VllmRunner:
 
 
 def _normed(norm: Any, hidden_2SM: torch.Tensor) -> torch.Tensor:
-    """What a norm of vLLM's makes of a hidden state, (S, M)."""
+    """Run a norm of vLLM's on a hidden state; gives (S, M)."""
     normed_SM: torch.Tensor = norm(*hidden_2SM.clone())[0]  # see `VllmRunner._run`
     return normed_SM
 
