@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from cacheblend.store import KVStore
 from cacheblend.store.remote.remote_tier import RemoteTier
 
 OpenShared = Callable[..., KVStore]
-LOOK_S = 0.002
 SECRET = "the deployment's secret"
 
 
@@ -36,15 +35,6 @@ def remote_of(store: KVStore) -> RemoteTier:
     """The store's remote tier, which it has."""
     assert store.remote is not None
     return store.remote
-
-
-def wait_until(holds: Callable[[], bool], what: str = "it did not happen", seconds: float = 10.0) -> None:
-    """Wait for what another thread or process does; gives up after so many seconds of looks: a frozen machine takes none."""
-    for _ in range(round(seconds / LOOK_S)):
-        if holds():
-            return
-        time.sleep(LOOK_S)
-    raise AssertionError(what)
 
 
 class RedisServer:

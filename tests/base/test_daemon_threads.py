@@ -12,17 +12,17 @@ def test_tasks_never_wait_for_each_other() -> None:
     threads, gate, met = DaemonThreads("kept"), threading.Event(), threading.Barrier(9)
 
     def task() -> None:
-        met.wait(10)
-        gate.wait(10)
+        met.wait(60)
+        gate.wait(60)
 
     first = [threads.run(task) for _ in range(8)]
-    met.wait(10)  # all eight run
+    met.wait(60)  # all eight run
     assert threads.busy == 8
     gate.set()
-    assert all(ended.wait(10) for ended in first)
+    assert all(ended.wait(60) for ended in first)
     assert threads.busy == 0
     for _ in range(20):
-        assert threads.run(lambda: None).wait(10)
+        assert threads.run(lambda: None).wait(60)
     kept = [thread for thread in threading.enumerate() if thread.name == "kept"]
     assert len(kept) == 8
     assert all(thread.daemon for thread in kept)
@@ -32,7 +32,7 @@ def test_an_idle_thread_ends() -> None:
     """A thread that had no task for as long as was said ends, and the next task has a new one."""
     threads = DaemonThreads("ending", idle_s=0.05)
     for _ in range(3):
-        assert all(ended.wait(10) for ended in [threads.run(lambda: None) for _ in range(4)])
+        assert all(ended.wait(60) for ended in [threads.run(lambda: None) for _ in range(4)])
         until = time.monotonic() + 10
         while any(thread.name == "ending" for thread in threading.enumerate()):
             assert time.monotonic() < until
@@ -50,5 +50,5 @@ def test_a_task_is_let_go() -> None:
     weakref.finalize(large, gone.set)
     ended = threads.run(large.task)
     del large
-    assert ended.wait(10)
-    assert gone.wait(10)
+    assert ended.wait(60)
+    assert gone.wait(60)

@@ -1,9 +1,8 @@
 """A loader that notes what it fetches, and prompts whose chunks come from every tier."""
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from prompts import BOS, chunk, draw_ids
@@ -36,7 +35,7 @@ class SpyLoader(LayerLoader):
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         self.fetched.append(layer)
         if self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         super().fetch_kv(kv, layer, buffer, start, stop)
 
 
@@ -49,13 +48,6 @@ def key_of(segment: Segment) -> ChunkKey:
 
 def threads() -> int:
     return THREADS.busy
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 @contextmanager

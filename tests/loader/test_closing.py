@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from prompts import chunk, draw_ids
-from spy_loader import SEEDS, TOKENS, SpyLoader, key_of, prompts, threads, wait_until
+from spy_loader import SEEDS, TOKENS, SpyLoader, key_of, prompts, threads
+from waiting import wait_until
 
 from cacheblend.base.errors import FusionCancelledError, StoreError
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
@@ -56,8 +57,8 @@ def close_while_reading(
     before = cancelled.wait(patience_s)
     assert closer.is_alive()
     gate.set()
-    consumer.join(10)
-    closer.join(10)
+    consumer.join(60)
+    closer.join(60)
     assert not consumer.is_alive()
     assert not closer.is_alive()
     assert not threads()

@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference
-from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts, wait_until
+from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts
+from waiting import wait_until
 
 from cacheblend.base.errors import DamagedEntryError
 from cacheblend.base.memory import Bytes

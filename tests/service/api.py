@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from engines import wait_until
+from waiting import wait_until
 
 from cacheblend.service.http import Server
 from cacheblend.service.http.run import MOST_CONNECTIONS, uvicorn_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -117,11 +116,3 @@ def damage(engine: Engine, keys: Iterable[ChunkKey]) -> None:
             last = file.read(1)
             file.seek(-1, 2)
             file.write(bytes([last[0] ^ 1]))
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread does; gives up after ten seconds."""
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)

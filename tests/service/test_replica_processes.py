@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from engines import CHUNK_TOKENS, DOCUMENTS
 from postgres import PostgresServer
 from remote_servers import SECRET, RedisServer
 from server_process import MODEL, ServedConfig, ServerProcess, free_port
+from waiting import wait_until
 
 Replicas = list[httpx.Client]
 WAIT_S = 20
@@ -137,13 +137,6 @@ def metric(replica: httpx.Client, name: str) -> float:
 def stored(replica: httpx.Client) -> float:
     """Entries on a replica's disk."""
     return metric(replica, 'cacheblend_store_entries{tier="nvme"}')
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def wait_until_sent(replica: httpx.Client) -> None:

@@ -6,14 +6,16 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from api import MODEL
-from engines import DOCUMENTS, make_model, wait_until
+from engines import DOCUMENTS, make_model
 from server_process import ServedConfig, ServerProcess, free_port
+from waiting import wait_until
 
 from cacheblend.base.errors import RetrieverError, StoreFullError
 from cacheblend.service import Engine
@@ -57,8 +59,8 @@ def test_sigterm_while_uploads_run_and_wait(config: ServedConfig, tmp_path: Path
         wait_until(lambda: entries(server) > 0)
         began = time.monotonic()
         server.signal(signal.SIGTERM)
-        assert server.wait(GRACE_S + 5) == 0
-        assert time.monotonic() - began < GRACE_S + 2
+        assert server.wait(GRACE_S + 30) == 0
+        assert time.monotonic() - began < GRACE_S + 10
         for upload in uploads:
             upload.join()
             assert upload.response.status_code == 503, upload.response.text
@@ -70,6 +72,7 @@ def test_sigterm_while_uploads_run_and_wait(config: ServedConfig, tmp_path: Path
 
 def test_a_second_sigterm(config: ServedConfig, tmp_path: Path) -> None:
     """The process ends at once, by its own exit and not by an abort."""
+    config = replace(config, grace_s=60.0)
     with ServerProcess(config, tmp_path / "log") as server:
         upload = threading.Thread(target=_fails, args=(server.address,))
         upload.start()
@@ -78,8 +81,8 @@ def test_a_second_sigterm(config: ServedConfig, tmp_path: Path) -> None:
         time.sleep(0.3)
         began = time.monotonic()
         server.signal(signal.SIGTERM)
-        assert server.wait(5) == 128 + signal.SIGTERM
-        assert time.monotonic() - began < 1.0
+        assert server.wait(30) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 10  # of the minute that the first one gives
         upload.join()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,14 +51,6 @@ def file_of(store: KVStore, key: ChunkKey) -> Path:
 def files_under(store: KVStore, folder: str) -> list[str]:
     """Names of all files in one of the store's folders."""
     return sorted(path.name for path in (Path(store.config.directory) / folder).rglob("*") if path.is_file())
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what the background does; gives up after ten seconds."""
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def flip_last_byte(path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, same, wait_until
+from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, same
+from waiting import wait_until
 
 from cacheblend.store import KVStore, StoreFullError
 

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk, wait_until
+from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk
+from waiting import wait_until
 
 from cacheblend.store import StoreError
 

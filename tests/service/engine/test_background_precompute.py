@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, entry_file, furthest, key_of, kinds, wait_until
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, entry_file, furthest, key_of, kinds
+from waiting import wait_until
 
 from cacheblend.base.errors import DamagedEntryError
 from cacheblend.retriever import Chunk

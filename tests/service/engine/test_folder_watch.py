@@ -137,7 +137,7 @@ def test_running(open_engine: OpenEngine, folder: Path, monkeypatch: pytest.Monk
             running.join(0.2)
     finally:
         stop.set()
-        running.join(20)
+        running.join(60)
     assert not running.is_alive()
     assert "0.txt" in ids(engine)
     assert reports[0].ingested.added >= 1

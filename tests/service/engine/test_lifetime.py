@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, entry_file, key_of, wait_until
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, entry_file, key_of
 from fakes import FakeEmbedder
+from waiting import wait_until
 
 from cacheblend.base.errors import CacheBlendError, InputError, RetrieverError, StoreDirectoryError, StoreError
 from cacheblend.blend import Fusor
@@ -59,18 +60,18 @@ def test_closing_in_the_middle_of_a_precompute(engine: Engine, monkeypatch: pyte
 
     def slow(*arguments: Any, **options: Any) -> object:
         begun.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         return precompute_document(*arguments, **options)
 
     monkeypatch.setattr(engine.fusor, "precompute_document", slow)
     engine.answer(QUESTION, top_k=TOP_K)
-    assert begun.wait(10)
+    assert begun.wait(60)
     closer = threading.Thread(target=engine.close)
     closer.start()
     closer.join(0.1)
     assert closer.is_alive()
     gate.set()
-    closer.join(10)
+    closer.join(60)
     assert not precomputes()
     assert entry_file(engine, key).exists()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from engines import DOCUMENTS, QUESTION, OpenEngine, kinds
 from recorded import RecordedAnswer, check_replay
-from remote_servers import SECRET, RedisServer, remote_of, wait_until
+from remote_servers import SECRET, RedisServer, remote_of
+from waiting import wait_until
 
 from cacheblend.blend import Fusor, Segment
 from cacheblend.loader import FrontChunk, LoadingPlan

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import DOCUMENTS, OpenEngine, ask, key_of, kinds, wait_until
+from engines import DOCUMENTS, OpenEngine, ask, key_of, kinds
 from postgres import PostgresServer
+from waiting import wait_until
 
 from cacheblend.base.errors import DocumentChangedError, IndexUnreachableError, InputError
 from cacheblend.service import Engine

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from api import MODEL, listening
-from engines import DOCUMENTS, QUESTION, OpenEngine, wait_until
+from engines import DOCUMENTS, QUESTION, OpenEngine
+from waiting import wait_until
 
 from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
@@ -72,7 +73,7 @@ def test_deleted_while_its_upload_computes(client: httpx.Client, engine: Engine,
         for kv in precompute_documents(*arguments, **options):
             yield kv
             computing.set()
-            deleted.wait(10)
+            deleted.wait(60)
 
     monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
     answers: list[httpx.Response] = []
@@ -82,7 +83,7 @@ def test_deleted_while_its_upload_computes(client: httpx.Client, engine: Engine,
 
     thread = threading.Thread(target=upload)
     thread.start()
-    assert computing.wait(10)
+    assert computing.wait(60)
     engine.documents.delete("late")
     deleted.set()
     thread.join()

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from api import MODEL, listening
-from engines import DOCUMENTS, QUESTION, wait_until
+from engines import DOCUMENTS, QUESTION
+from waiting import wait_until
 
 from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine

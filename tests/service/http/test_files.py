@@ -95,7 +95,7 @@ def test_a_form_is_parsed_beside_the_others(client: httpx.Client, monkeypatch: p
 
     def held(self: object, data: bytes) -> int:
         begun.set()
-        in_time.append(answered.wait(5))
+        in_time.append(answered.wait(60))
         written: int = write(self, data)
         return written
 
@@ -103,7 +103,7 @@ def test_a_form_is_parsed_beside_the_others(client: httpx.Client, monkeypatch: p
     form = {"data": {"purpose": "user_data"}, "files": {"file": ("a.txt", TEXT.encode())}}
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(client.post, "/v1/files", **form)
-        assert begun.wait(5)
+        assert begun.wait(60)
         assert httpx.get(f"{client.base_url}/healthz").status_code == 200
         answered.set()
         assert sent.result().status_code == 200

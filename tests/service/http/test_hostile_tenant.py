@@ -15,9 +15,10 @@ import httpx
 import numpy as np
 import pytest
 from api import MODEL, listening
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
 from fakes import FakeEmbedder
 from numpy.typing import NDArray
+from waiting import wait_until
 
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
@@ -49,7 +50,7 @@ class SlowEmbedder(FakeEmbedder):
             if self.slow_s:
                 time.sleep(self.slow_s)
             else:
-                self.gate.wait(20)
+                self.gate.wait(60)
         return super().encode(texts)
 
 
@@ -141,7 +142,7 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
 
     with ThreadPoolExecutor(40) as threads:
         uploads = [threads.submit(upload, number) for number in range(40)]
-        assert embedder.entered.acquire(timeout=10)
+        assert embedder.entered.acquire(timeout=60)
         wait_until(lambda: len(statuses) == 40 - server.uploads._max_calls)
         assert set(statuses) == {429}
         check_served(clients["good"])
@@ -161,7 +162,7 @@ def test_refused_uploads_are_told_when_to_come(serve: Serve, embedder: SlowEmbed
         target=clients["hostile"].post, args=("/v1/documents",), kwargs={"json": {"documents": [{"text": SLOW}]}}
     )
     first.start()
-    assert embedder.entered.acquire(timeout=10)
+    assert embedder.entered.acquire(timeout=60)
     refused = clients["hostile"].put("/v1/documents/x", json={"text": "words"})
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "queue_full"
@@ -209,7 +210,7 @@ def test_half_an_upload(serve: Serve, monkeypatch: pytest.MonkeyPatch, known: bo
             yield kv
             if number == 2:
                 computing.set()
-                assert gate.wait(20)
+                assert gate.wait(60)
 
     monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
     id_ = str(DOCUMENTS[0]["id"]) if known else "new"
@@ -234,7 +235,7 @@ def test_the_deadline_counts_from_arrival(serve: Serve, embedder: SlowEmbedder, 
     if kind == "waiting":
         first = threading.Thread(target=client.post, args=("/v1/chat/completions",), kwargs={"json": chat(SLOW)})
         first.start()
-        assert embedder.entered.acquire(timeout=10)
+        assert embedder.entered.acquire(timeout=60)
     began = time.monotonic()
     body = {"embedding": chat(SLOW), "waiting": chat(), "answering": chat(max_tokens=300, return_chunks=True)}[kind]
     if kind == "answering":

@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 from api import MODEL, listening
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
 from fakes import FakeEmbedder
+from waiting import wait_until
 
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig

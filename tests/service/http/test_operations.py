@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 from api import MODEL, listening
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, wait_until
+from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
 from fakes import FakeEmbedder
+from waiting import wait_until
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from api import MODEL, listening
 from browser import NEEDS_BROWSER, ONCE, ask, fits, open_page
-from engines import QUESTION, OpenEngine, wait_until
+from engines import QUESTION, OpenEngine
+from waiting import wait_until
 
 from cacheblend.service import Engine
 from cacheblend.service.http import HttpConfig, Server

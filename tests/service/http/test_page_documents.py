@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from api import MODEL, listening
 from browser import NEEDS_BROWSER, ONCE, fits, open_page
-from engines import OpenEngine, wait_until
+from engines import OpenEngine
+from waiting import wait_until
 
 from cacheblend.service.http import HttpConfig, Server
 

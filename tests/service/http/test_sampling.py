@@ -13,7 +13,8 @@ import openai
 import pytest
 import torch
 from api import MODEL, listening
-from engines import QUESTION, wait_until
+from engines import QUESTION
+from waiting import wait_until
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor, NextToken, SequenceKV

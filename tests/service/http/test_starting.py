@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from engines import OpenEngine, wait_until
+from engines import OpenEngine
+from waiting import wait_until
 
 from cacheblend.base.errors import ServiceError
 from cacheblend.service import Engine

@@ -10,7 +10,8 @@ import numpy as np
 import openai
 import pytest
 from api import MODEL
-from engines import QUESTION, wait_until
+from engines import QUESTION
+from waiting import wait_until
 
 from cacheblend.service import Engine
 from cacheblend.service.http import Server
@@ -62,7 +63,7 @@ def test_embeddings_of_a_client_that_goes(
 
     def wait(texts: list[str]) -> object:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return encode(texts)
 
     monkeypatch.setattr(engine.retriever.embedder, "encode", wait)
@@ -75,7 +76,7 @@ def test_embeddings_of_a_client_that_goes(
     for thread in threads:
         thread.start()
     wait_until(lambda: server.texts.count("") == most)
-    assert begun.wait(10)
+    assert begun.wait(60)
     assert httpx.get(f"{address}/healthz").status_code == 200
     refused = httpx.post(f"{address}/tokenize", json={"prompt": "x"})
     assert refused.status_code == 429

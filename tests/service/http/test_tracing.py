@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from api import MODEL, listening
-from engines import DOCUMENTS, QUESTION, wait_until
+from engines import DOCUMENTS, QUESTION
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.service import Engine
@@ -23,6 +23,7 @@ pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not instal
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from waiting import wait_until
 
 from cacheblend.service.http.tracing import Traces
 

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from engines import QUESTION, key_of, wait_until
+from engines import QUESTION, key_of
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Client, serve
 from transformers import DynamicCache
+from waiting import wait_until
 
 from cacheblend.blend import FusionResult
 from cacheblend.blend.deviation import relative_kv_error

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of, wait_until
+from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of
 from served import Client, replay, serve
+from waiting import wait_until
 
 from cacheblend.base.errors import ConfigError, DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.service import Engine
@@ -246,7 +247,7 @@ def test_prefills_of_tenants_share_the_time(engine: Engine, monkeypatch: pytest.
         layers = steps(prepared)
         while True:
             begun.set()
-            assert gate.wait(10)
+            assert gate.wait(60)
             order.append(names[prepared.namespace])
             time.sleep(0.01)
             try:
@@ -257,7 +258,7 @@ def test_prefills_of_tenants_share_the_time(engine: Engine, monkeypatch: pytest.
     monkeypatch.setattr(engine, "prefill_steps", slow)
     with Scheduler(engine.fusor) as scheduler:
         clients = [serve(engine, scheduler, QUESTION, max_tokens=1, tenant="a", cache_salt="a1")]
-        assert begun.wait(10)
+        assert begun.wait(60)
         for tenant, salt in (("a", "a2"), ("b", "b1")):
             clients.append(serve(engine, scheduler, QUESTION, max_tokens=1, tenant=tenant, cache_salt=salt))
         gate.set()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import redis
-from chunks import make_chunk, same, wait_until
+from chunks import make_chunk, same
 from remote_servers import SECRET, OpenShared, RedisServer, bad_server, remote_of
+from waiting import wait_until
 
 from cacheblend.base.errors import DamagedEntryError, RemoteError
 from cacheblend.store import KVStore
@@ -186,7 +187,7 @@ def test_a_server_that_never_answers_costs_the_time_out(
     ended = threading.Event()
 
     def silent(_: socket.socket) -> None:
-        ended.wait(30)
+        ended.wait(60)
 
     with bad_server(tmp_path_factory.mktemp("s"), silent) as url:
         store = open_shared("reader", url, remote_timeout_s=TIMEOUT_S)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chunks import FILE_BYTES, file_of, make_chunk, same, wait_until
+from chunks import FILE_BYTES, file_of, make_chunk, same
 from remote_servers import SECRET, OpenShared, RedisServer, remote_of
+from waiting import wait_until
 
 from cacheblend.base.errors import ConfigError, EvictedEntryError, MissingExtraError
 from cacheblend.store import KVStore, StoreConfig

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from chunks import make_chunk, wait_until
+from chunks import make_chunk
 from remote_servers import OpenShared, RedisServer, remote_of
+from waiting import wait_until
 
 from cacheblend.base.errors import RemoteError, StoreFullError
 from cacheblend.store import KVStore
