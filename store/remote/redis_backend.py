@@ -21,6 +21,7 @@ from .backend import BackendLimits, ObjectRange
 
 KEY_PREFIX = b"cacheblend:"
 READ_BYTES = 2**20  # of a socket at once
+SEND_BYTES = 64 * 1024  # at once: the socket's time-out is for each send
 LIST_KEYS = 512
 
 
@@ -36,6 +37,10 @@ def _reporting(address: RemoteAddress) -> Iterator[None]:
 def _said(error: Exception) -> str:
     """What the server said of a command, which has no secret; nothing of what the library says."""
     return f" ({error})" if isinstance(error, redis.ResponseError) else ""
+
+
+def _in_pieces(command: Iterable[bytes]) -> Iterator[memoryview]:
+    return (memoryview(part)[at : at + SEND_BYTES] for part in command for at in range(0, len(part), SEND_BYTES))
 
 
 class RedisBackend:
@@ -64,8 +69,20 @@ class RedisBackend:
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """See `RemoteBackend`."""
         value = b"".join(part.data for part in parts)
+        expiry = () if self._limits.ttl_s is None else ("EX", self._limits.ttl_s)
         with _reporting(self._address):
-            self._client.set(KEY_PREFIX + name.encode(), value, ex=self._limits.ttl_s)
+            connection: Any = self._pool.get_connection()
+            try:
+                command = connection.pack_command("SET", KEY_PREFIX + name.encode(), value, *expiry)
+                connection.send_packed_command(_in_pieces(command), check_health=False)
+                connection._sock.settimeout(self._limits.bound_s(len(value)))  # much of it may be in the system's buffer yet
+                connection.read_response()
+                connection._sock.settimeout(self._limits.timeout_s)
+            except BaseException:
+                connection.disconnect()
+                raise
+            finally:
+                self._pool.release(connection)
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """See `RemoteBackend`."""
