@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +30,9 @@ LIST_KEYS = 512
 def _reporting(address: RemoteAddress) -> Iterator[None]:
     try:
         yield
-    except (redis.RedisError, OSError, ValueError) as error:
+    except RemoteError:
+        raise
+    except Exception as error:  # an answer may be anything, and break the library anywhere
         # Only its kind: a message may have the URL, and what is chained the same.
         raise RemoteError(f"{address}: {type(error).__name__}{_said(error)}") from None
 
@@ -89,7 +92,7 @@ class RedisBackend:
         with _reporting(self._address), self._client.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.strlen(KEY_PREFIX + name.encode())
-            return [size or None for size in pipeline.execute()]
+            return [int(size) or None for size in pipeline.execute()]
 
     def delete(self, names: Iterable[str]) -> None:
         """See `RemoteBackend`."""
@@ -121,6 +124,7 @@ class RedisReader:
         self._socket: socket.socket | None = self._connection._sock
         self._waiting: deque[ObjectRange] = deque()
         self._failed = False
+        self._closing = threading.Lock()
 
     def request(self, ranges: Sequence[ObjectRange]) -> None:
         """See `RangeReader`."""
@@ -133,19 +137,23 @@ class RedisReader:
         """See `RangeReader`."""
         with self._marking(), _reporting(self._address):
             data = self._connection.read_response(disable_decoding=True)
+            if not isinstance(data, bytes):
+                raise TypeError
         self._waiting.popleft()
         return np.frombuffer(data, np.uint8) if data else None
 
     def abort(self) -> None:
         """See `RangeReader`."""
-        self._failed = True
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        with self._closing:
+            self._failed = True
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """See `RangeReader`."""
-        connection, self._connection = self._connection, None
+        with self._closing:  # from here on the socket may be another reader's
+            connection, self._connection, self._socket = self._connection, None, None
         if connection is not None:
             if self._failed or self._waiting:
                 connection.disconnect()

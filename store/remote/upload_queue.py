@@ -36,9 +36,9 @@ class _Change:
 class UploadQueue:
     """Changes of the remote tier, one a digest, the last one counts. Thread-safe; nobody waits for the remote.
 
-    What cannot be sent is tried again after the breaker's pause, one by one where it was a group. An entry that finds no room, or
-    has itself failed `MAX_ATTEMPTS` times, is dropped and counted: `cacheblend store push` sends it later. Removals that wait are noted on disk, and wait again
-    when the store is opened next.
+    What cannot be sent is tried again after the breaker's pause, a group one by one. An entry that finds no room, or has itself
+    failed `MAX_ATTEMPTS` times, is dropped and counted: `cacheblend store push` sends it later. Removals that wait are noted on
+    disk, and wait again when the store is opened next.
 
     Args:
         send: sends entries that are not there yet; raises `RemoteError`.
