@@ -86,7 +86,7 @@ class RemoteTier:
     Args:
         address: where it is.
         limits: time-out and time to live.
-        secret: of the deployment; see `ObjectFormat`.
+        form: of its objects: names, seals and checks.
         queue_bytes: of entries that wait to be written.
         removals: the file of a `RemovalLog`.
     """
@@ -98,12 +98,12 @@ class RemoteTier:
         self,
         address: RemoteAddress,
         limits: BackendLimits,
-        secret: bytes | None,
+        form: ObjectFormat,
         *,
         queue_bytes: int,
         removals: Path,
     ) -> None:
-        self.address, self.format, self._limits = address, ObjectFormat(secret), limits
+        self.address, self.format, self._limits = address, form, limits
         self.backend = address.open(limits)
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.meter = SpeedMeter()
