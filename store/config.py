@@ -75,8 +75,8 @@ class StoreConfig:
     remote_secret_file: str | None = option(None, "File that holds the deployment's secret.", panel=REMOTE)
     remote_tenant: str | None = option(
         None,
-        "Tenant whose entries in the remote tier are meant, for commands at the folder of one (tenants/NAME); a service names its "
-        "tenants itself.",
+        "Tenant whose entries in the remote tier are meant, for commands at the folder of one (tenants/NAME); a service names "
+        "its tenants by itself.",
         panel=REMOTE,
     )
     remote_timeout_s: float = option(

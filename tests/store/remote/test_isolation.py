@@ -53,11 +53,8 @@ def test_no_request_finds_another_tenants_or_namespaces_entry(
         )
 
     with ExitStack() as stack:
-        replicas = {
-            (name, tenant): stack.enter_context(open_one(name, tenant))
-            for tenant in {step[2] for step in steps}
-            for name in "ab"
-        }
+        used = {tenant for _, _, tenant, _, _ in steps}
+        replicas = {(name, tenant): stack.enter_context(open_one(name, tenant)) for tenant in used for name in "ab"}
         for step, at, tenant, namespace, text in steps:
             store, (key, kv) = replicas[at, tenant], chunk_of(namespace, text, tenant)
             before = {each: hits(replica) for each, replica in replicas.items()}
