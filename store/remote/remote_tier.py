@@ -216,16 +216,16 @@ class RemoteTier:
         with self._lock:
             self._miss(digest)
 
-    def forget(self, digest: str) -> None:
-        """Look an entry up anew at its next use."""
+    def forget(self, digests: Iterable[str]) -> None:
+        """Look entries up anew at their next use."""
         with self._lock:
-            self._layouts.pop(digest, None)
+            for digest in digests:
+                self._layouts.pop(digest, None)
 
     def delete(self, digests: Iterable[str]) -> None:
         """Remove entries; they are misses here at once, and there when the remote has been told."""
         digests = list(digests)
-        for digest in digests:
-            self.forget(digest)
+        self.forget(digests)
         self.uploads.remove(digests)
 
     def put(self, entry: EncodedEntry) -> None:
