@@ -141,6 +141,9 @@ def test_a_batch_that_kills_its_actors(
     configure: Callable[..., EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch over which every actor dies is not tried for ever: the ingest ends with an error."""
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this file
     monkeypatch.setattr(ingest, "MOST_DEATHS", 1)
     path = tmp_path / "documents.jsonl"
     path.write_text(json.dumps({**MANY[0], "text": "deadly words"}) + "\n")
