@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .model_runner import LayerSink as LayerSink
     from .model_runner import ModelRunner as ModelRunner
     from .precompute import ChunkContext as ChunkContext
+    from .prompt import WAITING as WAITING
     from .prompt import FusionResult as FusionResult
     from .prompt import LayerReport as LayerReport
     from .prompt import Prompt as Prompt
@@ -43,7 +44,7 @@ _MODULES = {
     ".layer_source": ("FrontedLayers", "KVGeometry", "LayerKV", "LayerSource", "ResidentLayers", "check_shape"),
     ".model_runner": ("LayerSink", "ModelRunner"),
     ".precompute": ("ChunkContext",),
-    ".prompt": ("FusionResult", "LayerReport", "Prompt", "Segment"),
+    ".prompt": ("WAITING", "FusionResult", "LayerReport", "Prompt", "Segment"),
     ".selection": (
         "DEFAULT_RATIO",
         "DEFAULT_SELECTOR",

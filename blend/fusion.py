@@ -17,7 +17,7 @@ from .deviation import kv_deviation
 from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
-from .prompt import FusionResult, LayerReport, Prompt
+from .prompt import WAITING, FusionResult, LayerReport, Prompt
 from .selection import SelectionStep, Selector
 
 # Rows of a check that are projected together: what they need stays near the caches.
@@ -57,7 +57,7 @@ class Fusion:
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
-        """Run layer after layer; each yields its report."""
+        """Run layer after layer; each yields its report, and a step in which its stored KV did not come `WAITING`."""
         runner, prompt = self._runner, self._prompt
         cache = CacheSink(runner)
         sink = self._sink or cache
@@ -84,9 +84,8 @@ class Fusion:
         reads_layer_0 = bool(questions) or not bool(keep_S.all())
         for layer in range(runner.geometry.layers):
             # 3. The layer's stored KV: read by the question already, or waited for, its keys rotated to their positions.
-            started = time.perf_counter()
             is_read = layer in self._read
-            whole = self._read.pop(layer) if is_read else self._source.synchronize(layer)
+            whole, wait_s = (self._read.pop(layer), 0.0) if is_read else (yield from self._arrival(layer))
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             if not is_read:
@@ -104,7 +103,7 @@ class Fusion:
             sink.put(layer, whole)
             recomputed.append(self._rows.positions_S)
             projected.append(fresh_S)
-            reports.append(LayerReport(layer, len(self._rows), arrived - started, time.perf_counter() - arrived))
+            reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
 
         return FusionResult(
@@ -121,6 +120,16 @@ class Fusion:
             tuple(questions),
         )
 
+    def _arrival(self, layer: int) -> Generator[LayerReport, None, tuple[LayerKV, float]]:
+        """Wait for a layer's stored KV, and let others run meanwhile where its source says so; gives the seconds too."""
+        started, others_s = time.perf_counter(), 0.0
+        while not self._source.is_ready(layer):
+            paused = time.perf_counter()
+            yield WAITING
+            others_s += time.perf_counter() - paused
+        whole = self._source.synchronize(layer)
+        return whole, time.perf_counter() - started - others_s
+
     def _ask(
         self, token_ids_N: torch.Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
     ) -> Generator[LayerReport, None, None]:
@@ -133,8 +142,7 @@ class Fusion:
         attention_LN = torch.zeros(runner.geometry.layers - 1, len(prompt), device=runner.geometry.device)
         reusable_N = prompt.reusable_N.to(runner.geometry.device)
         for layer in range(runner.geometry.layers - 1):
-            started = time.perf_counter()
-            whole = self._source.synchronize(layer)
+            whole, wait_s = yield from self._arrival(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             self._rotate(whole, cos_sin_N, to_rotate)
@@ -143,7 +151,7 @@ class Fusion:
             if layer > 0:  # layer 0's stored KV is exact
                 attention_LN[layer] = _of_reusable(runner.reduce(layer_pass.attention_N), reusable_N)
             self._read[layer] = whole
-            reports.append(LayerReport(layer, len(rows), arrived - started, time.perf_counter() - arrived))
+            reports.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
         self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
 

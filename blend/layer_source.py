@@ -93,6 +93,9 @@ class LayerSource(Protocol):
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """Begin. Without `reuse_layer_0` only exact segments are read at layer 0: the others' tokens all run through it."""
 
+    def is_ready(self, layer: int) -> bool:
+        """Whether to `synchronize` this layer now; False, after a short wait, where others may run before it is asked again."""
+
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until this layer's KV is on the device, and hand it over (the paper's `synchronize`, §6)."""
 
@@ -125,6 +128,10 @@ class ResidentLayers:
         check_shape(prompt, geometry)
         self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
 
+    def is_ready(self, layer: int) -> bool:
+        """Yes: it is in memory."""
+        return True
+
     def synchronize(self, layer: int) -> LayerKV:
         """Copy the layer of every cached segment to its place."""
         whole = LayerKV.empty(self._geometry, len(self._prompt))
@@ -146,6 +153,10 @@ class FrontedLayers:
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """Do nothing: see the class."""
+
+    def is_ready(self, layer: int) -> bool:
+        """See `LayerSource.is_ready`."""
+        return self._source.is_ready(layer)
 
     def synchronize(self, layer: int) -> LayerKV:
         """See `LayerSource.synchronize`."""

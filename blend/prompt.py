@@ -177,6 +177,9 @@ class LayerReport:
     compute_s: float
 
 
+WAITING = LayerReport(0, 0, 0.0, 0.0)  # of a step that computed nothing: stored KV has not come, and others may run meanwhile
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FusionResult:
     """The KV cache of a whole prompt and the logits after it. N tokens, L layers, V vocabulary.

@@ -181,7 +181,7 @@ class LoadingController:
         front_chunks = self._front_chunks(front, request_of)
         request = request_of(front_chunks)
         by_tier, reusable = request.by_tier, request.reusable
-        full_s = self._recompute.prefill_s(tokens) * self._compute.factor
+        full_s = self.full_s(tokens)
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
         precompute_s = sum(map(self._recompute.prefill_s, precomputed)) * self._compute.factor
@@ -203,6 +203,10 @@ class LoadingController:
             front_chunks=front_chunks,
             front_s=request.front_s,
         )
+
+    def full_s(self, tokens: int) -> float:
+        """Predicted seconds of a full prefill."""
+        return self._recompute.prefill_s(tokens) * self._compute.factor
 
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Correct the model by what a request took, once its prefill is done.

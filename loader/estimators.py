@@ -27,6 +27,10 @@ FITS = 8
 # CUDA an estimate that is always above the most.
 FIXED_ROWS, MOST_FIXED_ROWS = 64, 256
 FIXED_MULTIPLY_ADDS = {"cpu": 66_000_000, "cuda": 60_000_000_000}
+# Multiply-adds a second of a full prefill on a device that was not measured: fewer than almost all do (two cores of a small
+# server, a GPU of ten years ago), for a remote tier that is given up too early helps nobody.
+SLOW_MULTIPLY_ADDS_PER_S = {"cpu": 1e10, "cuda": 2e12}
+SLOW_START_S = 0.25
 WORTH_BLENDING = 0.75  # of a full prefill's work at most: an estimate is no measurement, and full recompute is exact
 NOISE = 0.02  # relative; smaller errors all count the same
 
@@ -136,7 +140,7 @@ class RecomputeEstimator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimator:
-    """Recognises prompts too short to gain from blending, where no profile has measured seconds: it counts rows through layers.
+    """What is known of a prompt's seconds where no profile has measured them: it counts rows through layers.
 
     Args:
         schedule: that the selector follows; see `FusionConfig.schedule`.
@@ -149,6 +153,10 @@ class WorkEstimator:
     layers: int
     row_multiply_adds: int
     device_type: str
+
+    def full_s(self, tokens: int) -> float:
+        """Seconds within which a full prefill is done; a rough guess, and a long one."""
+        return SLOW_START_S + self.row_multiply_adds * self.layers * tokens / SLOW_MULTIPLY_ADDS_PER_S[self.device_type]
 
     def is_short(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> bool:
         """Whether a full prefill is worth its work, next to a blend.

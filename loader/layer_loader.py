@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -70,6 +70,7 @@ class LoaderConfig:
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
 STREAM_THREADS = DaemonThreads("layer-streams")  # likewise; one may hang in its network for a while
+TURN_S = 0.005  # of a wait for a stream, after which others may run
 LATE_EVERY_S = 0.02  # how often a layer that is waited for is held against what else could be done
 
 
@@ -92,13 +93,14 @@ class LayerLoader:
         restart_s: seconds that it takes to do without what is remote; `synchronize` gives up on streams that come later. None
             waits for as long as they go on.
         latency_s: seconds that a stream's first layer is known to take.
+        takes_turns: `is_ready` says so where a stream's layer has not come, so that others run meanwhile.
         load_s: seconds in which reads were under way.
     """
 
     def __init__(self, config: LoaderConfig | None = None) -> None:
         self._config = config or LoaderConfig()
         self.restart_s: float | None = None
-        self.latency_s = 0.0
+        self.latency_s, self.takes_turns = 0.0, False
         self._changed = threading.Condition()
         self._started = False
         self._reads: list[LayerRead] = []  # of threads, in the order of layers
@@ -179,6 +181,15 @@ class LayerLoader:
     def _is_copy(self, kv: KVHandle, geometry: KVGeometry) -> bool:
         return geometry.device.type == "cpu" and not self.waits_for_device(kv)
 
+    def is_ready(self, layer: int) -> bool:
+        """Whether the layer has come, or will not; waits for `TURN_S`. Yes without streams, which alone make others wait."""
+        if not self.takes_turns or not self._lanes:
+            return True
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_settled(layer), TURN_S):
+                self._give_up_late()
+            return self._is_settled(layer)
+
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
 
@@ -193,7 +204,7 @@ class LayerLoader:
             raise RuntimeError("start the LayerLoader before the first layer is asked for")
         self._copy(layer)
         with self._changed:
-            self._wait(lambda: not self._missing[layer] or self._error is not None or self._stopped)
+            self._wait(layer)
             if self._error is not None:
                 raise self._error
             if self._stopped:
@@ -233,19 +244,25 @@ class LayerLoader:
                 self._changed.notify_all()
             warnings.warn("a LayerLoader was not closed; use it as a context manager", ResourceWarning, stacklevel=2)
 
-    def _wait(self, holds: Callable[[], bool]) -> None:
+    def _is_settled(self, layer: int) -> bool:
+        """Whether a layer has come, or nothing will any more; under the lock."""
+        return not self._missing[layer] or self._error is not None or self._stopped
+
+    def _wait(self, layer: int) -> None:
         """Wait under the lock, but for streams only while that is worth it."""
-        if self.restart_s is None or not self._lanes:
-            self._changed.wait_for(holds)
-            return
-        while not self._changed.wait_for(holds, LATE_EVERY_S):
-            for lane in self._lanes:
-                if lane.is_late(self.restart_s, self.latency_s):
-                    self._end_lanes(late=True)
-                    self._error = RemoteError(
-                        f"{lane.left_bytes} of {lane.left_bytes + lane.received_bytes} bytes of remote KV would come later "
-                        f"than the {self.restart_s:.3g} s in which they are computed"
-                    )
+        every_s = LATE_EVERY_S if self._lanes else None
+        while not self._changed.wait_for(lambda: self._is_settled(layer), every_s):
+            self._give_up_late()
+
+    def _give_up_late(self) -> None:
+        """End streams that come later than what is asked of them could be computed, under the lock."""
+        for lane in self._lanes:
+            if self.restart_s is not None and lane.is_late(self.restart_s, self.latency_s):
+                self._end_lanes(late=True)
+                self._error = RemoteError(
+                    f"{lane.left_bytes} of {lane.left_bytes + lane.received_bytes} bytes of remote KV would come later "
+                    f"than the {self.restart_s:.3g} s in which they are computed"
+                )
 
     def _end_lanes(self, *, late: bool = False) -> None:
         """Have threads that wait for streams end, under the lock."""

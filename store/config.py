@@ -40,6 +40,8 @@ class StoreConfig:
             `s3://bucket/prefix`, `gs://`, `az://` or `file:///folder`. No text shows it, since it may hold a password.
         remote_secret: of the deployment; with it objects have names that nobody else can compute, and bytes that nobody else
             can make. `remote_secret_file` is a file that holds it.
+        remote_tenant: whose entries these are; two tenants have no object in common, and a tenant's replicas have all. A
+            service with tenants sets it.
 
     Raises:
         ConfigError: an empty directory name, a number of bytes that is not a positive integer, an unknown tier, a share outside
@@ -71,6 +73,12 @@ class StoreConfig:
         secret=True,
     )
     remote_secret_file: str | None = option(None, "File that holds the deployment's secret.", panel=REMOTE)
+    remote_tenant: str | None = option(
+        None,
+        "Tenant whose entries in the remote tier are meant, for commands at the folder of one (tenants/NAME); a service names "
+        "its tenants by itself.",
+        panel=REMOTE,
+    )
     remote_timeout_s: float = option(
         1.0, "Seconds without an answer after which a call to the remote tier has failed.", panel=REMOTE
     )
@@ -94,6 +102,8 @@ class StoreConfig:
         check_share("recent_share", self.recent_share)
         self.remote_address()
         self._check_secret()
+        if self.remote_tenant is not None and (not isinstance(self.remote_tenant, str) or not self.remote_tenant):
+            raise ConfigError("remote_tenant", self.remote_tenant, "a tenant's name, or nothing")
         if not is_number(self.remote_timeout_s) or self.remote_timeout_s <= 0:
             raise ConfigError("remote_timeout_s", self.remote_timeout_s, "seconds above 0")
         if self.remote_ttl_s is not None:

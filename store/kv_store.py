@@ -343,13 +343,18 @@ class KVStore:
 
     def _open_remote(self, address: RemoteAddress, folder: StoreFolder) -> None:
         from .remote.backend import BackendLimits  # not loaded where there is no remote tier
+        from .remote.object_format import ObjectFormat
         from .remote.read_through import ReadThrough
         from .remote.remote_tier import RemoteTier
 
         config, budget_bytes = self.config, self.config.nvme_budget_bytes
         limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
         self._remote = RemoteTier(
-            address, limits, config.read_secret(), queue_bytes=config.remote_queue_bytes, removals=folder.removals
+            address,
+            limits,
+            ObjectFormat(config.read_secret(), config.remote_tenant),
+            queue_bytes=config.remote_queue_bytes,
+            removals=folder.removals,
         )
 
         def has_room(nbytes: int) -> bool:

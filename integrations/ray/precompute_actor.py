@@ -6,20 +6,22 @@ It does with a batch what the local ingest does (`DocumentEncoder`), but for the
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import pickle
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cacheblend.base.errors import CacheBlendError
+from cacheblend.base.errors import CacheBlendError, RemoteError
 from cacheblend.blend import Fusor
 from cacheblend.retriever import Retriever
 from cacheblend.service.engine.chunk_contexts import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, torch_dtype
 from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
 from cacheblend.service.engine.prompt import PromptRenderer
-from cacheblend.store import KVStore
+from cacheblend.store import ChunkKey, KVStore
 
 if TYPE_CHECKING:
     import ray
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from cacheblend.retriever import Embedder
 
     from .source_files import ReadBatch
+
+logger = logging.getLogger(__name__)
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before the remote tier is asked again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +100,43 @@ class PrecomputeActor:
         changed = [document for document in given.values() if self._versions.get(document.id) != document.version]
         encoded = self._encoder.split(batch.documents, changed, watch)
         self._encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
-        self._share(encoded)
+        share(self._store, self._encoder, encoded)
         return replace(encoded, chunks={})  # which stand in `embedded` as well
 
-    def _share(self, encoded: EncodedDocuments) -> None:
-        """Wait until the remote tier has the KV of every chunk; what it had no room for on the way is sent now.
 
-        Raises:
-            RemoteError: it does not take it.
-        """
-        remote, keys = self._store.remote, encoded.distinct_keys
-        if remote is None:
-            return
-        self._store.flush_remote(self._store.config.remote_timeout_s)
-        there = remote.contains([key.digest for key in keys])
-        for key in keys:
-            if key.digest not in there and (entry := self._store.load(key)) is not None:
-                remote.send([entry])
+def share(store: KVStore, encoder: DocumentEncoder, encoded: EncodedDocuments) -> None:
+    """Wait until the remote tier has the KV of every chunk of a batch.
+
+    What it had no room for on the way is sent now, and what the disk here has evicted meanwhile is computed again. A remote
+    that does not answer is asked again after each of `PAUSES_S`: it may be restarting, and the work of hours depends on it.
+
+    Raises:
+        RemoteError: it still does not take it.
+        StoreFullError: the disk is full.
+    """
+    remote = store.remote
+    if remote is None:
+        return
+    store.flush_remote(store.config.remote_timeout_s)
+    for pause_s in (*PAUSES_S, None):
+        try:
+            keys = encoded.distinct_keys
+            sizes = remote.backend.sizes([remote.format.name(key.digest) for key in keys])
+            lost = list[ChunkKey]()
+            for key, size in zip(keys, sizes, strict=True):
+                if size is None and (entry := store.load(key)) is not None:
+                    remote.send([entry])
+                elif size is None:
+                    lost.append(key)
+            if not lost:
+                return
+            why = f"{len(lost)} chunks were evicted from the disk before the remote tier at {remote.address} had them"
+            again = replace(encoded, computed=[], tokens=0)
+            encoder.compute(again, lost, EncodingWatch())
+            encoded.tokens += again.tokens
+        except RemoteError as error:
+            why = str(error)
+        if pause_s is None:
+            raise RemoteError(why)
+        logger.warning("the remote tier lacks a batch's KV, which is sent again in %g s: %s", pause_s, why)
+        time.sleep(pause_s)

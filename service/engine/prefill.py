@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import ConfigError, DamagedEntryError, RemoteError
-from cacheblend.blend import FrontedLayers, Fusor, LayerReport, Prompt, ResidentLayers, Segment
+from cacheblend.blend import WAITING, FrontedLayers, Fusor, LayerReport, Prompt, ResidentLayers, Segment
 from cacheblend.loader import FrontChunk, LayerLoader, LoadingController, LoadingPlan, TierSpeed, WorkEstimator
+from cacheblend.loader.layer_loader import TURN_S
 from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement, PrefixRun
+from cacheblend.store.tiers import REMOTE
 
 from .background_precompute import BackgroundPrecompute
 from .chunk_contexts import ChunkEncoder
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+LOOKUPS = DaemonThreads("cacheblend-lookups")  # a remote tier may take its time-out to answer
+MOST_REMOTE_DAMAGES = 2  # of a request, until it does without the remote tier
 PrefillSteps = Generator[LayerReport | None, None, None]
 
 
@@ -120,15 +126,17 @@ class Prefiller:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed."""
         prompt, namespace = request.prompt, request.namespace
         keys = [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
-        use_remote, front = True, _Front()
+        use_remote, remote_damages, front = True, 0, _Front()
         for _ in range(len(keys) + 1):  # an entry that turns out to be damaged is a miss in the next round
-            started, watch = time.perf_counter(), _PreemptionWatch()
+            started, lookup, watch = time.perf_counter(), _PreemptionWatch(), _PreemptionWatch()
+            placements: Sequence[Placement | None] = ()
             try:
                 with (
                     self._find_prefix(prompt, ratio, namespace) as prefix,
-                    self._store.pin(keys, remote=use_remote) as placements,
+                    ExitStack() as pins,
                     LayerLoader(self._config.loader) as loader,
                 ):
+                    placements = yield from self._pin(keys, use_remote, pins, lookup)
                     # 1. Plan: the ratio, whether full recompute is predicted to be faster, which misses are computed first.
                     exact, planned = self._exact_segments(prompt, prefix)
                     exact_tokens = sum(len(segment.token_ids) for segment in exact)
@@ -136,6 +144,7 @@ class Prefiller:
                     early = self._early_misses(prompt, stored, front.chunks)
                     known = max(exact_tokens, front.tokens)
                     controller = self.controller if ratio is None else None
+                    loader.restart_s, loader.latency_s, loader.takes_turns = *self._without_remote(prompt, known), True
                     reusable, fresh, precomputed = self._count_tokens(prompt, stored, early, known)
                     if controller is None:
                         loading, r_star = None, self._config.loader.quality_ratio
@@ -203,11 +212,18 @@ class Prefiller:
                     if controller is not None and loading is not None:
                         prefill_s = self._synchronized() - planned_at - watch.preempted_s
                         self._observe(controller, loading, loader.load_s, prefill_s, precompute_s, fused.wait_s)
-                    request.lookup_s, request.loading, request.prefix = planned_at - started, loading, prefix
+                    request.lookup_s = planned_at - started - lookup.preempted_s
+                    request.loading, request.prefix = loading, prefix
                     request.load_s, request.loaded_bytes = loader.load_s, loader.bytes_by_tier
                     request.fused_ratio = None if full else fusion.recompute_ratio
                     request.finish_prefill(fused, planned)
             except DamagedEntryError:
+                # Where one entry is gone from the remote tier, others are as a rule: all are looked up anew, and once only.
+                found = [one.key.digest for one in placements if one is not None and one.tier == REMOTE]
+                if found and self._store.remote is not None:
+                    self._store.remote.forget(found)
+                    remote_damages += 1
+                    use_remote = remote_damages < MOST_REMOTE_DAMAGES
                 continue
             except RemoteError as error:  # what is remote is recomputed
                 logger.info("a request does without the remote tier: %s", error)
@@ -219,6 +235,30 @@ class Prefiller:
                     self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
             return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
+
+    def _pin(
+        self, keys: Sequence[ChunkKey], use_remote: bool, pins: ExitStack, watch: _PreemptionWatch
+    ) -> Generator[LayerReport | None, None, Sequence[Placement | None]]:
+        """Pin what is stored until `pins` ends; others run while the remote tier is asked."""
+        pin = self._store.pin(keys, remote=use_remote)
+        if self._store.remote is None or not use_remote:
+            return pins.enter_context(pin)
+        pinned = LOOKUPS.call(pin.__enter__)
+        try:
+            while wait([pinned], TURN_S).not_done:
+                yield from watch.pause(WAITING)
+        except GeneratorExit:  # the request is over, and its look-up will be
+            pinned.add_done_callback(lambda done: None if done.exception() else pin.__exit__(None, None, None))
+            raise
+        placements = pinned.result()
+        pins.push(pin)
+        return placements
+
+    def _without_remote(self, prompt: PromptTokens, known: int) -> tuple[float, float]:
+        """Seconds to compute what a request's remote KV saves at most, and those that its first bytes are known to take."""
+        estimator, speed = self.controller or self._work, self._remote_speed()
+        full_s = estimator.full_s(len(prompt.token_ids) - known)
+        return full_s, 0.0 if speed is None else speed.latency_s
 
     def _reads(self, stored: Sequence[Placement | None]) -> list[Read | None]:
         """The read of a layer of each chunk; None for a miss."""

@@ -22,7 +22,8 @@ TENANTS_FOLDER = "tenants"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
-    """One tenant. Its folder and its part of each budget are its own, so nothing of another is found, counted or evicted by it.
+    """One tenant. Its folder, its objects in the remote tier and its part of each budget are its own, so nothing of another is
+    found, counted or evicted by it.
 
     Args:
         name: of the tenant, and of its folder below the store's.
@@ -127,7 +128,7 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
 
 def _config_of(tenant: TenantConfig, config: EngineConfig, parts: Mapping[str, Mapping[str, int]]) -> EngineConfig:
     own: dict[str, Any] = {budget: part[tenant.name] for budget, part in parts.items()}
-    own |= {"index_schema": f"{config.retriever.index_schema}_{tenant.name}"}
+    own |= {"index_schema": f"{config.retriever.index_schema}_{tenant.name}", "remote_tenant": tenant.name}
     return with_options(config, {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own})
 
 

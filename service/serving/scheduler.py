@@ -260,9 +260,9 @@ class Scheduler:
             # 3. Begin what has a place.
             self._admit()
             # 4. One layer of one prefill.
-            self._prefill()
-            # 5. One step of all that decode, where their share of the time is not used up.
-            self._decode()
+            waits = self._prefill()
+            # 5. One step of all that decode, where their share of the time is not used up, or nobody else can use it.
+            self._decode(nobody_computes=waits)
 
     def _is_busy(self) -> bool:
         return bool(self._running) or len(self._queue) > 0
@@ -309,11 +309,11 @@ class Scheduler:
         with self._changed:
             return self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
 
-    def _prefill(self) -> None:
-        """Run a layer of the request whose tenant's turn it is; see `PrefillTurns`."""
+    def _prefill(self) -> bool:
+        """Run a layer of the request whose tenant's turn it is; see `PrefillTurns`. True where it only waited for its KV."""
         prefilling = {running.tenant: running for running in self._running if not running.is_prefilled}
         if not prefilling:
-            return
+            return False
         tenant = self._turns.next(prefilling)
         running = prefilling[tenant]
         before_s = running.prefill_s
@@ -321,7 +321,7 @@ class Scheduler:
             complete = running.prefill_layer()
         except Exception as error:
             self._leave(running, Failed(error))
-            return
+            return False
         finally:
             self._turns.spend(tenant, running.prefill_s - before_s)
         if running.is_prefilled:
@@ -329,8 +329,9 @@ class Scheduler:
             self._prefill_s[tenant] = mean_s + 0.2 * (running.prefill_s - mean_s)
         if complete:
             self._finish(running)
+        return running.waits
 
-    def _decode(self) -> None:
+    def _decode(self, *, nobody_computes: bool) -> None:
         batch = [running for running in self._running if running.is_prefilled]
         if not batch:
             return
@@ -338,7 +339,7 @@ class Scheduler:
         sequences = Counter(running.tenant for running in batch)
         if prefilling := {running.tenant for running in self._running if not running.is_prefilled}:
             gives_way = self._turns.is_before(self._turns.next(prefilling), sequences)
-            if not self._pace.is_due(began, gives_way=gives_way):
+            if not nobody_computes and not self._pace.is_due(began, gives_way=gives_way):
                 return
         self._step(batch)
         ended = self._now()

@@ -8,9 +8,9 @@
 n x 4096     the bytes of the entry's file: header and layers (docs/store.md)
 ```
 
-A tag is HMAC-SHA256 over the object's name and the bytes, with a key that only the deployment's secret gives. So layers are
-authenticated one by one as they come, and belong to this header of this entry; and nothing of a header is parsed before its tag
-was checked. Without a secret there is no seal, and the checksums of the file are checked alone.
+A tag is HMAC-SHA256 over the object's name and the bytes, with a key that only the deployment's secret and the tenant give. So
+layers are authenticated one by one as they come, and belong to this header of this entry; and nothing of a header is parsed before
+its tag was checked. Without a secret there is no seal, and the checksums of the file are checked alone.
 """
 
 from __future__ import annotations
@@ -79,16 +79,25 @@ class ObjectLayout:
 class ObjectFormat:
     """Names, seals and checks of objects.
 
+    Equal entries of two tenants are two objects, each with its tenant's name and seal, so that a tenant finds and
+    deletes its own alone.
+
     Args:
-        secret: of the deployment; None for names that follow from the entries' keys, and no seal.
+        secret: of the deployment; None for names that follow from tenant and key, and no seal.
+        tenant: whose entries these are; None in a deployment without tenants.
     """
 
-    def __init__(self, secret: bytes | None) -> None:
+    def __init__(self, secret: bytes | None, tenant: str | None = None) -> None:
+        self._tenant = tenant
+        if secret is not None and tenant is not None:
+            secret = hmac.digest(secret, b"tenant\0" + tenant.encode(), "sha256")
         self._keys = None if secret is None else tuple(hmac.digest(secret, use, "sha256") for use in (b"names", b"tags"))
 
     def name(self, digest: str) -> str:
         """The name of an entry's object."""
-        return digest if self._keys is None else hmac.digest(self._keys[0], digest.encode(), "sha256").hex()
+        if self._keys is not None:
+            return hmac.digest(self._keys[0], digest.encode(), "sha256").hex()
+        return digest if self._tenant is None else hashlib.sha256(f"{self._tenant}\0{digest}".encode()).hexdigest()
 
     def pack(self, entry: EncodedEntry) -> list[Bytes]:
         """The bytes of an entry's object, in parts; the entry's own memory is among them."""

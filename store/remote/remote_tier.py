@@ -88,7 +88,7 @@ class RemoteTier:
     Args:
         address: where it is.
         limits: time-out and time to live.
-        secret: of the deployment; see `ObjectFormat`.
+        form: of its objects: names, seals and checks.
         queue_bytes: of entries that wait to be written.
         removals: the file of a `RemovalLog`.
     """
@@ -100,12 +100,12 @@ class RemoteTier:
         self,
         address: RemoteAddress,
         limits: BackendLimits,
-        secret: bytes | None,
+        form: ObjectFormat,
         *,
         queue_bytes: int,
         removals: Path,
     ) -> None:
-        self.address, self.format, self._limits = address, ObjectFormat(secret), limits
+        self.address, self.format, self._limits = address, form, limits
         self.backend = address.open(limits)
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.meter = SpeedMeter()
@@ -230,16 +230,16 @@ class RemoteTier:
         with self._lock:
             self._miss(digest)
 
-    def forget(self, digest: str) -> None:
-        """Look an entry up anew at its next use."""
+    def forget(self, digests: Iterable[str]) -> None:
+        """Look entries up anew at their next use."""
         with self._lock:
-            self._layouts.pop(digest, None)
+            for digest in digests:
+                self._layouts.pop(digest, None)
 
     def delete(self, digests: Iterable[str]) -> None:
         """Remove entries; they are misses here at once, and there when the remote has been told."""
         digests = list(digests)
-        for digest in digests:
-            self.forget(digest)
+        self.forget(digests)
         self.uploads.remove(digests)
 
     def put(self, entry: EncodedEntry) -> None:

@@ -13,7 +13,7 @@ from spy_loader import LAYERS
 from waiting import wait_until
 
 from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError
-from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
+from cacheblend.blend import WAITING, FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
 from cacheblend.loader.lane import Lane, LayerRead
 from cacheblend.store import KVHandle
@@ -148,6 +148,25 @@ def test_a_slow_stream_that_is_worth_it_is_waited_for(fusor: Fusor) -> None:
         with LayerLoader() as loader:
             loader.restart_s = restart_s
             assert torch.equal(fusor.fuse(remote, RATIO, loader).logits, fusor.fuse(resident, RATIO).logits)
+
+
+def test_waits_for_a_stream_are_cut_into_turns(fusor: Fusor) -> None:
+    """A loader that takes turns gives every wait back as a step without rows, and the blend is the same."""
+    steps_taken = 0
+    remote, resident, stream = streamed(fusor, lambda _: steps_taken >= 5)
+    with LayerLoader() as loader:
+        loader.takes_turns = True
+        steps = fusor.fuse_steps(remote, RATIO, loader)
+        while True:
+            try:
+                report = next(steps)
+            except StopIteration as done:
+                fused = done.value
+                break
+            assert (report is WAITING) == (steps_taken < 5) or stream.came < 2 * LAYERS
+            steps_taken += 1
+    assert torch.equal(fused.logits, fusor.fuse(resident, RATIO).logits)
+    assert WAITING not in (*fused.selection, *fused.layers)
 
 
 def test_closing_ends_a_stream_that_stands_still(fusor: Fusor) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -22,6 +23,7 @@ from engines import CHUNK_TOKENS, make_model
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.integrations.ray import ingest
 from cacheblend.integrations.ray.ingest import ingest_on_ray
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.retriever.index_folder import IndexedDocuments
@@ -124,6 +126,29 @@ def test_what_an_actor_cannot_do(configure: Callable[..., EngineConfig], model: 
     path.write_text("")
     with pytest.raises(InputError, match="no documents to ingest"):
         ingest_on_ray([str(path)], configure(), ONE_ACTOR, embedder=FakeEmbedder())
+
+
+class DeadlyEmbedder(FakeEmbedder):
+    """Ends its process, as a kernel does that is out of memory, at one text."""
+
+    def encode(self, texts: Sequence[str]) -> object:
+        if any("deadly" in text for text in texts):
+            os._exit(137)
+        return super().encode(texts)
+
+
+def test_a_batch_that_kills_its_actors(
+    configure: Callable[..., EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch over which every actor dies is not tried for ever: the ingest ends with an error."""
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this file
+    monkeypatch.setattr(ingest, "MOST_DEATHS", 1)
+    path = tmp_path / "documents.jsonl"
+    path.write_text(json.dumps({**MANY[0], "text": "deadly words"}) + "\n")
+    with pytest.raises(CacheBlendError, match="an actor could not go on"):
+        ingest_on_ray([str(path)], configure(), ONE_ACTOR, embedder=DeadlyEmbedder())
 
 
 def test_remote_tier(configure: Callable[..., EngineConfig], corpus: Path, tmp_path: Path) -> None:

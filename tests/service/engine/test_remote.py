@@ -1,5 +1,6 @@
 """Engines that share a remote tier: KV of one is a hit at another, and faults of the server never reach an answer."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,12 +11,16 @@ import pytest
 from engines import DOCUMENTS, QUESTION, OpenEngine, kinds
 from recorded import RecordedAnswer, check_replay
 from remote_servers import SECRET, RedisServer, remote_of
+from served import serve
 from waiting import wait_until
 
+from cacheblend.base.errors import DeadlineError, ShuttingDownError
 from cacheblend.blend import Fusor, Segment
 from cacheblend.loader import FrontChunk, LoadingPlan
 from cacheblend.service import Answer, Engine
+from cacheblend.service.engine.prefill import LOOKUPS
 from cacheblend.service.engine.request import Request
+from cacheblend.service.serving import Done, Scheduler, ServingConfig
 from cacheblend.store.remote.redis_backend import KEY_PREFIX
 from cacheblend.store.remote.remote_tier import RemoteTier
 
@@ -130,6 +135,116 @@ def test_faults_between_look_up_and_layers_never_reach_an_answer(
         assert "remote" in tiers(remote_engine.answer(QUESTION, documents=BROUGHT))
 
 
+@pytest.mark.parametrize("method", ["open_all", "open_stream"])
+@pytest.mark.parametrize("end", ["cancelled", "late", "stopped"])
+def test_nobody_else_waits_for_a_slow_remote(
+    method: str, end: str, remote_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one request's look-up, or its layers, do not come, others are prefilled and decode; it ends when it is cancelled,
+    past its deadline, or the service stops.
+    """
+    original, asked, may_go_on = getattr(RemoteTier, method), threading.Event(), threading.Event()
+
+    def slow(tier: RemoteTier, *args: object) -> object:
+        stream_or_found = original(tier, *args)
+        if method == "open_all":
+            asked.set()
+            assert may_go_on.wait(110)
+            return stream_or_found
+        receive = stream_or_found.receive
+
+        def receiving() -> object:
+            asked.set()
+            assert may_go_on.wait(110)
+            return receive()
+
+        stream_or_found.receive = receiving
+        return stream_or_found
+
+    monkeypatch.setattr(RemoteTier, method, slow)
+    monkeypatch.setattr("cacheblend.loader.lane.MIN_GRACE_S", 1000.0)
+    ended: list[object] = []
+    config = ServingConfig(guard_share=0.0, deadline_s=0.5 if end == "late" else 300.0, grace_s=0.0)
+    try:
+        with Scheduler(remote_engine.fusor, config, lambda request, how: ended.append((request.tenant, how))) as scheduler:
+            slowed = serve(remote_engine, scheduler, QUESTION, tenant="slow", documents=BROUGHT)
+            assert asked.wait(60)
+            if end != "late":
+                other = serve(remote_engine, scheduler, QUESTION, tenant="b", documents=BROUGHT, method="full_recompute")
+                assert isinstance(other.result(), Done)
+            if end == "cancelled":
+                slowed.cancel()
+                wait_until(lambda: ("slow", None) in ended)
+            elif end == "late":
+                assert isinstance(slowed.result().error, DeadlineError)
+        if end == "stopped":
+            assert isinstance(slowed.result().error, ShuttingDownError)
+    finally:
+        may_go_on.set()
+
+
+def test_a_stream_that_stands_still_is_given_up_without_a_profile(
+    remote_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was measured and the request names its ratio, what is remote is waited for no longer than a guess says."""
+    expected = remote_engine.answer(QUESTION, documents=BROUGHT, method="full_recompute")
+    may_go_on, open_stream = threading.Event(), RemoteTier.open_stream
+
+    def still(tier: RemoteTier) -> object:
+        stream = open_stream(tier)
+        stream.receive = lambda: may_go_on.wait(110) and None  # type: ignore[method-assign,assignment]  # in its place
+        return stream
+
+    monkeypatch.setattr(RemoteTier, "open_stream", still)
+    try:
+        answer = remote_engine.answer(QUESTION, documents=BROUGHT, recompute_ratio=0.5)
+    finally:
+        may_go_on.set()
+    assert "remote" not in tiers(answer)
+    assert answer.token_ids == expected.token_ids
+    assert remote_of(remote_engine.store).stats().failures > 0
+
+
+def test_a_look_up_that_outlives_its_request_pins_nothing(remote_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked up for a request that is over by then is let go of."""
+    may_go_on, open_all = threading.Event(), RemoteTier.open_all
+
+    def slow(tier: RemoteTier, digests: Sequence[str]) -> object:
+        assert may_go_on.wait(110)
+        return open_all(tier, digests)
+
+    monkeypatch.setattr(RemoteTier, "open_all", slow)
+    steps = remote_engine.prefill_steps(remote_engine.prepare(QUESTION, documents=BROUGHT))
+    next(steps)
+    steps.close()
+    may_go_on.set()
+    wait_until(lambda: LOOKUPS.busy == 0)
+    wait_until(lambda: not remote_engine.store._pins._pinned)
+
+
+@pytest.mark.parametrize("fault", [_gone, _flipped])
+def test_an_emptied_remote_costs_three_rounds_at_most(
+    fault: Callable[[RedisServer], None],
+    remote_engine: Engine,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many of a request's chunks are gone or damaged since they were looked up, it is begun again twice."""
+    remote_engine.answer(QUESTION, documents=BROUGHT)
+    fault(redis_server)
+    rounds, open_all = [], RemoteTier.open_all
+
+    def counted(tier: RemoteTier, digests: Sequence[str]) -> object:
+        rounds.append(len(digests))
+        return open_all(tier, digests)
+
+    monkeypatch.setattr(RemoteTier, "open_all", counted)
+    answer = remote_engine.answer(QUESTION, documents=BROUGHT)
+    assert "remote" not in tiers(answer)
+    assert rounds[0] > 4
+    assert len(rounds) <= 2
+
+
 class FrontOfOne:
     """A controller that has the first chunk computed while the others come."""
 
@@ -137,6 +252,9 @@ class FrontOfOne:
         seconds = {"load_s": 1.0, "recompute_s": 1.0, "prefill_s": 1.0, "precompute_s": 0.0, "full_s": 100.0}
         chunks = 1 if len(front) > 1 else 0
         return LoadingPlan(ratio=0.5, load_s_by_tier={}, full_recompute=False, front_chunks=chunks, **seconds)
+
+    def full_s(self, tokens: int) -> float:
+        return 100.0
 
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Learn nothing."""

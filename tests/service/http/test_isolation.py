@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from api import MODEL, listening
 from engines import CHUNK_TOKENS, DOCUMENTS
 from fakes import FakeEmbedder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from remote_servers import SECRET, needs
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
@@ -74,17 +78,17 @@ class Tenant:
         return {str(entry.key) for entry in self.engine.store.ls() if entry.key.namespace == namespace_of(cache_salt)}
 
 
-@pytest.fixture
-def tenants(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, Tenant]]:
+@contextmanager
+def serving(model_dir: Path, store_dir: Path, remote: str | None = None) -> Iterator[dict[str, Tenant]]:
     """Two tenants on one server, with room for 40 entries each, half of it for what has no salt, a fifth for a salt."""
     store_budgets = budgets(80)
     prefix_budget_bytes = store_budgets.pop("prefix_budget_bytes")
     config = EngineConfig(
         model=str(model_dir),
-        store_dir=tmp_path,
+        store_dir=store_dir,
         context_document_tokens=0,  # so that a text's chunks are one another's equals, whatever stands before them
         prefix_budget_bytes=prefix_budget_bytes,
-        store=StoreConfig(**store_budgets, recent_share=0.2),
+        store=StoreConfig(**store_budgets, recent_share=0.2, remote=remote, remote_secret=SECRET if remote else None),
         retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
         fusion=FusionConfig(recompute_ratio=0.15),
     )
@@ -97,6 +101,23 @@ def tenants(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, Tenant]]:
         ExitStack() as stack,
     ):
         yield {name: Tenant(address, key, server.engines[name], stack) for name, key in KEYS.items()}
+
+
+@pytest.fixture
+def tenants(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, Tenant]]:
+    """Those of a server that shares nothing."""
+    with serving(model_dir, tmp_path) as tenants:
+        yield tenants
+
+
+@pytest.fixture(scope="module")
+def replicas(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Tenant]]]:
+    """The tenants of two servers that share a remote tier."""
+    needs("obstore", "objects")
+    folder = tmp_path_factory.mktemp("shared")
+    with ExitStack() as stack:
+        remote = f"file://{folder}/objects"
+        yield [stack.enter_context(serving(model_dir, folder / name, remote)) for name in "ab"]
 
 
 def text_of(number: int) -> str:
@@ -196,6 +217,57 @@ def test_a_flood_of_salts(tenants: dict[str, Tenant]) -> None:
     assert len({entry.key.namespace for entry in tenant.engine.store.ls()}) <= 40
     assert stats["failed_writes"] == 0
     assert tenant.ask(text_of(1), "salt-59")["cacheblend"]["misses"] == 0
+
+
+STEP = st.tuples(
+    st.sampled_from(["ask", "upload", "delete"]),
+    st.integers(0, 1),
+    st.sampled_from(list(KEYS)),
+    st.sampled_from(["", *SALTS]),
+    st.integers(0, 1),
+)
+NUMBERS = itertools.count(1000, 2)
+
+
+@given(steps=st.lists(STEP, min_size=3, max_size=8))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tenants_of_replicas_share_nothing_in_the_remote_tier(
+    steps: list[tuple[str, int, str, str, int]], replicas: list[dict[str, Tenant]]
+) -> None:
+    """Whatever is asked, uploaded and deleted at two servers with one remote tier, a text is found by the tenant and salt that
+    brought it, at both servers; another's answer, hits and remote hits tell nothing of it, and its deletion takes nothing away.
+    """
+    own = next(NUMBERS)  # no text of another example
+    held: set[tuple[str, str, int]] = set()
+    for step, at, name, salt, number in steps:
+        tenant, text, id_ = replicas[at][name], text_of(own + number), f"{own}-{number}"
+        before = remote_hits(replicas)
+        if step == "upload":
+            body = {"documents": [{"id": id_, "title": "", "text": text}]}
+            assert tenant.http.post("/v1/documents", json=body).status_code == 201
+            held.add((name, "", number))
+        elif step == "delete":
+            for replica in replicas:
+                replica[name].http.delete(f"/v1/documents/{id_}")
+                for entry in replica[name].engine.store.ls():  # the copies of one that has not the document
+                    replica[name].engine.store.delete(entry.key) if entry.key.namespace == "" else None
+            held = {one for one in held if one[:2] != (name, "")}
+        else:
+            asked = tenant.ask(text, salt)["cacheblend"]
+            assert asked["misses" if (name, salt, number) in held else "hits"] == 0
+            held.add((name, salt, number))
+        changed = {one for one, count in remote_hits(replicas).items() if count != before[one]}
+        assert changed <= ({(at, name)} if (name, salt if step == "ask" else "", number) in held else set())
+        for replica in replicas:
+            for each in replica.values():
+                each.engine.drain()
+                assert each.engine.store.flush_remote(10)
+
+
+def remote_hits(replicas: list[dict[str, Tenant]]) -> dict[tuple[int, str], int]:
+    return {
+        (at, name): tenant.store()["remote"]["hits"] for at, replica in enumerate(replicas) for name, tenant in replica.items()
+    }
 
 
 @pytest.mark.parametrize(

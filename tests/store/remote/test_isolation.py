@@ -1,6 +1,8 @@
 """Isolation in a shared remote tier: no tenant finds, names, makes or uses another's entries."""
 
+import itertools
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +18,17 @@ from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.remote.backend import ObjectRange
 from cacheblend.store.remote.object_format import ObjectFormat
+from cacheblend.store.remote.transfer import list_entries
 
+TENANTS = (None, "one", "two")
 NAMESPACES = st.sampled_from(["", "a", "b", "a\0b"])
 TEXTS = st.integers(0, 2)
-STEP = st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(0, 1), NAMESPACES, TEXTS)
+STEP = st.tuples(st.sampled_from(["put", "get", "delete"]), st.sampled_from("ab"), st.sampled_from(TENANTS), NAMESPACES, TEXTS)
 
 
-def chunk_of(namespace: str, text: int) -> tuple[ChunkKey, ChunkKV]:
-    """A chunk whose values depend on its namespace, so that another's would be seen."""
-    seed = 10 * ["", "a", "b", "a\0b"].index(namespace) + text
+def chunk_of(namespace: str, text: int, tenant: str | None = None) -> tuple[ChunkKey, ChunkKV]:
+    """A chunk whose values depend on its tenant and namespace, so that another's would be seen; its key on the namespace."""
+    seed = 100 * TENANTS.index(tenant) + 10 * ["", "a", "b", "a\0b"].index(namespace) + text
     _, kv = make_chunk(seed)
     ids = list(range(100 * text, 100 * text + 5))
     own = ChunkKV(kv.layers, ids, (1,), MODEL)
@@ -32,37 +36,56 @@ def chunk_of(namespace: str, text: int) -> tuple[ChunkKey, ChunkKV]:
 
 
 @given(steps=st.lists(STEP, max_size=12), secret=st.sampled_from([None, SECRET]))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_request_finds_another_namespaces_entry(
-    steps: list[tuple[str, int, str, int]], secret: str | None, tmp_path_factory: pytest.TempPathFactory
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_request_finds_another_tenants_or_namespaces_entry(
+    steps: list[tuple[str, str, str | None, str, int]], secret: str | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Whatever tenants put, get and delete at two replicas, each gets its own bytes or a miss, and counts its hits alone."""
     pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
     folder = tmp_path_factory.mktemp("shared")
-    there: set[tuple[str, int]] = set()
-    replicas = [
-        KVStore(StoreConfig(directory=folder / name, remote=f"file://{folder}/objects", remote_secret=secret)) for name in "ab"
-    ]
-    try:
-        for step, at, namespace, text in steps:
-            store, (key, kv) = replicas[at], chunk_of(namespace, text)
+    there: set[tuple[str | None, str, int]] = set()
+
+    def open_one(replica: str, tenant: str | None) -> KVStore:
+        return KVStore(
+            StoreConfig(
+                directory=folder / replica / str(tenant),
+                remote=f"file://{folder}/objects",
+                remote_secret=secret,
+                remote_tenant=tenant,
+            )
+        )
+
+    with ExitStack() as stack:
+        used = {tenant for _, _, tenant, _, _ in steps}
+        replicas = {(name, tenant): stack.enter_context(open_one(name, tenant)) for tenant in used for name in "ab"}
+        for step, at, tenant, namespace, text in steps:
+            store, (key, kv) = replicas[at, tenant], chunk_of(namespace, text, tenant)
+            before = {each: hits(replica) for each, replica in replicas.items()}
+            found = None
             if step == "put":
                 store.put(key, kv)
-                there.add((namespace, text))
+                there.add((tenant, namespace, text))
             elif step == "delete":
-                store.delete(key)
-                replicas[1 - at].delete(key)
-                there.discard((namespace, text))
+                for name in "ab":
+                    replicas[name, tenant].delete(key)
+                there.discard((tenant, namespace, text))
             else:
-                before = hits(store)
                 found = store.get(key)
-                assert same(found, kv) if (namespace, text) in there else found is None
-                assert hits(store) - before == (found is not None)
-            for each in replicas:
+                assert same(found, kv) if (tenant, namespace, text) in there else found is None
+            before[at, tenant] += found is not None
+            assert {each: hits(replica) for each, replica in replicas.items()} == before
+            for each in replicas.values():
                 assert each.flush_remote(10)
-    finally:
-        for store in replicas:
-            store.close()
+        # What no tenant has deleted is in the remote tier, for its own replicas to come; nothing else is.
+        for tenant in TENANTS:
+            with open_one("new", tenant) as store:
+                for namespace, text in itertools.product(["", "a", "b", "a\0b"], range(3)):
+                    key, kv = chunk_of(namespace, text, tenant)
+                    found = store.get(key)
+                    assert same(found, kv) if (tenant, namespace, text) in there else found is None
+                assert sum(entry is not None for _, _, entry in list_entries(remote_of(store))) == sum(
+                    one == tenant for one, _, _ in there
+                )
 
 
 def hits(store: KVStore) -> int:
@@ -70,17 +93,23 @@ def hits(store: KVStore) -> int:
     return sum(tier.hits for tier in stats.tiers.values()) + (stats.remote.hits if stats.remote else 0)
 
 
-@given(a=NAMESPACES, b=NAMESPACES, text=TEXTS, other=TEXTS, secrets=st.tuples(st.binary(min_size=16), st.binary(min_size=16)))
+SECRETS = st.none() | st.binary(min_size=16)
+
+
+@given(
+    a=NAMESPACES, b=NAMESPACES, text=TEXTS, other=TEXTS, secrets=st.tuples(SECRETS, SECRETS), tenant=st.sampled_from(TENANTS)
+)
 @settings(max_examples=100, deadline=None)
-def test_names_are_equal_for_equal_keys_and_secrets_alone(
-    a: str, b: str, text: int, other: int, secrets: tuple[bytes, bytes]
+def test_names_are_equal_for_equal_keys_tenants_and_secrets_alone(
+    a: str, b: str, text: int, other: int, secrets: tuple[bytes | None, bytes | None], tenant: str | None
 ) -> None:
-    """An object's name follows from tenant, text and the deployment's secret, and is another for any other of them."""
-    one, two = (ObjectFormat(secret) for secret in secrets)
+    """An object's name follows from tenant, salt, text and the deployment's secret, and is another for any other of them."""
+    one, two = (ObjectFormat(secret, tenant) for secret in secrets)
     first, second = chunk_of(a, text)[0].digest, chunk_of(b, other)[0].digest
     assert (one.name(first) == one.name(second)) == ((a, text) == (b, other))
     assert (one.name(first) == two.name(first)) == (secrets[0] == secrets[1])
-    assert one.name(first) != first
+    assert (one.name(first) == ObjectFormat(secrets[0], "two").name(first)) == (tenant == "two")
+    assert (one.name(first) == first) == (secrets[0] is None and tenant is None)
 
 
 def test_who_has_no_secret_cannot_name_list_or_poison(open_shared: OpenShared, tmp_path: Path) -> None:
