@@ -1,4 +1,4 @@
-"""A published wheel by name and version: through this Python's pip, or where there is none (uv) from the package index itself."""
+"""A published wheel by name and version: through this Python's pip, or where there is none (uv) from the index itself."""
 
 from __future__ import annotations
 

