@@ -32,6 +32,7 @@ from .gguf_file import (
     load_gguf_tokenizer,
     new_folder,
 )
+from .layer_source import KVGeometry
 from .wheel_download import download_wheel
 
 Progress = Callable[[str, int, int], None]
@@ -378,6 +379,24 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
         return AutoTokenizer.from_pretrained(name, **_where(kwargs), **NO_CODE)
     except (OSError, ValueError, KeyError, ImportError):
         return None
+
+
+def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -> KVGeometry:
+    """Shape and dtype of a model's KV by its config, without its weights; see `load_model`.
+
+    Raises:
+        InputError: no model there.
+    """
+    name = locate_model(path_or_hub_id)
+    try:
+        whole = AutoConfig.from_pretrained(name, **NO_CODE)
+    except (OSError, ValueError) as error:
+        raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
+    config: Any = whole.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not isinstance(dtype, torch.dtype):
+        dtype = choose_dtype(_checkpoint_dtype(name, {"config": whole}), device)
+    return KVGeometry(int(config.num_hidden_layers), int(config.num_key_value_heads), int(head_dim), dtype, device)
 
 
 def _checkpoint_dtype(name: str, kwargs: dict[str, Any]) -> torch.dtype | None:

@@ -90,7 +90,6 @@ def demo(
 
         cacheblend demo ./model --passages passages.jsonl --question "Who wrote it?" --json
     """
-    terminal.hush_libraries()
     if reader:
         _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_PASSAGES, *_OF_HANDBOOK))
         _reader_demo(settings, top_k, as_json)
@@ -143,8 +142,8 @@ def _source(context: typer.Context, name: str) -> str:
 
 def _fetched_model() -> str | None:
     """The known model, fetched unless it is there; None, and a line that says why, where it cannot be had."""
-    from cacheblend.blend.models import find_model
-
+    with terminal.shown_stages():
+        from cacheblend.blend.models import find_model
     try:
         fetch(find_model(MODEL))
     except (ModelFetchError, InputError) as error:
@@ -223,14 +222,15 @@ def _passages_demo(
     repeats: int,
     as_json: bool,
 ) -> None:
-    from cacheblend.service import Engine
-
-    from .demo import PASSAGE_QUESTIONS, compare_methods
-
-    questions = asked or list(PASSAGE_QUESTIONS)
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
-        engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
+        with terminal.shown_stages():
+            from cacheblend.service import Engine
+
+            from .demo import PASSAGE_QUESTIONS, compare_methods
+
+            engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
+        questions = asked or list(PASSAGE_QUESTIONS)
         progress = stack.enter_context(terminal.progress_bars())
         report = engine.ingest(corpus, progress)
         rows = compare_methods(engine, questions, top_k=top_k, repeats=repeats, on_progress=progress)

@@ -23,7 +23,7 @@ from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.documents import Documents, DocumentStatus, shown_chunk
-from cacheblend.service.engine.ingest import CHARACTERS_PER_TOKEN, IngestProgress, IngestReport, ReadingProgress
+from cacheblend.service.engine.ingest import IngestProgress, IngestReport, ReadingProgress
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
 from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS, LayerShape
@@ -242,7 +242,7 @@ def ingest(
     if ray.ray is not None:
         if watch:
             raise InputError("--watch cannot be given with --ray; run the command again after a change")
-        _ingest_on_ray(sources, settings.make(EngineConfig, model=model, store_dir=store_dir), ray, shard, as_json=as_json)
+        _ingest_on_ray(sources, ray, shard, context, model, store_dir, settings, yes=yes, as_json=as_json)
         return
     if watch:
         from cacheblend.service.engine.folder_watch import check_folders
@@ -280,24 +280,22 @@ def _ingest(
         if not folders:
             raise
         size = StreamSize(0, 0)  # a folder that is filled later
-    terminal.hush_libraries()
-    from cacheblend.service.engine.config import remember_settings
-    from cacheblend.service.engine.engine import Engine
-
-    from .profile import load_fusor
-
-    # Nobody reads here, and memory that is used again costs less than new.
-    config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
-    codec_source = context.get_parameter_source("kv_cache_dtype")
     with terminal.shown_stages():
+        from cacheblend.service.engine.config import remember_settings
+        from cacheblend.service.engine.engine import Engine
+
+        from .profile import load_fusor
+
+        # Nobody reads here, and memory that is used again costs less than new.
+        config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
         fusor = load_fusor(config)
-    codec_is_free = codec_source is not None and codec_source.name == "DEFAULT"
-    config = _agreed(config, fusor.decoder.geometry, size, codec_is_free=codec_is_free, yes=yes)
+    config = _agreed(config, fusor.decoder.geometry, size, codec_is_free=_codec_is_free(context), yes=yes)
     try:
         with Engine(config, fusor=fusor) as engine:
             remember_settings(config)
             with IngestProgress(terminal.stderr, stream, size) as progress:
-                report = engine.ingest_stream(stream if size != StreamSize(0, 0) else (), progress.update, progress.check)
+                documents = stream if size != StreamSize(0, 0) else ()
+                report = engine.ingest_stream(documents, progress.update, progress.check, progress.note_batch)
             if folders:
                 report += _follow(engine, folders, stream.report)
     except KeyboardInterrupt:
@@ -342,19 +340,41 @@ def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool
     _tell_faults(stream.report)
 
 
-def _ingest_on_ray(sources: Sequence[str], config: EngineConfig, ray: RayConfig, shard: str, *, as_json: bool) -> None:
+def _ingest_on_ray(
+    sources: Sequence[str],
+    ray: RayConfig,
+    shard: str,
+    context: typer.Context,
+    model: str,
+    store_dir: Path,
+    settings: options.Settings,
+    *,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    size = None  # of objects in a store, which cost money to read twice
+    if not any("://" in source for source in sources):
+        with closing(DocumentStream(sources, Shard.parse(shard))) as stream:
+            size = _measured(stream)
+    with terminal.shown_stages():
+        from cacheblend.blend.models import kv_geometry
+        from cacheblend.service.engine.config import torch_dtype
+
+        config = settings.make(EngineConfig, model=model, store_dir=store_dir)
+        geometry = kv_geometry(config.model, config.resolve_device(), torch_dtype(config.dtype))
+    config = _agreed(config, geometry, size, codec_is_free=_codec_is_free(context), yes=yes)
     found = SourceReport()
-    terminal.hush_libraries()
     try:
         # What Ray says of a process that died would stand before the JSON object.
-        with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, None) as progress:
+        with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
             report = distributed_ingest()(
                 sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update
             )
     except KeyboardInterrupt:
         _tell_interrupted()
         raise
-    _print_skipped(found)
+    if size is None:
+        _print_skipped(found)
     _tell_end(report, found, as_json=as_json)
 
 
@@ -428,8 +448,15 @@ def _print_ingested(report: IngestReport) -> None:
 
 
 NAMED = 10  # skipped files of each reason
+CHARACTERS_PER_TOKEN = 4.0  # of English text, before any is tokenised
 ASK_FROM_BYTES = 2 * GIB
 LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
+
+
+def _codec_is_free(context: typer.Context) -> bool:
+    """Whether nobody named the codec."""
+    source = context.get_parameter_source("kv_cache_dtype")
+    return source is not None and source.name == "DEFAULT"
 
 
 def _agreed(
