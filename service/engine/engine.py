@@ -142,6 +142,7 @@ class Engine:
         documents: Iterable[Document | Mapping[str, object]],
         on_progress: StreamProgress | None = None,
         check: Check | None = None,
+        on_batch: Progress | None = None,
     ) -> IngestReport:
         """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
 
@@ -151,6 +152,8 @@ class Engine:
             documents: see `ingest`; none at all is no error.
             on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
             check: called between the steps of the work, also while texts are embedded; what it raises ends it.
+            on_batch: called with the stage ("embed" or "precompute"), windows or chunks of the batch that are done, and of how
+                many.
 
         Raises:
             InputError, DocumentChangedError: see `ingest`; the batches before it are ingested.
@@ -158,7 +161,7 @@ class Engine:
                 error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return self._ingester.ingest_stream(documents, on_progress, check)
+        return self._ingester.ingest_stream(documents, on_progress, check, on_batch)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
         """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.
