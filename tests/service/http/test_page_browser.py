@@ -226,6 +226,49 @@ def test_citing_loses_nothing(page: Any, address: str) -> None:
 
 
 @ONCE
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("18", "[2]"),
+        ("18.", "[2]"),
+        ("The answer is: 18.", "[2]"),
+        ("£1,650", "[3]"),
+        ("On the eighth day.", "[4]"),  # which holds all of it, though another one has as many of its words
+        ("Wednesday", "[1]"),
+        ("No.", ""),
+        ("27", ""),
+    ],
+)
+def test_short_answers_have_their_number(page: Any, address: str, answer: str, number: str) -> None:
+    """A figure or a single word leads to the chunk that holds it, and to none where no chunk does."""
+    open_page(page, address)
+    page.evaluate(
+        """async (answer) => {
+          const { cite } = await import("/answer.js");
+          const texts = ["No day, the eighth but Wednesday.", "Leave of 18 days", "NOK 1,650 a night, or 18.5, 1.", "on the eighth day"];
+          document.getElementById("answer").textContent = answer;
+          cite(texts.map((text) => ({title: text, tokens: [{text}]})));
+        }""",
+        answer,
+    )
+    assert "".join(page.locator("#answer button").all_inner_texts()) == number
+
+
+@ONCE
+def test_a_list_has_no_number_for_its_numbers(page: Any, address: str) -> None:
+    """The figure that counts a list's items is no sentence of its own."""
+    open_page(page, address)
+    page.evaluate(
+        """async () => {
+          const { cite } = await import("/answer.js");
+          document.getElementById("answer").textContent = "1. The green lamp.\\n2. Nothing.";
+          cite(["2 of 1", "the green lamp"].map((text) => ({title: text, tokens: [{text}]})));
+        }"""
+    )
+    assert page.locator("#answer").evaluate("one => one.textContent") == "1. The green lamp.\n[2]2. Nothing."
+
+
+@ONCE
 def test_shades_are_quarters(page: Any, address: str) -> None:
     """The recomputed tokens of all chunks stand in four shades by their rank; those of one deviation have one shade."""
     open_page(page, address)
