@@ -40,6 +40,7 @@ def main() -> None:
             page.get_by_role("textbox", name="Question").fill(options.question)
             page.get_by_role("button", name="Race the methods").click()
             page.locator("#lanes li").nth(3).wait_for()
+            page.locator("#raced[aria-busy=false]").wait_for()
             if name == "wide":
                 page.locator("#raced").screenshot(
                     path=FIGURES / "page-race.jpg", type="jpeg", quality=80, animations="disabled"

@@ -2,15 +2,14 @@
 import { cite, showChunks, showStrip } from "/answer.js";
 import { $, api, button, events, keep, problem } from "/api.js";
 import { list, startDocuments } from "/documents.js";
+import { learn, predict, remember, showMeasured } from "/prediction.js";
 import { race } from "/race.js";
 
 const STORE_EVERY_MS = 3000;
 const EXAMPLES = 3;
 let model = "";
 let asking = null;
-let quality = null;
 let readingStore = false;
-const runs = []; // ratio, prompt tokens and TTFT of what was asked here
 
 function body(method, stream) {
   return {
@@ -30,37 +29,6 @@ function summarise(report) {
   $("summary").textContent =
     `${report.method}${ratio}: first token after ${report.ttft_s.toFixed(3)} s; ${report.hits} chunks from the store, ` +
     `${report.misses} computed; ${Math.round(report.recomputed_tokens)} of ${report.reusable_tokens} reused tokens recomputed.`;
-}
-
-/** Remember a run for the predictions: time for a token of the prompt, by the share of the tokens that were recomputed. */
-function remember(report, tokens) {
-  const ratio = report.method === "full_recompute" ? 1 : report.method === "blend" ? report.recompute_ratio : null;
-  if (ratio === null || !tokens) return;
-  runs.push({ ratio, perToken: report.ttft_s / tokens, tokens });
-  predict();
-}
-
-/** TTFT of the last prompt at the ratio of the slider: a straight line through what was measured here. */
-function predict() {
-  const automatic = runs.findLast((run) => run.ratio < 1)?.ratio;
-  const ratio = $("automatic").checked && automatic !== undefined ? automatic : Number($("ratio").value);
-  $("ratio_shown").textContent = $("automatic").checked ? "automatic" : ratio.toFixed(2);
-  $("ratio").disabled = $("automatic").checked;
-  const ratios = new Set(runs.map((run) => run.ratio));
-  let words = "Race the methods once: from then on the time is predicted here for every ratio.";
-  if (ratios.size > 1) {
-    const mean = (of) => runs.reduce((sum, run) => sum + of(run), 0) / runs.length;
-    const ratioMean = mean((run) => run.ratio);
-    const timeMean = mean((run) => run.perToken);
-    const slope = mean((run) => (run.ratio - ratioMean) * (run.perToken - timeMean)) / mean((run) => (run.ratio - ratioMean) ** 2);
-    const seconds = Math.max(0, timeMean + slope * (ratio - ratioMean)) * runs.at(-1).tokens;
-    words = `First token predicted after ${seconds.toFixed(3)} s at ${ratio.toFixed(2)}, from ${runs.length} runs.`;
-  }
-  const loss =
-    quality?.first_token_kl_nats != null
-      ? ` Loss measured on ${quality.evaluated} answers: ${quality.first_token_kl_nats.toFixed(3)} nats.`
-      : " Loss: not measured here; `cacheblend calibrate` does it on your documents.";
-  $("prediction").textContent = words + loss;
 }
 
 async function during(work) {
@@ -107,6 +75,7 @@ async function raceAll(signal) {
   const methods = [...$("method").options].map((option) => option.value);
   const results = await race(methods, (method) => body(method, false), signal);
   for (const { report, ttft, tokens } of results.values()) remember({ ...report, ttft_s: ttft }, tokens);
+  showMeasured(results.get("blend"));
 }
 
 async function showStore() {
@@ -114,14 +83,14 @@ async function showStore() {
   readingStore = true;
   try {
     const store = await (await api("/v1/store")).json();
-    const { prefix, ...tiers } = store;
+    const { prefix, prediction, ...tiers } = store;
     const hits = Object.values(tiers).reduce((sum, tier) => sum + (tier?.hits ?? 0), 0);
     const asked = hits + store.misses;
     const fill = (tier) => `${(tier.bytes / 2 ** 20).toFixed(0)} of ${(tier.budget_bytes / 2 ** 20).toFixed(0)} MiB`;
     $("store").textContent =
       `RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}\n${store.nvme.entries} chunks` +
       (asked ? `, hit rate ${Math.round((100 * hits) / asked)} %` : "");
-    quality = store.quality;
+    learn(store);
   } catch {
     $("store").textContent = "Store: cannot be read";
   } finally {
