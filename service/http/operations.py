@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
 
 from ..serving import Check
@@ -36,7 +38,8 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 @router.get("/v1/store")
 async def store(request: Request) -> dict[str, Any]:
     """What the tenant's store and prefix blocks hold and have done since the service started, how many of its chunks wait to be
-    computed in the background, how good its answers are, and what each recompute ratio is predicted to cost and lose.
+    computed in the background, how good its answers are, what each recompute ratio is predicted to cost and lose,
+    and questions to begin with.
     """
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
@@ -51,6 +54,7 @@ async def store(request: Request) -> dict[str, Any]:
             "prefix": prefix.as_dict(),
             "quality": asdict(quality),
             "prediction": engine.predict(chunks).as_dict(),
+            "examples": read_examples(Path(engine.config.store_dir)),
         }
 
     return {"object": "store", **await run_call(server.document_calls, request, read)}

@@ -10,6 +10,8 @@ const EXAMPLES = 3;
 let model = "";
 let asking = null;
 let readingStore = false;
+let examples = []; // questions that stand beside the store
+let listed = []; // documents
 
 function body(method, stream) {
   return {
@@ -83,7 +85,7 @@ async function showStore() {
   readingStore = true;
   try {
     const store = await (await api("/v1/store")).json();
-    const { prefix, prediction, ...tiers } = store;
+    const { prefix, ...tiers } = store;
     const hits = Object.values(tiers).reduce((sum, tier) => sum + (tier?.hits ?? 0), 0);
     const asked = hits + store.misses;
     const fill = (tier) => `${(tier.bytes / 2 ** 20).toFixed(0)} of ${(tier.budget_bytes / 2 ** 20).toFixed(0)} MiB`;
@@ -91,6 +93,8 @@ async function showStore() {
       `RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}\n${store.nvme.entries} chunks` +
       (asked ? `, hit rate ${Math.round((100 * hits) / asked)} %` : "");
     learn(store);
+    examples = store.examples;
+    showExamples();
   } catch {
     $("store").textContent = "Store: cannot be read";
   } finally {
@@ -98,12 +102,16 @@ async function showStore() {
   }
 }
 
-function showExamples(documents) {
-  const known = documents.filter((document) => document.title && !document.damaged).slice(0, EXAMPLES);
+/** Offer the questions that stand beside the store, and after them one for each of the first documents. */
+function showExamples() {
+  const titles = listed.filter((document) => document.title && !document.damaged).map((document) => document.title);
+  const questions = [...(listed.length ? examples : []), ...titles.map((title) => `What is said about ${title}?`)].slice(0, EXAMPLES);
+  const shown = [...$("examples").children].map((one) => one.textContent);
+  if (questions.join("\n") === shown.join("\n")) return; // one of them may have the focus
   $("examples").replaceChildren(
-    ...known.map((document) =>
-      button(`What is said about ${document.title}?`, (event) => {
-        $("question").value = event.currentTarget.textContent;
+    ...questions.map((question) =>
+      button(question, () => {
+        $("question").value = question;
         $("ask").requestSubmit();
       }),
     ),
@@ -147,5 +155,8 @@ $("key_form").addEventListener("submit", (event) => {
   start();
 });
 setInterval(() => document.hidden || showStore(), STORE_EVERY_MS);
-startDocuments(showExamples);
+startDocuments((documents) => {
+  listed = documents;
+  showExamples();
+});
 start();

@@ -329,7 +329,7 @@ def test_short_answers_have_their_number(page: Any, address: str, answer: str, n
     page.evaluate(
         """async (answer) => {
           const { cite } = await import("/answer.js");
-          const texts = ["No day, the eighth but Wednesday.", "Leave of 18 days", "NOK 1,650, or 18.5, 1.", "on the eighth day"];
+          const texts = ["No day, the eighth but Wednesday.", "Leave of 18 days", "NOK 1,650, 18.5, 1.", "on the eighth day"];
           document.getElementById("answer").textContent = answer;
           cite(texts.map((text) => ({title: text, tokens: [{text}]})));
         }""",

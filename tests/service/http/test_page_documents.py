@@ -12,6 +12,7 @@ from browser import NEEDS_BROWSER, ONCE, fits, open_page
 from engines import OpenEngine
 from waiting import wait_until
 
+from cacheblend.service.engine.config import write_examples
 from cacheblend.service.http import HttpConfig, Server
 
 pytestmark = NEEDS_BROWSER
@@ -50,6 +51,26 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         wait_until(lambda: page.locator("#documents li").count() == 1)
         assert [document.id for document in engine.documents.ls()] == ["notes.md"]
         assert fits(page)
+
+
+@ONCE
+def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine) -> None:
+    """Questions that stand beside the store are offered before those about titles, once there are documents."""
+    engine = open_engine()
+    write_examples(Path(engine.config.store_dir), ["Which lamp is green?", "<b>Where</b> is it?"])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.locator("#store", has_text="chunks").wait_for()
+        assert page.locator("#examples button").count() == 0
+        engine.ingest([{"id": str(number), "title": f"Lamp {number}", "text": "The lamp is green."} for number in range(3)])
+        open_page(page, address)
+        page.locator("#examples button").nth(2).wait_for()
+        page.get_by_role("button", name="Which lamp is green?").wait_for()
+        texts = page.locator("#examples button").all_inner_texts()
+        assert texts == ["Which lamp is green?", "<b>Where</b> is it?", "What is said about Lamp 0?"]
+        page.get_by_role("button", name="Which lamp is green?").click()
+        page.locator("#summary:not(:empty)").wait_for()
+        assert page.locator("#question").input_value() == "Which lamp is green?"
 
 
 @ONCE
