@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
-from . import completions, documents, files, operations, responses, texts
+from . import completions, documents, files, ingests, operations, responses, texts
 from .body import BodyLimit
 from .errors import install_error_handlers
 from .gate import Gate
@@ -31,7 +31,15 @@ def create_app(server: Server) -> FastAPI:
         responses={"default": {"description": "An error in OpenAI's shape.", "content": _ERROR_CONTENT}},
     )
     app.state.server = server
-    for routes in (completions.router, responses.router, documents.router, files.router, texts.router, operations.router):
+    for routes in (
+        completions.router,
+        responses.router,
+        documents.router,
+        files.router,
+        ingests.router,
+        texts.router,
+        operations.router,
+    ):
         app.include_router(routes)
     add_page(app)
     install_error_handlers(app)
