@@ -49,7 +49,8 @@ def main() -> None:
             page.locator("#chunks > li").first.wait_for()
             page.locator("#answer[aria-busy=false]").wait_for()
             page.wait_for_timeout(LIT_MS)
-            page.evaluate("scrollTo(0, 0)")
+            if name != "phone":  # where the page scrolls to the answer
+                page.evaluate("scrollTo(0, 0)")
             page.screenshot(path=FIGURES / f"page-{name}.jpg", type="jpeg", quality=80)
         browser.close()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.85, 1.0)
 QUESTION_TOKENS = 32
-BENCHMARK = "on SQuAD passages (docs/benchmarks.md)"
+BENCHMARK = "on SQuAD passages"  # docs/benchmarks.md
 # First-token KL in nats by ratio, of the default selector and context: docs/figures/loss_ttft.csv.
 KNOWN_LOSSES: dict[str, dict[float, float]] = {
     "smollm2-135m": {0.0: 0.0837, 0.05: 0.0245, 0.1: 0.0192, 0.14: 0.017, 0.2: 0.0126, 0.3: 0.0090, 0.5: 0.0047},

@@ -31,16 +31,8 @@ def create_app(server: Server) -> FastAPI:
         responses={"default": {"description": "An error in OpenAI's shape.", "content": _ERROR_CONTENT}},
     )
     app.state.server = server
-    for routes in (
-        completions.router,
-        responses.router,
-        documents.router,
-        files.router,
-        ingests.router,
-        texts.router,
-        operations.router,
-    ):
-        app.include_router(routes)
+    for module in (completions, responses, documents, files, ingests, texts, operations):
+        app.include_router(module.router)
     add_page(app)
     install_error_handlers(app)
     app.add_middleware(BodyLimit, http=server.http)  # the one that is added last is the first that a request meets

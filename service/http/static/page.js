@@ -7,6 +7,7 @@ import { race } from "/race.js";
 
 const STORE_EVERY_MS = 3000;
 const EXAMPLES = 3;
+const small = matchMedia("(max-width: 40rem)"); // as in page.css
 let model = "";
 let asking = null;
 let readingStore = false;
@@ -54,6 +55,7 @@ async function during(work) {
 }
 
 async function ask(signal) {
+  if (small.matches) $("answered").scrollIntoView({ block: "start" }); // a phone has no room for both
   for (const id of ["answer", "summary"]) $(id).textContent = "";
   for (const id of ["strip", "sources", "cited"]) $(id).hidden = true;
   const asked = { ...body($("method").value, true), stream_options: { include_usage: true } };
@@ -154,6 +156,13 @@ $("key_form").addEventListener("submit", (event) => {
   $("key_form").hidden = true;
   start();
 });
+/** The ratio has its row above the buttons where there is room, and is one of the options on a phone. */
+function placeRatio() {
+  if (small.matches) $("options").prepend($("tuning"));
+  else $("actions").before($("tuning"));
+}
+small.addEventListener("change", placeRatio);
+placeRatio();
 setInterval(() => document.hidden || showStore(), STORE_EVERY_MS);
 startDocuments((documents) => {
   listed = documents;

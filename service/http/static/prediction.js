@@ -30,20 +30,20 @@ function expected(ratio) {
   if (service.costs[0].prefill_s !== null) {
     const seconds = between(service.costs, ratio, (point) => point.prefill_s);
     const tokens = last?.tokens ?? service.prompt_tokens;
-    return [(seconds * tokens) / service.prompt_tokens, `from the profile, for ${tokens} prompt tokens`];
+    return [(seconds * tokens) / service.prompt_tokens, `from the profile`];
   }
   if (!last) return null;
   const share = (of) => between(service.costs, of, (point) => point.work_share);
-  return [(last.perToken * last.tokens * share(ratio)) / share(last.ratio), "from the answers here"];
+  return [(last.perToken * last.tokens * share(ratio)) / share(last.ratio), "from the last answer"];
 }
 
 function lost(ratio) {
   const curve = service?.loss;
   const words = curve
-    ? ` Loss predicted: ${between(curve.points, ratio, (point) => point.first_token_kl_nats).toFixed(3)} nats, as measured ${curve.about}.`
+    ? ` Loss ${between(curve.points, ratio, (point) => point.first_token_kl_nats).toFixed(3)} nats, measured ${curve.about}.`
     : " Loss: not measured for this model; `cacheblend calibrate` does it on your documents.";
   if (quality?.first_token_kl_nats == null) return words;
-  return `${words} Real loss of ${quality.evaluated} answers compared here: ${quality.first_token_kl_nats.toFixed(3)} nats.`;
+  return `${words} Real in ${quality.evaluated} answers: ${quality.first_token_kl_nats.toFixed(3)} nats.`;
 }
 
 /** Say what is expected at the ratio of the slider. */

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,9 @@ def test_an_upload_is_listed_to_its_tenant(
 def test_what_ends_is_not_listed() -> None:
     """An upload that failed is gone, and a thread that still reports it brings it back no more."""
     running = RunningIngests()
-    with pytest.raises(ValueError, match="torn"), running.follow("one", "a" * 1000) as report:
+    with suppress(ValueError), running.follow("one", "a" * 1000) as report:
         report("index", 1, 2)
         assert running.of("one") == [Ingest("a" * 200, "index", 1, 2)]
-        raise ValueError("torn")
+        raise ValueError
     report("index", 2, 2)
     assert running.of("one") == []

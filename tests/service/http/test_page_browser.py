@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,82 @@ def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
     assert page.locator("#chunks > li").nth(1).evaluate("one => one === document.activeElement")
 
 
+@pytest.fixture
+def ordinary_page(browser: Any) -> Iterator[Callable[[int, int], Any]]:
+    """A page in a window of any size."""
+    with ExitStack() as opened:
+
+        def open_one(width: int, height: int) -> Any:
+            context = opened.enter_context(browser.new_context(viewport={"width": width, "height": height}))
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            return page
+
+        yield open_one
+
+
+def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], address: str) -> None:
+    """With six chunks, after a race, the answer and the whole strip are seen at 1280 x 800 without scrolling."""
+    page = ordinary_page(1280, 800)
+    open_page(page, address)
+    ask(page, QUESTION, 6, 8)
+    page.locator("#ask details").evaluate("one => one.open = false")
+    page.get_by_role("button", name="Race the methods").click()
+    page.locator("#raced[aria-busy=false]").wait_for()
+    page.evaluate("scrollTo(0, 0)")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    page.locator("#bars li").nth(5).wait_for()
+    page.locator("#answer[aria-busy=false]").wait_for()
+    assert page.evaluate("scrollY") == 0
+    for part in ("#strip", "#answer", "#summary"):
+        box = page.locator(part).bounding_box()
+        assert box["y"] + box["height"] <= 800, part
+
+
+def test_a_phone_shows_answer_and_strip(ordinary_page: Callable[[int, int], Any], address: str) -> None:
+    """On a phone the ratio is one of the options, the buttons are seen at once, and an answer comes into view."""
+    page = ordinary_page(360, 740)
+    open_page(page, address)
+    assert not page.get_by_role("slider", name="Recompute ratio").is_visible()
+    race = page.get_by_role("button", name="Race the methods").bounding_box()
+    assert race["y"] + race["height"] <= 740
+    ask(page, QUESTION, 6, 8)
+    assert page.get_by_role("slider", name="Recompute ratio").is_visible()
+    page.get_by_role("button", name="Ask", exact=True).click()
+    page.locator("#bars li").nth(5).wait_for()
+    page.locator("#answer[aria-busy=false]").wait_for()
+    for part in ("#answer", "#bars li:first-child", "#bars li:last-child"):
+        box = page.locator(part).bounding_box()
+        assert 0 <= box["y"] <= box["y"] + box["height"] <= 740, part
+
+
+@ONCE
+def test_blend_is_drawn_before_the_others_run(page: Any, address: str) -> None:
+    """Full recompute and blend race first: their bars and the speed-up are there while the other methods wait."""
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        if route.request.post_data_json["method"] == "prefix_cache" and not held:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/v1/chat/completions", hold)
+    open_page(page, address)
+    ask(page, QUESTION, 3, 4)
+    page.get_by_role("button", name="Race the methods").click()
+    page.locator("#racing", has_text="Running Prefix cache, 5 of 8").wait_for()
+    lanes = page.locator("#lanes li")
+    assert [lane.get_attribute("data-method") for lane in lanes.all()] == ["full_recompute", "blend"]
+    assert page.locator("#speed_up strong").is_visible()
+    assert lanes.nth(1).locator(".loss").inner_text().startswith("loss 0.")
+    wait_until(lambda: bool(held))
+    held[0].continue_()
+    page.locator("#raced[aria-busy=false]").wait_for()
+    assert lanes.count() == 4
+    assert page.locator("#racing").inner_text() == ""
+
+
 def known_loss_nats(full: torch.Tensor, other: torch.Tensor, tokenizer: Any) -> float:
     """KL over the tokens, parts of a character left out, that are among the 20 likeliest of both, and all others together."""
     shares = [logits.double().softmax(0) for logits in (full, other)]
@@ -174,8 +251,8 @@ def test_the_loss_of_a_race(page: Any, address: str) -> None:
 @pytest.mark.parametrize(
     ("costs", "answers", "expected"),
     [
-        ([(0, 1.0, 0.1), (0.5, 2.0, 0.5), (1, 3.0, 1.0)], 0, "0.300 s at 0.25, from the profile, for 100 prompt tokens"),
-        ([(0, 0.1, None), (0.5, 0.5, None), (1, 1.0, None)], 1, "4.500 s at 0.25, from the answers here"),
+        ([(0, 1.0, 0.1), (0.5, 2.0, 0.5), (1, 3.0, 1.0)], 0, "0.300 s at 0.25, from the profile."),
+        ([(0, 0.1, None), (0.5, 0.5, None), (1, 1.0, None)], 1, "4.500 s at 0.25, from the last answer."),
         ([(0, 0.1, None), (0.5, 0.5, None), (1, 1.0, None)], 0, "Ask once"),
     ],
     ids=["profile", "one answer", "nothing yet"],
@@ -203,10 +280,9 @@ def test_the_slider_predicts(
         )
     page.locator("#prediction", has_text=expected).wait_for()
     words = page.locator("#prediction").inner_text()
-    assert "Loss predicted: 0.200 nats, as measured on lamps." in words
-    assert "Real loss of 7 answers compared here: 0.042 nats." in words
+    assert "Loss 0.200 nats, measured on lamps. Real in 7 answers: 0.042 nats." in words
     page.get_by_role("slider", name="Recompute ratio").fill("1")
-    assert "Loss predicted: 0.000 nats" in page.locator("#prediction").inner_text()
+    assert "Loss 0.000 nats" in page.locator("#prediction").inner_text()
 
 
 def test_words_that_differ_are_marked(page: Any, address: str) -> None:
