@@ -19,7 +19,7 @@ from cacheblend.base.files import user_data_folder
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service.cli import options, terminal
 from cacheblend.service.cli.model import fetch
-from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.config import EngineConfig, write_examples
 from cacheblend.service.engine.document_sources import read_documents
 
 # The handbook's demo.
@@ -196,6 +196,9 @@ def _handbook_demo(
                 asked.append(next(answered))
             if screen is not None:
                 screen.asked(asked[-1], number + 1)
+        if store_dir is not None:
+            right = [each.question.question for each in asked if each.replies["blend"].has_answer]
+            write_examples(store_dir, right or [each.question.question for each in asked])
         methods = summarize(asked)
         note = closing_note(engine, asked, methods)
     total_s = time.perf_counter() - started
@@ -238,6 +241,8 @@ def _passages_demo(
         questions = asked or list(PASSAGE_QUESTIONS)
         progress = stack.enter_context(terminal.progress_bars())
         report = engine.ingest(corpus, progress)
+        if store_dir is not None:
+            write_examples(store_dir, questions)
         rows = compare_methods(engine, questions, top_k=top_k, repeats=repeats, on_progress=progress)
     if as_json:
         terminal.print_json(

@@ -29,6 +29,7 @@ from cacheblend.eval.handbook_demo import (
 from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli import main as cli
+from cacheblend.service.engine.config import read_examples
 
 QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]
 DOCUMENTS = [document for document in handbook_documents() if document["id"] in {item.gold[0] for item in QUESTIONS}]
@@ -201,13 +202,16 @@ def test_the_picture_is_of_the_run(model_dir: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("short_handbook")
 def test_words_and_a_kept_store(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Questions, table and note are printed; over a store that was kept nothing is computed again."""
+    """Questions, table and note are printed; a store that was kept offers the questions, and nothing is computed again."""
     store = ("--store-dir", str(tmp_path / "store"))
     assert _on_tiny(model_dir, *store) == 0
     first = capsys.readouterr().out
     assert all(item.question in first for item in QUESTIONS)
     assert "tokens/s" in first
     assert "set-up" in first
+    offered = read_examples(tmp_path / "store")
+    assert offered
+    assert set(offered) <= {item.question for item in QUESTIONS}
     assert _on_tiny(model_dir, *store) == 0
     assert "no KV to compute" in capsys.readouterr().out
 
