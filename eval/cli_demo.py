@@ -19,7 +19,7 @@ from cacheblend.base.files import user_data_folder
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service.cli import options, terminal
 from cacheblend.service.cli.model import fetch
-from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.config import EngineConfig, write_examples
 from cacheblend.service.engine.document_sources import read_documents
 
 # The handbook's demo.
@@ -41,7 +41,7 @@ READER_NOTE = (
 )
 _OF_PASSAGES = ("question", "documents", "repeats")
 _OF_HANDBOOK = ("questions",)
-_OF_MODELS = ("model", "passages", "store_dir", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")
+_OF_MODELS = ("model", "passages", "max_tokens", "device", "dtype", "chunk_tokens", "allow_unverified")
 
 
 @options.engine_options(
@@ -66,7 +66,11 @@ def demo(
     ] = "8",
     store_dir: Annotated[
         Path | None,
-        typer.Option("--store-dir", "-s", help="Keep the store here; left out, a folder that is removed, or the demo's own."),
+        typer.Option(
+            "--store-dir",
+            "-s",
+            help="Keep the store here; left out, the demo's own folder, or of your model one that is removed.",
+        ),
     ] = None,
     documents: Annotated[int, typer.Option(help="Most passages to ingest.")] = 60,
     top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
@@ -90,10 +94,9 @@ def demo(
 
         cacheblend demo ./model --passages passages.jsonl --question "Who wrote it?" --json
     """
-    terminal.hush_libraries()
     if reader:
         _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_PASSAGES, *_OF_HANDBOOK))
-        _reader_demo(settings, top_k, as_json)
+        _reader_demo(settings, store_dir, top_k, as_json)
         return
     if passages is None:
         _refuse(context, "the handbook's demo; it goes with --passages", _OF_PASSAGES)
@@ -110,7 +113,7 @@ def demo(
         model = _fetched_model()
     if model is None:
         _refuse(context, "the packaged reader's demo", (*_OF_MODELS, *_OF_HANDBOOK))
-        _reader_demo(settings, top_k, as_json)
+        _reader_demo(settings, store_dir, top_k, as_json)
         return
     if passages is None:
         folder = store_dir or (user_data_folder() / "demo" if own else None)
@@ -143,8 +146,8 @@ def _source(context: typer.Context, name: str) -> str:
 
 def _fetched_model() -> str | None:
     """The known model, fetched unless it is there; None, and a line that says why, where it cannot be had."""
-    from cacheblend.blend.models import find_model
-
+    with terminal.shown_stages():
+        from cacheblend.blend.models import find_model
     try:
         fetch(find_model(MODEL))
     except (ModelFetchError, InputError) as error:
@@ -193,6 +196,9 @@ def _handbook_demo(
                 asked.append(next(answered))
             if screen is not None:
                 screen.asked(asked[-1], number + 1)
+        if store_dir is not None:
+            right = [each.question.question for each in asked if each.replies["blend"].has_answer]
+            write_examples(store_dir, right or [each.question.question for each in asked])
         methods = summarize(asked)
         note = closing_note(engine, asked, methods)
     total_s = time.perf_counter() - started
@@ -223,16 +229,20 @@ def _passages_demo(
     repeats: int,
     as_json: bool,
 ) -> None:
-    from cacheblend.service import Engine
-
-    from .demo import PASSAGE_QUESTIONS, compare_methods
-
-    questions = asked or list(PASSAGE_QUESTIONS)
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
-        engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
+        with terminal.shown_stages():
+            from cacheblend.service import Engine
+
+            from .demo import PASSAGE_QUESTIONS, compare_methods
+            from .demo_screen import page_note
+
+            engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
+        questions = asked or list(PASSAGE_QUESTIONS)
         progress = stack.enter_context(terminal.progress_bars())
         report = engine.ingest(corpus, progress)
+        if store_dir is not None:
+            write_examples(store_dir, questions)
         rows = compare_methods(engine, questions, top_k=top_k, repeats=repeats, on_progress=progress)
     if as_json:
         terminal.print_json(
@@ -262,26 +272,29 @@ def _passages_demo(
         )
     out.print(table)
     out.print(NOTE, highlight=False)
+    out.print(page_note(store_dir), style="bold", highlight=False, soft_wrap=True)
 
 
-def _reader_demo(settings: options.Settings, top_k: int, as_json: bool) -> None:
-    from cacheblend.service import Engine
-    from cacheblend.service.cli.model import CHUNK_TOKENS, bundled_corpus, default_model
+def _reader_demo(settings: options.Settings, store_dir: Path | None, top_k: int, as_json: bool) -> None:
+    folder = store_dir or user_data_folder() / "demo-reader"
+    with ExitStack() as stack:
+        with terminal.shown_stages():
+            from cacheblend.service import Engine
+            from cacheblend.service.cli.model import CHUNK_TOKENS, bundled_corpus, default_model
 
-    from .demo import CLASSES, ask_all, blended_ratio, bundled_questions, marked_tokens
+            from .demo import CLASSES, ask_all, blended_ratio, bundled_questions, marked_tokens
+            from .demo_screen import page_note
 
-    corpus, questions = bundled_corpus(), bundled_questions()
-    with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder, terminal.progress_bars() as progress:
-        given = options.Settings({name: settings.values[name] for name in ("embedder", "recompute_ratio")})
-        config = given.make(
-            EngineConfig, model=default_model(), store_dir=Path(folder), chunk_tokens=CHUNK_TOKENS, max_tokens=16
-        )
-        with Engine(config) as engine:
-            report = engine.ingest(corpus, progress)
-            result = ask_all(engine, questions, top_k=top_k, on_progress=progress)
-            shown = next(item for item in questions if item.question_class == "across")
-            answer = engine.answer(shown.question, top_k=top_k, recompute_ratio=blended_ratio(engine))
-            marks = marked_tokens(engine, answer)
+            given = options.Settings({name: settings.values[name] for name in ("embedder", "recompute_ratio")})
+            config = given.make(EngineConfig, model=default_model(), store_dir=folder, chunk_tokens=CHUNK_TOKENS, max_tokens=16)
+            engine = stack.enter_context(Engine(config))
+        progress = stack.enter_context(terminal.progress_bars())
+        corpus, questions = bundled_corpus(), bundled_questions()
+        report = engine.ingest(corpus, progress)
+        result = ask_all(engine, questions, top_k=top_k, on_progress=progress)
+        shown = next(item for item in questions if item.question_class == "across")
+        answer = engine.answer(shown.question, top_k=top_k, recompute_ratio=blended_ratio(engine))
+        marks = marked_tokens(engine, answer)
     if as_json:
         terminal.print_json({"ingest": report.as_dict(), **result.as_dict(), "question": shown.question, "answer": answer.text})
         return
@@ -306,3 +319,4 @@ def _reader_demo(settings: options.Settings, top_k: int, as_json: bool) -> None:
         for text, is_recomputed in tokens:
             line.append(text, style="reverse" if is_recomputed else "")
         out.print(line)
+    out.print(f"\n{page_note(folder)}", style="bold", highlight=False, soft_wrap=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +18,22 @@ SHOWN_METHODS = ("full_recompute", "blend")  # of each question; the summary has
 STYLES = {"full_recompute": "red", "full_reuse": "yellow", "blend": "green"}
 BAR_WIDTH = 40
 CLASSES_FROM = 20  # questions, from which shares of single classes say something
+
+
+def page_note(store_dir: Path | None) -> str:
+    """How to open the page over a demo's store, or how to keep the store for it."""
+    if store_dir is None:
+        return "The store was removed; with --store-dir DIR it is kept, and the page can be opened over it."
+    command = f"{_called()} serve --store-dir {shlex.quote(str(store_dir))}"
+    return f"Open the page: {command}, then http://127.0.0.1:8000/ in a browser"
+
+
+def _called() -> str:
+    """The command's name; its path, as it was called, where the name alone would not find it."""
+    path, found = Path(sys.argv[0]), shutil.which("cacheblend")
+    if path.name != "cacheblend" or (found is not None and path.exists() and Path(found).samefile(path)):
+        return "cacheblend"
+    return shlex.quote(str(path))
 
 
 class DemoScreen:
@@ -70,9 +88,7 @@ class DemoScreen:
         self._line("")
         self._console.print(_means(methods, with_classes=len(asked) >= CLASSES_FROM))
         self._line(note)
-        if store_dir is not None:
-            command = f"cacheblend serve --store-dir {shlex.quote(str(store_dir))}"
-            self._line(f"\nOpen the page: {command}, then http://127.0.0.1:8000/ in a browser", style="bold")
+        self._line(f"\n{page_note(store_dir)}", style="bold")
 
     def _timed(self, method: str, ttft_s: float, slowest_s: float, speedup: str) -> Text:
         bar = ("█" * max(1, round(ttft_s / slowest_s * BAR_WIDTH))).ljust(BAR_WIDTH) if self._console.is_terminal else ""

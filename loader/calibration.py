@@ -1,6 +1,6 @@
 """A calibration: what `cacheblend calibrate` settles for a model on a user's documents, and its file beside the profiles.
 
-{"format", "model", "prefix", "context", "selector", "ratio", "measures": {..}, "thresholds": {..}}
+{"format", "model", "prefix", "context", "selector", "ratio", "measures": {..}, "thresholds": {..}, "curve": [[ratio, KL], ..]}
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ class Calibration:
         ratio: r*, the recompute ratio, 0..1.
         measures: of this setting.
         thresholds: that it was chosen by. Where no setting was within them, the one of least KL was.
+        curve: the measured ratios of this context and selector, rising, each with its mean first-token KL in nats.
 
     Raises:
-        ProfileError: an unknown selector, or a ratio outside 0..1.
+        ProfileError: an unknown selector, a ratio outside 0..1, or a curve that is none.
     """
 
     model: str
@@ -108,6 +109,7 @@ class Calibration:
     ratio: float
     measures: Measures
     thresholds: Thresholds
+    curve: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("model", "prefix", "context"):
@@ -118,6 +120,9 @@ class Calibration:
             raise ProfileError(f"a calibration has selector={self.selector!r}, not one of {known}; run `cacheblend calibrate`")
         if not is_number(self.ratio) or not 0 <= self.ratio <= 1:
             raise ProfileError(f"a calibration has ratio={self.ratio!r}, not 0 to 1; run `cacheblend calibrate` again")
+        ratios = [ratio for ratio, _ in self.curve]
+        if not all(map(is_number, (*ratios, *(kl for _, kl in self.curve)))) or ratios != sorted(ratios):
+            raise ProfileError(f"a calibration has curve={self.curve!r}; run `cacheblend calibrate` again")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -137,6 +142,7 @@ class Calibration:
                     f"the calibration has format {found!r}, not {CALIBRATION_FORMAT}; run `cacheblend calibrate` again"
                 )
             given["measures"], given["thresholds"] = Measures(**given["measures"]), Thresholds(**given["thresholds"])
+            given["curve"] = tuple((ratio, kl_nats) for ratio, kl_nats in given.get("curve", ()))
             return cls(**given)
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -155,8 +155,7 @@ class LoadingController:
             remote_speed: as measured last; None for the profile's.
         """
         measured = {} if remote_speed is None else {REMOTE: remote_speed}
-        tokens = reusable + fresh + exact
-        lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
+        full_s = self.full_s(reusable + fresh + exact)
 
         def request_of(count: int) -> _Request:
             computed = front[:count]
@@ -164,24 +163,18 @@ class LoadingController:
             for chunk in computed:
                 if chunk.read is not None:
                     left.remove(chunk.read)
-            by_tier = {tier: took_s * self._factor(tier) for tier, took_s in self._load.seconds(left, measured).items()}
-            copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
-            return _Request(
-                front_s=self._front_s(sum(chunk.tokens for chunk in computed), exact),
-                load_layer_s=sum(by_tier.values()) - copy_s,
+            return self._request(
+                left,
+                measured,
                 reusable=reusable - sum(chunk.tokens for chunk in computed if chunk.read is not None),
                 fresh=fresh - sum(chunk.tokens for chunk in computed if chunk.read is None),
                 exact=exact + sum(chunk.tokens for chunk in computed),
-                lookahead_layers=lookahead,
-                copy_layer_s=copy_s,
-                latency_s=self._load.latency_s(left, measured),
-                by_tier=by_tier,
+                front_s=self._front_s(sum(chunk.tokens for chunk in computed), exact),
             )
 
         front_chunks = self._front_chunks(front, request_of)
         request = request_of(front_chunks)
         by_tier, reusable = request.by_tier, request.reusable
-        full_s = self.full_s(tokens)
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
         precompute_s = sum(map(self._recompute.prefill_s, precomputed)) * self._compute.factor
@@ -208,6 +201,12 @@ class LoadingController:
         """Predicted seconds of a full prefill."""
         return self._recompute.prefill_s(tokens) * self._compute.factor
 
+    def predict_s(self, ratio: float, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> float:
+        """Seconds of a prefill at a ratio that is asked for; 1 is full recompute. Other arguments as of `plan`."""
+        if ratio >= 1:
+            return self.full_s(reusable + fresh + exact)
+        return self._pipeline(self._request(reads, {}, reusable=reusable, fresh=fresh, exact=exact), ratio).total_s
+
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Correct the model by what a request took, once its prefill is done.
 
@@ -233,6 +232,31 @@ class LoadingController:
             if moved:
                 factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in self._tiers.items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
+
+    def _request(
+        self,
+        reads: Sequence[Read],
+        measured: Mapping[str, TierSpeed],
+        *,
+        reusable: int,
+        fresh: int,
+        exact: int,
+        front_s: float = 0,
+    ) -> _Request:
+        """What the pipeline of a request depends on; `measured` are speeds that come before the profile's."""
+        by_tier = {tier: took_s * self._factor(tier) for tier, took_s in self._load.seconds(reads, measured).items()}
+        copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
+        return _Request(
+            front_s=front_s,
+            load_layer_s=sum(by_tier.values()) - copy_s,
+            reusable=reusable,
+            fresh=fresh,
+            exact=exact,
+            lookahead_layers=self.config.lookahead_layers((reusable + fresh + exact) * self.profile.layer_token_bytes),
+            copy_layer_s=copy_s,
+            latency_s=self._load.latency_s(reads, measured),
+            by_tier=by_tier,
+        )
 
     def _factor(self, tier: str) -> float:
         """The correction of a tier; 1 for one that neither the profile nor a request has measured."""

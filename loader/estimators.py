@@ -168,15 +168,17 @@ class WorkEstimator:
             exact: tokens of exact segments, which a full prefill computes as well.
             precomputed: those of `reusable` whose KV is computed first.
         """
-        if not reusable:
-            return False
+        return bool(reusable) and self.share(ratio, reusable, fresh, exact, precomputed) > WORTH_BLENDING
+
+    def share(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> float:
+        """A blend's work over a full prefill's; arguments as of `is_short`."""
         operations = FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds
         fixed = min(FIXED_ROWS + operations, MOST_FIXED_ROWS)
         passes = [count + fresh for count in self.schedule.counts(reusable, self.layers, ratio)]
         if self.schedule.asks and 0 < ratio < 1:
             passes += [min(fresh, MAX_QUESTION_TOKENS)] * (self.layers - 1)
         blend = sum(passes) + fixed * len(passes) + precomputed * self.layers
-        return blend > WORTH_BLENDING * self.layers * (reusable + fresh + exact + fixed)
+        return blend / (self.layers * (reusable + fresh + exact + fixed))
 
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.base.checks import is_number, is_whole
+from cacheblend.base.checks import check_user_info, is_number, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
@@ -87,6 +87,8 @@ class RetrieverConfig:
             raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
         if self.index is not None and not str(self.index).startswith(("postgresql://", "postgres://")):
             raise ConfigError("index", "what is given (not shown)", "a URL such as postgresql://user@host/database")
+        if self.index is not None:
+            check_user_info("index", self.index)
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", str(self.index_schema)) or self.index_schema.startswith("pg_"):
             raise ConfigError("index_schema", self.index_schema, "lower-case letters, digits, - and _, not beginning with pg_")
         if self.min_score is not None and not (is_number(self.min_score) and -1 <= self.min_score <= 1):

@@ -141,25 +141,33 @@ def _ask_hub(repository: str, what: str, remedy: str) -> None:
 
 
 BATCH_WINDOWS = 16  # embedded together, half a second of one processor; more at once are no faster there
-_BETWEEN_BATCHES: ContextVar[Callable[[], None]] = ContextVar("between_batches", default=lambda: None)
+_BETWEEN_BATCHES: ContextVar[Callable[[int, int], None]] = ContextVar("between_batches", default=lambda *_: None)
 
 
 @contextmanager
-def checked_between_batches(check: Callable[[], None]) -> Iterator[None]:
+def checked_between_batches(
+    check: Callable[[], None], on_progress: Callable[[int, int], None] = lambda *_: None
+) -> Iterator[None]:
     """Have `check` called before each batch that this thread embeds; what it raises ends the embedding.
 
-    Not an argument of `encode`: embedders of others have none for it.
+    Then `on_progress` is called with the windows that are embedded, and how many there are. Neither is an argument of `encode`:
+    embedders of others have none for it.
     """
-    token = _BETWEEN_BATCHES.set(check)
+
+    def between(done: int, total: int) -> None:
+        check()
+        on_progress(done, total)
+
+    token = _BETWEEN_BATCHES.set(between)
     try:
         yield
     finally:
         _BETWEEN_BATCHES.reset(token)
 
 
-def check_stopped() -> None:
-    """Call what `checked_between_batches` was given."""
-    _BETWEEN_BATCHES.get()()
+def check_stopped(done: int, total: int) -> None:
+    """Call what `checked_between_batches` was given, with what of the work is done, and how much it is."""
+    _BETWEEN_BATCHES.get()(done, total)
 
 
 class Embedder(Protocol):
@@ -238,7 +246,7 @@ class SentenceTransformerEmbedder:
         batches = []
         for first in range(0, max(1, len(windows)), BATCH_WINDOWS):
             batch = [windows[place] for place in order_W[first : first + BATCH_WINDOWS]]
-            check_stopped()
+            check_stopped(first, len(windows))
             is_question = len(windows) == 1
             with self._question_lock if is_question else self._batch_lock, _one_thread() if is_question else nullcontext():
                 model = self._question_model if is_question else self._model

@@ -18,6 +18,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.string import StrDumper, TextLoader
 
+from cacheblend.base.checks import check_user_info
 from cacheblend.base.errors import ConfigError, IndexUnreachableError, RetrieverError, StoreFullError
 
 from .catalog import Catalog, Change
@@ -274,6 +275,7 @@ def schema_name(name: str) -> str:
 
 
 def _parameters(url: str) -> dict[str, Any]:
+    check_user_info("index", url)
     try:
         return conninfo_to_dict(url)
     except psycopg.ProgrammingError:

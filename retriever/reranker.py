@@ -53,7 +53,7 @@ class CrossEncoderReranker:
 
         found: list[float] = []
         for first in range(0, len(texts), BATCH_PAIRS):
-            check_stopped()
+            check_stopped(first, len(texts))
             pairs = [(question, text) for text in texts[first : first + BATCH_PAIRS]]
             with self._lock:
                 model = self._model = self._model or self._load()

@@ -161,12 +161,18 @@ class Retriever:
         """
         return self._changed(_checked(documents)[1])
 
-    def embed(self, documents: Iterable[Document], check: Callable[[], None] = _go_on) -> Iterator[EmbeddedDocument]:
+    def embed(
+        self,
+        documents: Iterable[Document],
+        check: Callable[[], None] = _go_on,
+        on_progress: Callable[[int, int], None] = lambda *_: None,
+    ) -> Iterator[EmbeddedDocument]:
         """Split and embed documents, in groups; writes nothing, see `put`.
 
         Args:
             documents: in the order in which they come out.
             check: called before each batch; what it raises ends the work.
+            on_progress: see `checked_between_batches`; begins anew with each group.
 
         Raises:
             RetrieverError: the embedder cannot be used.
@@ -174,7 +180,7 @@ class Retriever:
         """
         for batch in self._batches(documents):
             texts = [text for document, chunks in batch for text in self._embedded_texts(document, chunks)]
-            with checked_between_batches(check):
+            with checked_between_batches(check, on_progress):
                 check()
                 vectors_ND = self._embed(texts)
             for document, chunks in batch:

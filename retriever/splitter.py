@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _WHITE_SPACE = " \t\n\r\u2581"  # the last stands for a space in SentencePiece vocabularies
 CUT_CHARACTERS = 2**17
+SHORT_CHARACTERS = 8  # a token: a text with more of them is hardly one chunk, and is not tokenised whole to find out
 # Where a text may be cut, the best first: before a Markdown heading, after empty lines, a sentence, a line; else between words.
 _SENTENCE_END = r"[.!?\u2026]+[\"'\u2019\u201d)\]]*(?=\s)|[\u3002\uff01\uff1f]"
 BREAKS = [re.compile(each) for each in (r"\n(?=#{1,6} )", r"\n\s*\n", _SENTENCE_END, r"\n", r"\w(?=\s)")]
@@ -190,6 +191,7 @@ class Splitter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer, config: RetrieverConfig) -> None:
         self.config = config
         self._tokenizer = PlainTokenizer(tokenizer)
+        self._separator_tokens = len(self._tokenizer.ids(config.separator))
 
     @property
     def fingerprint(self) -> str:
@@ -211,10 +213,13 @@ class Splitter:
             InputError: the tokenizer makes no tokens of the document.
 
         """
+        content, most = document.content, self.config.chunk_tokens
+        if len(content) <= SHORT_CHARACTERS * most:
+            ids = self._tokenizer.ids(content + self.config.separator)
+            if self._separator_tokens < len(ids) <= most:  # one chunk, tokenised once: most passages that a request brings
+                return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
         at_sentences = self.config.split_at == "sentences"
-        texts = self._tokenizer.cut(
-            document.content, self.config.chunk_tokens, self.config.chunk_overlap_tokens, at_sentences=at_sentences
-        )
+        texts = self._tokenizer.cut(content, most, self.config.chunk_overlap_tokens, at_sentences=at_sentences)
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
         return [

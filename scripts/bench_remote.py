@@ -228,9 +228,7 @@ def ttft(options: argparse.Namespace) -> list[dict[str, Any]]:
         assert resident.store.flush_remote(60)
         shutil.copytree(config.profile_dir, folder / "remote" / "profiles")
         proxy_port = free_port()
-        store = StoreConfig(
-            ram_budget_bytes=1, nvme_budget_bytes=1, remote=f"redis://127.0.0.1:{proxy_port}/0", remote_timeout_s=5.0
-        )
+        store = StoreConfig(ram_budget_bytes=1, nvme_budget_bytes=1, remote=f"redis://127.0.0.1:{proxy_port}/0")
         engine = opened.enter_context(Engine(replace(config, store_dir=folder / "remote", store=store), fusor=resident.fusor))
         for rate, latency_s in [(rate, latency_s) for rate in options.rates for latency_s in options.latencies]:
             command = [sys.executable, str(Path(__file__).with_name("throttle_proxy.py")), f"127.0.0.1:{proxy_port}"]

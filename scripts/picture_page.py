@@ -40,6 +40,7 @@ def main() -> None:
             page.get_by_role("textbox", name="Question").fill(options.question)
             page.get_by_role("button", name="Race the methods").click()
             page.locator("#lanes li").nth(3).wait_for()
+            page.locator("#raced[aria-busy=false]").wait_for()
             if name == "wide":
                 page.locator("#raced").screenshot(
                     path=FIGURES / "page-race.jpg", type="jpeg", quality=80, animations="disabled"
@@ -48,7 +49,8 @@ def main() -> None:
             page.locator("#chunks > li").first.wait_for()
             page.locator("#answer[aria-busy=false]").wait_for()
             page.wait_for_timeout(LIT_MS)
-            page.evaluate("scrollTo(0, 0)")
+            if name != "phone":  # where the page scrolls to the answer
+                page.evaluate("scrollTo(0, 0)")
             page.screenshot(path=FIGURES / f"page-{name}.jpg", type="jpeg", quality=80)
         browser.close()
 

@@ -399,6 +399,8 @@ class EntryHeader:
                 values = entry[name] if kind is int else [entry[name]]
                 if not isinstance(values, list) or any(type(value) is not kind for value in values):
                     raise ValueError(f"{name} is {str(entry[name])[:60]!r}")
+            if any(type(value) is not int or value < 1 for heads in info.heads for value in heads):
+                raise ValueError(f"heads is {str(entry['heads'])[:60]!r}")
             if not isinstance(info.model, str | None):
                 raise ValueError(f"kv_model is {str(info.model)[:60]!r}")
             return cls(info, checksums)

@@ -126,12 +126,13 @@ class KVStore:
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """A chunk's KV on the CPU, the caller's own copy; None for a miss. An entry read from NVMe is cached in RAM."""
         self._check_open()
+        since = self._queue.time()
         (found,) = self._open_all([key.digest])
         if found is not None and (entry := read_entry(*found)) is not None:
             _, tier = found
             self._count(tier.name)
             if self._read_through is not None and tier.name == REMOTE and self._read_through.admits(key.digest, entry.nbytes):
-                self._read_through.offer(entry.nbytes, lambda: entry)
+                self._read_through.offer(entry.nbytes, lambda: entry, since)
                 return entry.chunk(copy=True)
             return entry.chunk(copy=tier.in_memory or (tier.name != REMOTE and self._cache(entry)))
         self._count(_MISSES)
@@ -158,8 +159,11 @@ class KVStore:
     def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
         """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
         writes = []
+        since = self._queue.time()
         for entry in entries:
-            writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
+            with self._nvme.exclusive():
+                if not self._queue.was_discarded(entry.info.key.digest, since):
+                    writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
             self._queue.wait_for_room()
         return sum(write.stored.result() for write in writes)
 
@@ -185,6 +189,7 @@ class KVStore:
         digests = [key.digest for key in keys]
         placements: list[Placement | None] = []
         copies: dict[str, RemoteEntry] = {}
+        since = self._queue.time()
         with self._pins.hold(digests):
             try:
                 for found in self._open_all(digests, remote=remote, copies=copies):
@@ -197,7 +202,7 @@ class KVStore:
                     placement.release()
                 for entry in copies.values():
                     assert self._read_through is not None, "only that admits copies"
-                    self._read_through.offer(entry.info.nbytes, entry.load)
+                    self._read_through.offer(entry.info.nbytes, entry.load, since)
         local = [placement for placement in placed if placement.tier != REMOTE]
         if wanted := [placement.key.digest for placement in local if self._is_worth_a_copy(placement)]:
             self._queue.offer(partial(self._promote, wanted))
@@ -379,10 +384,10 @@ class KVStore:
         remote = self._remote
         return Placement(entry, tier, remote.open_stream if remote is not None and tier is remote else None)
 
-    def _store_copy(self, entry: EncodedEntry) -> None:
-        """Write what was read from the remote tier to the tiers here, unless it was deleted meanwhile."""
+    def _store_copy(self, entry: EncodedEntry, since: int) -> None:
+        """Write what was read from the remote tier to the tiers here, unless it was deleted since it was looked up."""
         with self._nvme.exclusive():
-            if self._remote is not None and not self._remote.uploads.is_removing(entry.info.key.digest):
+            if not self._queue.was_discarded(entry.info.key.digest, since):
                 self._write([PendingWrite(entry, is_copy=True)])
 
     def _check_open(self) -> None:
@@ -422,7 +427,7 @@ class KVStore:
             tier.discard(digest)
 
     def _forget(self, digests: Iterable[str]) -> None:
-        """Let go of what waits to be written, and of copies."""
+        """Let go of what waits to be written, and of copies, made and to be made."""
         for digest in digests:
             self._queue.discard([digest])
             self._uncache(digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 GROUP_ENTRIES = 64
 GROUP_BYTES = 64 * 2**20
 QUEUE_BYTES = 512 * 2**20  # that may wait before a put blocks
+MAX_DISCARDED = 65_536  # digests that are remembered
 _MAX_OFFERS = 16
 DocumentVersion = tuple[str, str]  # a document's id and version
 
@@ -66,6 +67,8 @@ class WriteQueue:
         self._offers_given = self._offers_done = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._time = self._all_discarded_at = 0
+        self._discarded_at: OrderedDict[str, int] = OrderedDict()
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._writes
@@ -138,8 +141,27 @@ class WriteQueue:
 
     def discard(self, digests: Iterable[str] | None = None) -> None:
         """Let go of entries that are not to be written any more; None for all."""
-        for digest in list(self._writes) if digests is None else digests:
+        with self._changed:
+            self._time += 1
+            if digests is None:
+                self._all_discarded_at = self._time
+            digests = list(self._writes if digests is None else digests)
+            for digest in digests:
+                self._discarded_at[digest] = self._time
+                self._discarded_at.move_to_end(digest)
+            while len(self._discarded_at) > MAX_DISCARDED:  # what is forgotten counts for all
+                self._all_discarded_at = max(self._all_discarded_at, self._discarded_at.popitem(last=False)[1])
+        for digest in digests:
             self.end(digest, False)
+
+    def time(self) -> int:
+        """The time before an entry is looked up that may be written later; see `was_discarded`."""
+        return self._time
+
+    def was_discarded(self, digest: str, since: int) -> bool:
+        """Whether an entry was discarded after a time; whoever holds off removals knows that it will not be."""
+        with self._changed:
+            return max(self._discarded_at.get(digest, 0), self._all_discarded_at) > since
 
     def offer(self, job: Callable[[], None]) -> None:
         """Queue a job that is merely useful: dropped when there is much to do."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -127,6 +128,53 @@ def s3_server(folder: Path) -> Iterator[str]:
                 yield "s3://bucket/kv"
             finally:
                 server.kill()
+
+
+LINK_BYTES = 64 * 1024  # that a slow link carries at once
+
+
+@contextmanager
+def slow_link(target: tuple[str, int] | Path, bytes_per_s: float) -> Iterator[int]:
+    """A network before a server (host and port, or a Unix socket) that carries so much, of all connections; gives its port."""
+    family = socket.AF_UNIX if isinstance(target, Path) else socket.AF_INET
+    carrying = threading.Lock()
+
+    def carry(one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(LINK_BYTES):
+                with carrying:
+                    time.sleep(len(data) / bytes_per_s)
+                other.sendall(data)
+        for each in (one, other):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def connect(near: socket.socket) -> None:
+        with near, socket.socket(family) as far, suppress(OSError):
+            for each in (near, far):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LINK_BYTES)
+            far.connect(str(target) if isinstance(target, Path) else target)
+            back = threading.Thread(target=carry, args=(far, near), daemon=True)
+            back.start()
+            carry(near, far)
+            back.join()
+
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LINK_BYTES)  # what it takes, the link has not carried
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    near, _ = listening.accept()
+                    threading.Thread(target=connect, args=(near,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

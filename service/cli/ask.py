@@ -42,18 +42,19 @@ def ask(
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
-    terminal.hush_libraries()
-    from cacheblend.service.engine.engine import Engine
-    from cacheblend.service.serving.request import TextStream
-
-    from .model import bundled_corpus, choose_model, tell_corpus
+    from .model import bundled_corpus, choose_model, corpus_note
 
     if model is not None and not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
-    config = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
     try:
         with terminal.shown_stages():
+            from cacheblend.service.engine.engine import Engine
+            from cacheblend.service.serving.request import TextStream
+
+            config = settings.make(
+                EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens
+            )
             opened = Engine(config)
     except RetrieverError as error:
         if model is not None:
@@ -62,7 +63,7 @@ def ask(
         raise InputError(f"{error}. {hint}") from error
     with opened as engine:
         if chosen.wants_corpus:
-            tell_corpus(chosen.store_dir)
+            terminal.stderr.print(corpus_note(chosen.store_dir), highlight=False, soft_wrap=True)
             with terminal.progress_bars() as progress:
                 engine.ingest(bundled_corpus(), progress)
         request = engine.prepare(question, top_k=top_k, method=method, temperature=temperature, top_p=top_p)

@@ -38,7 +38,7 @@ class Command:
 
 _HERE = "cacheblend.service.cli"
 COMMANDS = (
-    Command("ingest", f"{_HERE}.documents:ingest", "Split, index and precompute documents."),
+    Command("ingest", f"{_HERE}.ingest:ingest", "Split, index and precompute documents."),
     Command("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
     Command("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
     Command("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),

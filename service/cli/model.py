@@ -29,7 +29,7 @@ def get(
     accept_license: Annotated[bool, typer.Option("--accept-license", hidden=True)] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Fetch a known model with pip, check it, and convert it once; every command then takes its name for --model, offline.
+    """Fetch a known model, check it, and convert it once; every command then takes its name for --model, offline.
 
     It is kept in the user's cache folder (XDG_CACHE_HOME); nothing is installed. A second time does nothing.
 
@@ -156,14 +156,12 @@ def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> Model
     return ModelChoice(default_model(), CHUNK_TOKENS, not store_dir.is_dir(), store_dir)
 
 
-def tell_corpus(store_dir: Path) -> None:
-    """Say what comes before the first answer of the packaged reader."""
-    terminal.stderr.print(
+def corpus_note(store_dir: Path) -> str:
+    """What comes before the first answer of the packaged reader."""
+    return (
         f"No model was given and there is no store yet: the packaged reader first computes the KV of its own "
         f"articles, some minutes and 0.5 GB in {store_dir}. "
-        "`cacheblend ingest` makes a store of your documents.",
-        highlight=False,
-        soft_wrap=True,
+        "`cacheblend ingest` makes a store of your documents."
     )
 
 

@@ -21,8 +21,9 @@ from cacheblend.service.http.starting import Starting
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
-from .model import bundled_corpus, choose_model
+from .model import bundled_corpus, choose_model, corpus_note
 
+logger = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
 
@@ -123,6 +124,9 @@ def serve(
     with Starting(http.host, http.port) as starting:
         log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
         starting.announce()
+        wants_corpus = chosen.wants_corpus and not tables
+        if wants_corpus:
+            logger.info("%s", corpus_note(chosen.store_dir))
         # Libraries take seconds to load: the port is taken and the address logged before.
         terminal.hush_libraries()
         from cacheblend.service.http import Server
@@ -130,7 +134,7 @@ def serve(
 
         engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
         with in_own_thread(Server, engine, serving, http, tenants) as server:
-            if chosen.wants_corpus and not tables:
+            if wants_corpus:
                 in_own_thread(server.engines[""].ingest, bundled_corpus(), starting.note_progress)
             run(server, starting)
 

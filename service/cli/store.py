@@ -7,22 +7,22 @@ import datetime
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from cacheblend.base.errors import InputError
-from cacheblend.retriever.catalog import IndexReport
 from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
-from cacheblend.service.engine.ingest import merge_stores
 from cacheblend.store import KVStore, StoreConfig
-from cacheblend.store.remote.transfer import list_entries, pull, push
 
 from . import options, terminal
 from .terminal import counted
+
+if TYPE_CHECKING:
+    from cacheblend.retriever.catalog import IndexReport
 
 app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
 UNBOUNDED = 2**62  # looking at a store must not evict from it
@@ -206,6 +206,8 @@ def merge(
 
         cacheblend store merge ./store --store-dir ./replica-1 --index postgresql://cacheblend@db/cacheblend
     """
+    from cacheblend.service.engine.ingest import merge_stores
+
     with terminal.progress_bars() as progress:
         indexed, kv = merge_stores(sources, store_dir, progress, settings.make(RetrieverConfig))
     if as_json:
@@ -227,6 +229,8 @@ def transfer(
     as_json: options.Json = False,
 ) -> None:
     """Copy entries to the remote tier or from it, as the command is called."""
+    from cacheblend.store.remote.transfer import pull, push
+
     done = f"{context.info_name}ed"
     with open_store(store_dir, _remote_config(settings)) as store, terminal.progress_bars() as progress:
         remote = store.remote
@@ -260,6 +264,8 @@ for _name, _what, _url in (
 
 def _list_remote(settings: options.Settings, as_json: bool) -> None:
     """Print what a remote tier holds; nothing is needed of a store here."""
+    from cacheblend.store.remote.transfer import list_entries
+
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as scratch, KVStore(replace(_remote_config(settings), directory=scratch)) as store:
         remote = store.remote

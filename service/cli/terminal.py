@@ -24,6 +24,7 @@ from rich.text import Text
 
 from cacheblend.base.errors import InputError
 
+LOADING = "loading libraries"
 OnProgress = Callable[[str, int, int], None]
 
 # C0 but for tab and line feed, DEL, C1, what turns the direction of writing, and halves of surrogate pairs.
@@ -118,16 +119,19 @@ class _Stages(logging.Handler):
 
 @contextmanager
 def shown_stages() -> Iterator[None]:
-    """Show on stderr what is being opened, as long as that takes."""
+    """Show on stderr what is being opened, as long as that takes; libraries first, which are to be imported in the block."""
     log = logging.getLogger("cacheblend")
     level = log.level
     with ExitStack() as opened:
-        stages = _Stages(opened.enter_context(stderr.status("starting")) if stderr.is_terminal else None)
+        stages = _Stages(opened.enter_context(stderr.status(LOADING)) if stderr.is_terminal else None)
+        if not stderr.is_terminal:
+            stderr.print(LOADING)
         log.addHandler(stages)
         opened.callback(log.removeHandler, stages)
         if log.getEffectiveLevel() > logging.INFO:
             log.setLevel(logging.INFO)
             opened.callback(log.setLevel, level)
+        hush_libraries()
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": FAST
 # salts used last, as many as fit beside that. What is not used of a reserve is lent to others.
 UNSALTED_SHARE, SALT_SHARE = 0.5, 0.05
 SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
+EXAMPLES_FILE = "examples.json"  # of a store folder: questions that its documents answer well
+MOST_EXAMPLES = 12
 SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
@@ -207,6 +210,25 @@ def remembered_settings(store_dir: Path) -> dict[str, Any]:
         if isinstance(found, dict):
             return {name: found[name] for name in SETTINGS if isinstance(found.get(name), str | int)}
     return {}
+
+
+def write_examples(store_dir: Path, questions: Sequence[str]) -> None:
+    """Note beside a store which questions its documents answer well, for the page to offer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replacing(store_dir / EXAMPLES_FILE) as file:
+        file.write(json.dumps(list(questions[:MOST_EXAMPLES]), ensure_ascii=False, indent=1).encode())
+
+
+def read_examples(store_dir: Path) -> list[str]:
+    """What `write_examples` noted, or somebody by hand; empty where there is nothing that can be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads((store_dir / EXAMPLES_FILE).read_bytes())
+        if isinstance(found, list):
+            return [question for question in found if isinstance(question, str) and question.strip()][:MOST_EXAMPLES]
+    return []
 
 
 def check_max_tokens(value: object) -> None:

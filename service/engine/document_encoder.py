@@ -31,11 +31,13 @@ class EncodingWatch:
 
     Args:
         on_progress: called with the stage ("index" or "precompute"), documents or chunks done, and how many in all.
+        on_embedded: called with the windows embedded of the texts that are embedded at once, and how many there are.
         on_computed: called with the tokens of each chunk that was computed.
         check: called between the steps of the work; what it raises ends it.
     """
 
     on_progress: Progress = lambda *_: None
+    on_embedded: Callable[[int, int], None] = lambda *_: None
     on_computed: Callable[[int], None] = lambda _: None
     check: Check = lambda: None
 
@@ -105,7 +107,7 @@ class DocumentEncoder:
         done = len(documents) - len(changed)
         if done:
             watch.on_progress("index", done, len(documents))
-        for one in self._retriever.embed(changed, watch.check):
+        for one in self._retriever.embed(changed, watch.check, watch.on_embedded):
             encoded.embedded[one.document.id] = one
             watch.on_progress("index", done + len(encoded.embedded), len(documents))
         for document in {document.id: document for document in documents}.values():

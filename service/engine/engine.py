@@ -28,9 +28,10 @@ from .document_encoder import Check, Progress
 from .documents import Documents, DocumentWriter
 from .index_follower import IndexFollower
 from .ingest import Ingester, IngestReport, StreamProgress
+from .prediction import Prediction, find_loss, predict_costs
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
-from .profiles import calibrated, find_controller
+from .profiles import calibrated, find_calibration, find_controller
 from .prompt import PromptLayout, PromptRenderer, check_characters
 from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
 
@@ -73,7 +74,9 @@ class Engine:
         self._pad_token_id = int(next(padding, 0))
         self._changing = threading.Lock()  # of the documents
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
-        self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
+        calibration = find_calibration(config, self.fusor, self.prompts.prefix)
+        self.config = config = calibrated(config, calibration)
+        self._loss = find_loss(config, calibration)
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
         with ExitStack() as opened:
@@ -121,6 +124,27 @@ class Engine:
         """Picks the ratio where a question does not; None, and so r*, until there is a profile of this model and device."""
         return self._prefiller.controller
 
+    def predict(self, num_chunks: int) -> Prediction:
+        """What each recompute ratio costs a prompt of so many stored chunks, and what it loses."""
+        self._check_open()
+        stats = self.store.stats()
+        prompt_tokens, costs = predict_costs(
+            self.config,
+            self.fusor,
+            self._prefiller.work,
+            self.controller,
+            prefix_tokens=len(self.prompts.prefix),
+            chunks=num_chunks,
+            tier="ram" if 2 * stats.ram.bytes > stats.nvme.bytes else "nvme",
+        )
+        own = self.config.recompute_ratio
+        return Prediction(
+            recompute_ratio=self.config.loader.quality_ratio if own is None else own,
+            prompt_tokens=prompt_tokens,
+            costs=costs,
+            loss=self._loss,
+        )
+
     def ingest(
         self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
     ) -> IngestReport:
@@ -148,6 +172,7 @@ class Engine:
         documents: Iterable[Document | Mapping[str, object]],
         on_progress: StreamProgress | None = None,
         check: Check | None = None,
+        on_batch: Progress | None = None,
     ) -> IngestReport:
         """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
 
@@ -157,6 +182,8 @@ class Engine:
             documents: see `ingest`; none at all is no error.
             on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
             check: called between the steps of the work, also while texts are embedded; what it raises ends it.
+            on_batch: called with the stage ("embed" or "precompute"), windows or chunks of the batch that are done, and of how
+                many.
 
         Raises:
             InputError, DocumentChangedError: see `ingest`; the batches before it are ingested.
@@ -164,7 +191,7 @@ class Engine:
                 error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return self._ingester.ingest_stream(documents, on_progress, check)
+        return self._ingester.ingest_stream(documents, on_progress, check, on_batch)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
         """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.

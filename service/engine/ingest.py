@@ -38,7 +38,6 @@ StreamProgress = Callable[[int, int], None]
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 LINE_EVERY_S = 10.0  # of progress, where there is no terminal
-CHARACTERS_PER_TOKEN = 4.0  # until a batch of documents says how many there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +140,11 @@ class Ingester:
         documents: Iterable[Document | Mapping[str, object]],
         on_progress: StreamProgress | None = None,
         check: Check | None = None,
+        on_batch: Progress | None = None,
     ) -> IngestReport:
         """See `Engine.ingest_stream`."""
         started, evictions = time.perf_counter(), self._store.stats().nvme.evictions
-        report = on_progress or (lambda *_: None)
+        report, note = on_progress or (lambda *_: None), on_batch or (lambda *_: None)
         total, tokens = IngestReport.empty(), 0
 
         def count(chunk_tokens: int) -> None:
@@ -152,7 +152,12 @@ class Ingester:
             tokens += chunk_tokens
             report(total.documents, tokens)
 
-        watch = EncodingWatch(on_computed=count, check=check or (lambda: None))
+        watch = EncodingWatch(
+            on_progress=lambda stage, done, of: note(stage, done, of) if stage == "precompute" else None,
+            on_embedded=lambda done, of: note("embed", done, of),
+            on_computed=count,
+            check=check or (lambda: None),
+        )
         for batch in batches(map(Document.of, documents)):
             total += self._ingest(batch, watch)
             report(total.documents, tokens)
@@ -213,11 +218,12 @@ class IngestProgress:
     """A line that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
 
     The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
-    is done is known by the computed tokens: documents are read, and counted, a batch at a time.
+    is done is counted in characters: documents are read a batch at a time, and of a batch the share of its computed chunks is
+    done.
 
     Args:
         console: where to.
-        stream: the documents being read; None where others read them.
+        stream: the documents being read; None where others read them, and whole documents are what is known to be done.
         size: of the stream; None where that is not known, and no time left can be shown.
     """
 
@@ -225,6 +231,7 @@ class IngestProgress:
         self._console, self._stream, self._size = console, stream, size
         self._skipped_characters = self._done_characters = 0
         self._done_documents = self._done_tokens = self._tokens = 0
+        self._batch_share, self._embedding = 0.0, ""
         self._started = time.monotonic()
         self._next_line = time.monotonic() + LINE_EVERY_S
         self._opened = ExitStack()
@@ -236,19 +243,32 @@ class IngestProgress:
         if not tokens:
             self._skipped_characters, self._started = self._characters * (documents > 0), now
         if documents != self._done_documents:  # a batch ended, and the next one is not read yet
-            self._done_documents, self._done_characters, self._done_tokens = documents, self._characters, tokens
+            self._done_documents, self._done_tokens = documents, tokens
+            self._done_characters = self._characters
+            self._batch_share, self._embedding = 0.0, ""
         self._show(self.line(documents, tokens, now), now)
+
+    def note_batch(self, stage: str, done: int, total: int) -> None:
+        """What of the batch is embedded or computed; see `Engine.ingest_stream`."""
+        if stage == "precompute":
+            self._batch_share = done / total
+        else:
+            self._embedding = f"embedding {done:,} of {total:,} windows"
+            self.check()
 
     def check(self) -> None:
         """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
         if self._tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
             now = time.monotonic()
             line = self.line(self._done_documents, self._tokens, now)
-            self._show(f"{line}, embedding {characters:,} characters", now)
+            self._show(f"{line}, {self._embedding or f'splitting {characters:,} characters'}", now)
 
     @property
     def _characters(self) -> int:
-        return 0 if self._stream is None else self._stream.characters
+        """Characters of the documents that were read."""
+        if self._stream is not None:
+            return self._stream.characters
+        return round(self._size.characters * self._done_documents / max(1, self._size.documents)) if self._size else 0
 
     def _show(self, line: str, now: float) -> None:
         if self._status is not None:
@@ -263,11 +283,9 @@ class IngestProgress:
         parts = [f"{documents:,}{of} documents", f"{tokens:,} tokens"]
         if tokens and (seconds := now - self._started) > 0:
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
-            of_done = self._done_characters - self._skipped_characters
-            per_token = of_done / self._done_tokens if self._done_tokens and of_done else CHARACTERS_PER_TOKEN
-            done = self._done_characters + (tokens - self._done_tokens) * per_token
+            done = self._done_characters + self._batch_share * (self._characters - self._done_characters)
             if self._size is not None and done > self._skipped_characters:
-                left_s = seconds * max(0.0, self._size.characters - done) / (done - self._skipped_characters)
+                left_s = seconds * (self._size.characters - done) / (done - self._skipped_characters)
                 parts.append(f"{timedelta(seconds=round(left_s))} left")
         return ", ".join(parts)
 

@@ -49,6 +49,9 @@ class Prefiller:
         config: selector and loader settings.
         controller: picks the ratio where the request does not; may be replaced. Without one, for want of a profile, it is r*,
             and full recompute for prompts that are too short to gain by blending.
+
+    Attributes:
+        work: counts a request's work, where nothing predicts its seconds.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Prefiller:
         self._fusor, self._store, self._prefixes, self._encoder = fusor, store, prefixes, encoder
         self._background, self._config, self.controller = background, config, controller
         self._prefix_kv: ChunkKV | None = fusor.precompute(encoder.prefix_ids) if encoder.prefix_ids else None
-        self._work = WorkEstimator(
+        self.work = WorkEstimator(
             schedule=config.fusion_config(None).schedule,
             layers=fusor.decoder.geometry.layers,
             row_multiply_adds=fusor.decoder.layer_parameters,
@@ -148,7 +151,7 @@ class Prefiller:
                     reusable, fresh, precomputed = self._count_tokens(prompt, stored, early, known)
                     if controller is None:
                         loading, r_star = None, self._config.loader.quality_ratio
-                        full = ratio is None and self._work.is_short(r_star, reusable, fresh, known, sum(precomputed))
+                        full = ratio is None and self.work.is_short(r_star, reusable, fresh, known, sum(precomputed))
                     else:
                         reads = self._reads(stored)
                         may_stand_first = [] if front.chunks else zip(prompt.chunks, reads, strict=True)

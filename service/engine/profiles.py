@@ -71,13 +71,8 @@ def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | N
     return None
 
 
-def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> EngineConfig:
-    """The config with r* and selector of the calibration that stands beside the store.
-
-    A selector that the config names stays; so do a `LoaderConfig.quality_ratio` other than the default, and `max_ratio`, which
-    r* is cut to. A `recompute_ratio` still comes first. The context decides the keys of the stored KV: where the calibration's
-    is another one, the engine's stays, and a warning says so. A calibration that is damaged or of another model is left out
-    with a warning.
+def find_calibration(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> Calibration | None:
+    """The calibration that stands beside the store; None where there is none, or, with a warning, none that can be used.
 
     Args:
         config: the user's.
@@ -85,10 +80,23 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
         prefix_ids: what every prompt begins with.
     """
     try:
-        found = read_calibration(config.profile_dir, model=fusor.fingerprint, prefix=prefix_digest(prefix_ids))
+        return read_calibration(config.profile_dir, model=fusor.fingerprint, prefix=prefix_digest(prefix_ids))
     except ProfileError as error:
         logger.warning("%s; until then the defaults hold", error)
-        return config
+        return None
+
+
+def calibrated(config: EngineConfig, found: Calibration | None) -> EngineConfig:
+    """The config with r* and selector of a calibration.
+
+    A selector that the config names stays; so do a `LoaderConfig.quality_ratio` other than the default, and `max_ratio`, which
+    r* is cut to. A `recompute_ratio` still comes first. The context decides the keys of the stored KV: where the calibration's
+    is another one, the engine's stays, and a warning says so.
+
+    Args:
+        config: the user's.
+        found: see `find_calibration`.
+    """
     if found is None:
         return config
     _compare_context(config, found)
@@ -102,10 +110,15 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
     return settled
 
 
+def context_name(config: EngineConfig) -> str:
+    """What an engine's chunks' KV is computed after, by `CONTEXT_OPTIONS`' names."""
+    has = config.context_filler != "none", config.context_document_tokens > 0
+    return next(name for name, (filler, tokens) in CONTEXT_OPTIONS.items() if (filler != "none", tokens > 0) == has)
+
+
 def _compare_context(config: EngineConfig, found: Calibration) -> None:
     """Warn where the calibration's KV has another context than the engine's."""
-    filler, document = config.context_filler != "none", config.context_document_tokens > 0
-    own = next(name for name, (a, b) in CONTEXT_OPTIONS.items() if (a != "none", b > 0) == (filler, document))
+    own = context_name(config)
     if own == found.context:
         return
     if found.context in CONTEXT_OPTIONS:

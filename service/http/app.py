@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
-from . import completions, documents, files, operations, responses, texts
+from . import completions, documents, files, ingests, operations, responses, texts
 from .body import BodyLimit
 from .errors import install_error_handlers
 from .gate import Gate
@@ -31,8 +31,8 @@ def create_app(server: Server) -> FastAPI:
         responses={"default": {"description": "An error in OpenAI's shape.", "content": _ERROR_CONTENT}},
     )
     app.state.server = server
-    for routes in (completions.router, responses.router, documents.router, files.router, texts.router, operations.router):
-        app.include_router(routes)
+    for module in (completions, responses, documents, files, ingests, texts, operations):
+        app.include_router(module.router)
     add_page(app)
     install_error_handlers(app)
     app.add_middleware(BodyLimit, http=server.http)  # the one that is added last is the first that a request meets

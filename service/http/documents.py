@@ -123,7 +123,11 @@ async def _upload(request: Request, documents: Sequence[Mapping[str, object]]) -
     """Ingest documents when it is the tenant's turn; nothing of them stays where the client goes before the answer."""
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
-    report = await run_call(server.uploads, request, lambda check: engine.ingest(documents, check=check), until_begun=True)
+    name = str(documents[0].get("id") or documents[0].get("title") or "")
+    with server.ingests.follow(request.state.tenant, name) as progress:
+        report = await run_call(
+            server.uploads, request, lambda check: engine.ingest(documents, progress, check), until_begun=True
+        )
     return {"object": "ingest_report", **report.as_dict()}
 
 

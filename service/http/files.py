@@ -64,10 +64,13 @@ async def create(request: Request) -> dict[str, Any]:
     id_ = f"file-{int(time.time()):08x}{len(raw):08x}{digest}"
     first = f"{id_}/{purpose}/{name}"
 
-    def ingest(check: Check) -> None:
-        engine.ingest(_documents(first, name, raw, server.http.max_documents), check=check)
+    with server.ingests.follow(request.state.tenant, name) as progress:
 
-    await run_call(server.uploads, request, ingest, until_begun=True)
+        def ingest(check: Check) -> None:
+            progress("read", 0, 1)
+            engine.ingest(_documents(first, name, raw, server.http.max_documents), progress, check)
+
+        await run_call(server.uploads, request, ingest, until_begun=True)
     return _body(first)
 
 

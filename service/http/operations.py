@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
 
 from ..serving import Check
+from .completions import DEFAULT_NUM_CHUNKS
 from .errors import ApiError
 from .server import Server, run_call
 
@@ -35,19 +38,23 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 @router.get("/v1/store")
 async def store(request: Request) -> dict[str, Any]:
     """What the tenant's store and prefix blocks hold and have done since the service started, how many of its chunks wait to be
-    computed in the background, and how good its answers are.
+    computed in the background, how good its answers are, what each recompute ratio is predicted to cost and lose,
+    and questions to begin with.
     """
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     tenant = request.state.tenant
 
     def read(_: Check) -> dict[str, Any]:
+        chunks = max(1, min(DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count))
         stats, prefix, quality = engine.store.stats(), engine.prefixes.stats(), server.scheduler.quality(tenant)
         return {
             **stats.as_dict(),
             "precomputes_waiting": engine.background.waiting,
             "prefix": prefix.as_dict(),
             "quality": asdict(quality),
+            "prediction": engine.predict(chunks).as_dict(),
+            "examples": read_examples(Path(engine.config.store_dir)),
         }
 
     return {"object": "store", **await run_call(server.document_calls, request, read)}

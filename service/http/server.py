@@ -24,6 +24,7 @@ from ..serving import Call, CallPool, Check, Done, Failed, GrammarCompiler, Obse
 from .auth import ApiKeys, TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError, shortened
+from .ingests import RunningIngests
 from .observability import Metrics
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Server:
                 )
             any_engine = next(iter(self.engines.values()))
             self.metrics = Metrics(self.model_name)
+            self.ingests = RunningIngests()
 
             traces = self._open_traces(opened)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
+from cacheblend.base.checks import check_user_info
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.extras import needs_extra
 
@@ -19,7 +19,6 @@ REMOTE_BACKENDS: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(("redis", "rediss", "unix"), (".redis_backend", "RedisBackend", "redis")),
     **dict.fromkeys(("s3", "gs", "az", "file"), (".object_backend", "ObjectBackend", "objects")),
 }
-_PASSWORD = re.compile(r"(?<=//)[^/@]*@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +29,17 @@ class RemoteAddress:
         url: of a scheme in `REMOTE_BACKENDS`. Its user, password and query are in no text of this object.
 
     Raises:
-        ConfigError: another scheme, or nothing after it.
+        ConfigError: another scheme, nothing after it, or a password that is not percent-encoded.
     """
 
     url: str = field(repr=False)
     shown: str = field(init=False)
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url if isinstance(self.url, str) else "")
-        except ValueError:  # brackets without an address in them, say
-            parts = urlsplit("")
+        url = self.url if isinstance(self.url, str) else ""
+        if not url.startswith("file:///"):  # which has no password, and folders may have any name
+            check_user_info("remote", url)
+        parts = urlsplit(url)
         schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_BACKENDS)
         if parts.scheme not in REMOTE_BACKENDS or not (parts.netloc or parts.path.strip("/")):
             raise ConfigError("remote", "what is given (not shown)", f"a URL that begins with one of {schemes}")

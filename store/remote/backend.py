@@ -12,17 +12,24 @@ if TYPE_CHECKING:
     from .address import RemoteAddress
 
 
+MIN_BYTES_PER_S = 2**20  # of all that is under way; a remote that is slower for long is away
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLimits:
     """Bounds of a backend's calls.
 
     Args:
-        timeout_s: without an answer, to connect or for the next bytes.
+        timeout_s: of silence: without an answer, to connect or for the next bytes. What flows may take longer.
         ttl_s: after which the backend drops an object that was put; None for never, or by the backend's own rules.
     """
 
     timeout_s: float
     ttl_s: int | None = None
+
+    def bound_s(self, nbytes: int) -> float:
+        """Seconds after which so many bytes do not come any more, though some of them may still."""
+        return self.timeout_s + nbytes / MIN_BYTES_PER_S
 
 
 class ObjectRange(NamedTuple):

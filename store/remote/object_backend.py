@@ -6,11 +6,12 @@ import asyncio
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -22,6 +23,9 @@ from cacheblend.base.memory import Bytes
 
 from .address import RemoteAddress
 from .backend import BackendLimits, ObjectRange
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
 
 T = TypeVar("T")
 REQUESTS = 32  # under way at once
@@ -45,11 +49,27 @@ class _Loop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="cacheblend-objects", daemon=True)
         self._thread.start()
-        self.slots = asyncio.Semaphore(REQUESTS)
+        self._slots = asyncio.Semaphore(REQUESTS)
+        self._answered = self._failed = 0
 
     def begin(self, task: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a task; its result comes in the future."""
         return asyncio.run_coroutine_threadsafe(task, self._loop)
+
+    async def bounded(self, request: Callable[[], Awaitable[T]], bound_s: float) -> T:
+        """What a request gives, once fewer than `REQUESTS` others are under way; raises `TimeoutError` after the time."""
+        answered, failed = self._answered, self._failed
+        async with self._slots:
+            if self._failed > failed and self._answered == answered:  # all that were before it: do not wait as long again
+                raise TimeoutError
+            try:
+                async with asyncio.timeout(bound_s):
+                    result = await request()
+            except Exception:
+                self._failed += 1
+                raise
+            self._answered += 1
+            return result
 
     def close(self) -> None:
         """End the thread; what is under way is left."""
@@ -73,7 +93,7 @@ class ObjectBackend:
     def __init__(self, address: RemoteAddress, limits: BackendLimits) -> None:
         self._address, self._limits = address, limits
         try:
-            self._store = self._open()
+            self._store, self._writes = self._open(limits.timeout_s), self._open(None)
         except Exception as error:
             raise ConfigError("remote", str(address), f"as obstore takes a URL ({type(error).__name__})") from None
         self._loop = _Loop()
@@ -84,11 +104,12 @@ class ObjectBackend:
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """See `RemoteBackend`."""
+        data = b"".join(part.data for part in parts)
 
         async def put() -> None:
-            await obstore.put_async(self._store, path_of(name), b"".join(part.data for part in parts))
+            await obstore.put_async(self._writes, path_of(name), data)
 
-        self._wait(self._bounded(put()), None)
+        self.result(self._loop.begin(self._loop.bounded(put, self._limits.bound_s(len(data)))))
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """See `RemoteBackend`."""
@@ -99,10 +120,7 @@ class ObjectBackend:
             except FileNotFoundError:
                 return None
 
-        async def sizes() -> list[int | None]:
-            return list(await asyncio.gather(*(self._bounded(size(name)) for name in names)))
-
-        return self._wait(sizes(), None)
+        return self._each(size, names)
 
     def delete(self, names: Iterable[str]) -> None:
         """See `RemoteBackend`."""
@@ -111,10 +129,7 @@ class ObjectBackend:
             with suppress(FileNotFoundError):
                 await obstore.delete_async(self._store, path_of(name))
 
-        async def delete_all() -> None:
-            await asyncio.gather(*(self._bounded(delete(name)) for name in names))
-
-        self._wait(delete_all(), None)
+        self._each(delete, names)
 
     def ls(self) -> Iterator[tuple[str, int]]:
         """See `RemoteBackend`."""
@@ -139,44 +154,50 @@ class ObjectBackend:
             except FileNotFoundError:
                 return None
 
-        return self._loop.begin(self._bounded(get()))
+        # As many others may share the network with it.
+        return self._loop.begin(self._loop.bounded(get, self._limits.bound_s(REQUESTS * (one.stop - one.start))))
 
-    def result(self, future: Future[T], timeout_s: float | None) -> T:
-        """What a task gave; raises `RemoteError` after the time, or for what it raised."""
+    def result(self, future: Future[T]) -> T:
+        """What a request gave; raises `RemoteError` for what it raised, or its end."""
         with _reporting(self._address):
             try:
-                return future.result(timeout_s)
+                return future.result()
             except (TimeoutError, CancelledError):
-                future.cancel()
                 raise RemoteError(f"{self._address} did not answer in time") from None
 
-    def _wait(self, task: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        return self.result(self._loop.begin(task), timeout_s)
+    def _each(self, request: Callable[[str], Awaitable[T]], names: Iterable[str]) -> list[T]:
+        """What a request gives for each object, many at once."""
 
-    async def _bounded(self, task: Coroutine[Any, Any, T]) -> T:
-        async with self._loop.slots:
-            return await task
+        async def requests() -> list[T]:
+            timeout_s = self._limits.timeout_s
+            return await asyncio.gather(*(self._loop.bounded(partial(request, name), timeout_s) for name in names))
 
-    def _open(self) -> Any:
+        return self.result(self._loop.begin(requests()))
+
+    def _open(self, silence_s: float | None) -> Any:
+        """The library's store, whose requests end when nothing is answered for so long.
+
+        It counts an upload's seconds from its first byte, not from its last: uploads have `BackendLimits.bound_s` alone.
+        """
         url = urlsplit(self._address.url)
         if url.scheme == "file":
             return LocalStore(url.path, mkdir=True)
-        return from_url(
-            self._address.url,
-            client_options={
-                "connect_timeout": timedelta(seconds=self._limits.timeout_s),
-                "read_timeout": timedelta(seconds=self._limits.timeout_s),
-                "allow_http": True,  # an end point of the environment says which; TLS is the default of all providers
-            },
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=self._limits.timeout_s)},
-        )
+        timeout = timedelta(seconds=self._limits.timeout_s)
+        options: ClientConfig = {
+            "connect_timeout": timeout,
+            "timeout": timedelta(days=1),  # of a whole request, 30 s by default; `_Loop.bounded` has it by its bytes
+            "allow_http": True,  # an end point of the environment says which; TLS is the default of all providers
+        }
+        if silence_s is not None:
+            options["read_timeout"] = timedelta(seconds=silence_s)
+        return from_url(self._address.url, client_options=options, retry_config={"max_retries": 0, "retry_timeout": timeout})
 
 
 class ObjectReader:
     """See `RangeReader`: every range is a request, many of which are under way together."""
 
     def __init__(self, backend: ObjectBackend) -> None:
-        self._backend, self._timeout_s = backend, backend._limits.timeout_s
+        self._backend = backend
         self._waiting: deque[Future[Bytes | None]] = deque()
 
     def request(self, ranges: Sequence[ObjectRange]) -> None:
@@ -185,7 +206,10 @@ class ObjectReader:
 
     def receive(self) -> Bytes | None:
         """See `RangeReader`."""
-        return self._backend.result(self._waiting.popleft(), self._timeout_s)
+        try:
+            return self._backend.result(self._waiting[0])  # where `abort` finds it
+        finally:
+            self._waiting.popleft()
 
     def abort(self) -> None:
         """See `RangeReader`."""

@@ -8,9 +8,9 @@
 n x 4096     the bytes of the entry's file: header and layers (docs/store.md)
 ```
 
-A tag is HMAC-SHA256 with a key that only the deployment's secret and the tenant give. So layers are authenticated one by one as
-they come, and belong to this header of this entry. Without a secret there is no seal, and the checksums of the file are checked
-alone.
+A tag is HMAC-SHA256 over the object's name and the bytes, with a key that only the deployment's secret and the tenant give. So
+layers are authenticated one by one as they come, and belong to this header of this entry; and nothing of a header is parsed before
+its tag was checked. Without a secret there is no seal, and the checksums of the file are checked alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cacheblend.base.errors import DamagedEntryError, InputError
+from cacheblend.base.errors import DamagedEntryError
 from cacheblend.base.memory import Bytes
 from cacheblend.store.entry import (
     BLOCK_BYTES,
@@ -39,7 +39,7 @@ from cacheblend.store.key import ChunkKey
 
 from .backend import ObjectRange
 
-SEAL_MAGIC = b"CBSEAL1\0"
+SEAL_MAGIC = b"CBSEAL2\0"
 TAG_BYTES = 32
 MAX_LAYERS = 4096
 PREFIX_BYTES = 16 * 1024  # read of an object first: seal and header of nearly all entries
@@ -66,11 +66,6 @@ class ObjectLayout:
     def info(self) -> EntryInfo:
         """All but the keys and values."""
         return self.header.info
-
-    @property
-    def object_bytes(self) -> int:
-        """Bytes of the whole object."""
-        return self.offsets[-1]
 
     def range_of(self, layer: int) -> ObjectRange:
         """Where the layer's tensor is."""
@@ -141,23 +136,18 @@ class ObjectFormat:
         if len(data) < prefix_bytes:
             raise DamagedEntryError(f"object {name} ends in its header, after {len(data)} bytes")
         seal_bytes = self._seal_bytes(data)
-        raw = data[seal_bytes + LENGTH_BYTES : prefix_bytes].tobytes()
+        raw = data[seal_bytes:prefix_bytes].tobytes()
+        tags = [] if self._keys is None else self._checked_tags(name, data[:seal_bytes].tobytes(), raw)
         try:
-            header = EntryHeader.parse(raw, digest)
-        except ValueError as error:
+            header = EntryHeader.parse(raw[LENGTH_BYTES:], digest)
+            info = header.info
+            if self.name(info.key.digest) != name:
+                raise ValueError("it is that of another object")
+            if self._keys is not None and len(tags) != info.num_layers:
+                raise ValueError(f"it has {info.num_layers} layers, and the seal {len(tags)}")
+            self._check_key(info)
+        except ValueError as error:  # `InputError` and texts that are no Unicode among them
             raise DamagedEntryError(f"object {name} has a damaged header: {error}") from error
-        info = header.info
-        if self.name(info.key.digest) != name:
-            raise DamagedEntryError(f"object {name} holds another entry")
-        self._check_key(name, info)
-        tags: list[bytes] = []
-        if self._keys is not None:
-            seal = data[:seal_bytes].tobytes()
-            at = _SEAL_HEAD.size + TAG_BYTES
-            tags = [seal[at + TAG_BYTES * layer :][:TAG_BYTES] for layer in range(info.num_layers)]
-            whole = self._header_tag(info.key.digest, data[seal_bytes:prefix_bytes].tobytes(), tags)
-            if seal != self._seal_of(whole, tags):
-                raise DamagedEntryError(f"object {name} was not written with this deployment's secret, or altered")
         sizes = map(info.layer_bytes, range(info.num_layers))
         return ObjectLayout(name, header, tags, list(itertools.accumulate(sizes, initial=prefix_bytes)))
 
@@ -175,33 +165,41 @@ class ObjectFormat:
         if self._keys is None:
             good = checksum(data) == layout.header.checksums[layer]
         else:
-            good = hmac.compare_digest(self._layer_tag(info.key.digest, layer, data), layout.tags[layer])
+            good = hmac.compare_digest(self._layer_tag(layout.name, layer, data), layout.tags[layer])
         if not good:
             raise DamagedEntryError(f"layer {layer} of object {layout.name} is not what was written")
 
-    def _check_key(self, name: str, info: EntryInfo) -> None:
+    def _check_key(self, info: EntryInfo) -> None:
         """Hold the header against the key: it says which tokens of which tenant and model these layers are of."""
         key = info.key
-        try:
-            own = ChunkKey.of(
-                info.token_ids,
-                prefix_ids=info.prefix_ids,
-                context=info.context,
-                model=key.model,
-                codec=key.codec,
-                namespace=key.namespace,
-            )
-        except InputError as error:
-            raise DamagedEntryError(f"the header of object {name} has no key: {error}") from error
+        own = ChunkKey.of(
+            info.token_ids,
+            prefix_ids=info.prefix_ids,
+            context=info.context,
+            model=key.model,
+            codec=key.codec,
+            namespace=key.namespace,
+        )
         if own != key or info.model not in (None, key.model):
-            raise DamagedEntryError(f"the header of object {name} is not that of its key")
+            raise ValueError("it is not that of its key")
+
+    def _checked_tags(self, name: str, seal: bytes, header: bytes) -> list[bytes]:
+        """The tags of an object's layers, once they and the header are known to be of this deployment."""
+        _, layers = _SEAL_HEAD.unpack(seal[: _SEAL_HEAD.size])
+        starts = range(_SEAL_HEAD.size, _SEAL_HEAD.size + TAG_BYTES * (1 + layers), TAG_BYTES)
+        whole, *tags = [seal[start : start + TAG_BYTES] for start in starts]
+        is_padded = not any(seal[starts.stop :])  # no tag covers it
+        if not (hmac.compare_digest(whole, self._header_tag(name, header, tags)) and is_padded):
+            raise DamagedEntryError(f"object {name} was not written with this deployment's secret, or altered")
+        return tags
 
     def _seal(self, entry: EncodedEntry, header: bytes) -> bytes:
         if self._keys is None:
             return b""
-        digest = entry.info.key.digest
-        tags = [self._layer_tag(digest, layer, stored.reshape(-1)) for layer, stored in enumerate(entry.bytes)]
-        return self._seal_of(self._header_tag(digest, header, tags), tags)
+        name = self.name(entry.info.key.digest)
+        tags = [self._layer_tag(name, layer, stored.reshape(-1)) for layer, stored in enumerate(entry.bytes)]
+        seal = _SEAL_HEAD.pack(SEAL_MAGIC, len(tags)) + self._header_tag(name, header, tags) + b"".join(tags)
+        return seal.ljust(_whole_blocks(len(seal)), b"\0")
 
     def _seal_bytes(self, data: Bytes) -> int:
         if self._keys is None:
@@ -211,19 +209,15 @@ class ObjectFormat:
             raise DamagedEntryError("an object has no seal of this deployment")
         return _whole_blocks(_SEAL_HEAD.size + TAG_BYTES * (1 + layers))
 
-    def _seal_of(self, header_tag: bytes, tags: Sequence[bytes]) -> bytes:
-        seal = _SEAL_HEAD.pack(SEAL_MAGIC, len(tags)) + header_tag + b"".join(tags)
-        return seal.ljust(_whole_blocks(len(seal)), b"\0")
+    def _header_tag(self, name: str, header: bytes, tags: Sequence[bytes]) -> bytes:
+        return self._tag(b"header", name, len(tags), b"".join(tags), header)
 
-    def _header_tag(self, digest: str, header: bytes, tags: Sequence[bytes]) -> bytes:
-        return self._tag(b"header", digest, len(tags), b"".join(tags), header)
+    def _layer_tag(self, name: str, layer: int, data: Bytes) -> bytes:
+        return self._tag(b"layer", name, layer, data.data)
 
-    def _layer_tag(self, digest: str, layer: int, data: Bytes) -> bytes:
-        return self._tag(b"layer", digest, layer, data.data)
-
-    def _tag(self, use: bytes, digest: str, number: int, *parts: bytes | memoryview) -> bytes:
+    def _tag(self, use: bytes, name: str, number: int, *parts: bytes | memoryview) -> bytes:
         assert self._keys is not None
-        mac = hmac.new(self._keys[1], struct.pack("<8s64sI", use, digest.encode(), number), hashlib.sha256)
+        mac = hmac.new(self._keys[1], struct.pack("<8s64sI", use, name.encode(), number), hashlib.sha256)
         for part in parts:
             mac.update(part)
         return mac.digest()

@@ -19,6 +19,7 @@ WAITING_BYTES = 256 * 2**20  # of entries that are read, or wait to be
 class _Copy(NamedTuple):
     nbytes: int
     load: Callable[[], EncodedEntry]
+    found: int
 
 
 class ReadThrough:
@@ -28,12 +29,12 @@ class ReadThrough:
     room among the waiting is not copied this time.
 
     Args:
-        store: stores a copy; raises `StoreError` where it cannot.
+        store: stores a copy that was found at a time of the `WriteQueue`; raises `StoreError` where it cannot.
         has_room: whether NVMe has room for so many bytes.
         limit_bytes: NVMe's budget, and so what "not long ago" is.
     """
 
-    def __init__(self, store: Callable[[EncodedEntry], None], has_room: Callable[[int], bool], limit_bytes: int) -> None:
+    def __init__(self, store: Callable[[EncodedEntry, int], None], has_room: Callable[[int], bool], limit_bytes: int) -> None:
         self._store, self._has_room, self._limit_bytes = store, has_room, limit_bytes
         self._recent_reads = AdmissionFilter(limit_bytes)
         self._changed = threading.Condition()
@@ -43,7 +44,7 @@ class ReadThrough:
         self._thread: threading.Thread | None = None
 
     def admits(self, digest: str, nbytes: int) -> bool:
-        """Whether an entry that a request reads is worth a copy; then its bytes are reserved until `offer` or `release`."""
+        """Whether an entry that a request reads is worth a copy; then its bytes are reserved for its `offer`."""
         again = self._recent_reads.admits(digest, nbytes)
         if nbytes > self._limit_bytes or not (again or self._has_room(nbytes)):
             return False
@@ -53,17 +54,12 @@ class ReadThrough:
             self._bytes += nbytes
             return True
 
-    def release(self, nbytes: int) -> None:
-        """Give back what `admits` reserved."""
-        with self._changed:
-            self._bytes -= nbytes
-
-    def offer(self, nbytes: int, load: Callable[[], EncodedEntry]) -> None:
-        """Have an admitted entry copied; its bytes are given back then."""
+    def offer(self, nbytes: int, load: Callable[[], EncodedEntry], found: int) -> None:
+        """Have an admitted entry copied, which was found at a time of the `WriteQueue`; its bytes are given back then."""
         with self._changed:
             if self._stopping:
                 return
-            self._copies.append(_Copy(nbytes, load))
+            self._copies.append(_Copy(nbytes, load, found))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cacheblend-read-through", daemon=True)
                 self._thread.start()
@@ -94,7 +90,7 @@ class ReadThrough:
             try:
                 entry = copy.load()
                 if not self._stopping:
-                    self._store(entry)
+                    self._store(entry, copy.found)
                 del entry
             except DamagedEntryError as error:  # who reads it next is told
                 logger.debug("an entry of the remote tier was not copied: %s", error)

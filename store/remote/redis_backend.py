@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from .backend import BackendLimits, ObjectRange
 
 KEY_PREFIX = b"cacheblend:"
 READ_BYTES = 2**20  # of a socket at once
+SEND_BYTES = 64 * 1024  # at once: the socket's time-out is for each send
 LIST_KEYS = 512
 
 
@@ -28,7 +30,9 @@ LIST_KEYS = 512
 def _reporting(address: RemoteAddress) -> Iterator[None]:
     try:
         yield
-    except (redis.RedisError, OSError, ValueError) as error:
+    except RemoteError:
+        raise
+    except Exception as error:  # an answer may be anything, and break the library anywhere
         # Only its kind: a message may have the URL, and what is chained the same.
         raise RemoteError(f"{address}: {type(error).__name__}{_said(error)}") from None
 
@@ -36,6 +40,10 @@ def _reporting(address: RemoteAddress) -> Iterator[None]:
 def _said(error: Exception) -> str:
     """What the server said of a command, which has no secret; nothing of what the library says."""
     return f" ({error})" if isinstance(error, redis.ResponseError) else ""
+
+
+def _in_pieces(command: Iterable[bytes]) -> Iterator[memoryview]:
+    return (memoryview(part)[at : at + SEND_BYTES] for part in command for at in range(0, len(part), SEND_BYTES))
 
 
 class RedisBackend:
@@ -64,15 +72,27 @@ class RedisBackend:
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """See `RemoteBackend`."""
         value = b"".join(part.data for part in parts)
+        expiry = () if self._limits.ttl_s is None else ("EX", self._limits.ttl_s)
         with _reporting(self._address):
-            self._client.set(KEY_PREFIX + name.encode(), value, ex=self._limits.ttl_s)
+            connection: Any = self._pool.get_connection()
+            try:
+                command = connection.pack_command("SET", KEY_PREFIX + name.encode(), value, *expiry)
+                connection.send_packed_command(_in_pieces(command), check_health=False)
+                connection._sock.settimeout(self._limits.bound_s(len(value)))  # much of it may be in the system's buffer yet
+                connection.read_response()
+                connection._sock.settimeout(self._limits.timeout_s)
+            except BaseException:
+                connection.disconnect()
+                raise
+            finally:
+                self._pool.release(connection)
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """See `RemoteBackend`."""
         with _reporting(self._address), self._client.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.strlen(KEY_PREFIX + name.encode())
-            return [size or None for size in pipeline.execute()]
+            return [int(size) or None for size in pipeline.execute()]
 
     def delete(self, names: Iterable[str]) -> None:
         """See `RemoteBackend`."""
@@ -104,6 +124,7 @@ class RedisReader:
         self._socket: socket.socket | None = self._connection._sock
         self._waiting: deque[ObjectRange] = deque()
         self._failed = False
+        self._closing = threading.Lock()
 
     def request(self, ranges: Sequence[ObjectRange]) -> None:
         """See `RangeReader`."""
@@ -116,19 +137,23 @@ class RedisReader:
         """See `RangeReader`."""
         with self._marking(), _reporting(self._address):
             data = self._connection.read_response(disable_decoding=True)
+            if not isinstance(data, bytes):
+                raise TypeError
         self._waiting.popleft()
         return np.frombuffer(data, np.uint8) if data else None
 
     def abort(self) -> None:
         """See `RangeReader`."""
-        self._failed = True
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        with self._closing:
+            self._failed = True
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """See `RangeReader`."""
-        connection, self._connection = self._connection, None
+        with self._closing:  # from here on the socket may be another reader's
+            connection, self._connection, self._socket = self._connection, None, None
         if connection is not None:
             if self._failed or self._waiting:
                 connection.disconnect()

@@ -94,9 +94,10 @@ class RemoteEntry:
         )
 
     def _filled(self, layers: Mapping[int, Bytes | None]) -> EncodedEntry:
-        entry = EncodedEntry.empty(self.info, self.layout.header.checksums)
-        for layer, data in layers.items():
-            self.receive(layer, data).copy_to(entry.bytes[layer])
+        received = {layer: self.receive(layer, data).checked() for layer, data in layers.items()}
+        entry = EncodedEntry.empty(self.info, self.layout.header.checksums)  # not before: a header may say any size
+        for layer, data in received.items():
+            np.copyto(entry.bytes[layer], data.reshape(entry.bytes[layer].shape))
         return entry
 
     def close(self) -> None:
@@ -120,16 +121,12 @@ class ReceivedLayer:
         """See `StoredEntry`."""
         shape = self.info.encoded_shape(layer)
         encoded = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
-        np.copyto(host_bytes(encoded).reshape(-1), self._checked(layer))
+        np.copyto(host_bytes(encoded).reshape(-1), self.checked(layer))
         return encoded
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
         """See `StoredEntry`."""
-        np.copyto(to_2HTB, self._checked(layer).reshape(to_2HTB.shape))
-
-    def copy_to(self, stored: Bytes) -> None:
-        """Fill an entry's layer."""
-        np.copyto(stored, self._checked(self._layer).reshape(stored.shape))
+        np.copyto(to_2HTB, self.checked(layer).reshape(to_2HTB.shape))
 
     def load(self) -> EncodedEntry:
         """Nothing: one layer is no entry."""
@@ -138,8 +135,13 @@ class ReceivedLayer:
     def close(self) -> None:
         """Let go of the bytes."""
 
-    def _checked(self, layer: int) -> Bytes:
-        if layer != self._layer:
+    def checked(self, layer: int | None = None) -> Bytes:
+        """The layer's bytes; None for whichever it is.
+
+        Raises:
+            DamagedEntryError: they are not what was written.
+        """
+        if layer not in (None, self._layer):
             raise StoreError(f"layer {self._layer} was received, not {layer}")
-        self._entry.check(layer, self._data)
+        self._entry.check(self._layer, self._data)
         return self._data

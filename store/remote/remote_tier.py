@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -37,7 +39,7 @@ LAYOUT_S = 60.0  # for which an entry's header is taken to be as it was
 MISSING_S = 60.0  # for which an entry whose bytes were wrong, or that went, is not looked up again
 MAX_MISSING = 65_536
 LOAD_ENTRIES, LOAD_BYTES = 64, 64 * 2**20  # that are asked for together
-LOOKUPS = 8  # a look-up is given so many times what the last ones took
+LOOKUPS, MIN_PATIENCE_S = 8, 0.05  # a look-up's next answer is given so many times what the last one's first took, and this
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +134,16 @@ class RemoteTier:
         return {digest: RemoteEntry(self, found[digest]) for digest in wanted if digest in found}
 
     def contains(self, digests: Sequence[str]) -> set[str]:
-        """Those of the entries that are there, by one round trip; none where the remote does not answer."""
+        """Those of the entries that are there, by a round trip for `LOAD_ENTRIES`; none where the remote does not answer."""
         asked = [digest for digest in dict.fromkeys(digests) if not self._is_out(digest)]
         if not asked or not self.reads.allows():
             return set()
+        sizes: list[int | None] = []
         try:
             with self._guarding():
-                names = [self.format.name(digest) for digest in asked]
-                sizes = self._within(self._limits.timeout_s, lambda: self.backend.sizes(names))
+                for at in range(0, len(asked), LOAD_ENTRIES):
+                    names = [self.format.name(digest) for digest in asked[at : at + LOAD_ENTRIES]]
+                    sizes += self._within(self._limits.timeout_s, partial(self.backend.sizes, names))
         except RemoteError:
             return set()
         return {digest for digest, size in zip(asked, sizes, strict=True) if size is not None}
@@ -152,13 +156,23 @@ class RemoteTier:
         """Whole ranges, with nobody waiting for each; raises `RemoteError`."""
         if not self.reads.allows():
             raise RemoteError(f"the remote tier at {self.address} is not asked for a while, since it did not answer")
-        with self._guarding(), self._timing() as clock, self.reader() as reader:
-            reader.request(ranges)
-            clock.ask(len(ranges))
-            found = []
-            for _ in ranges:
-                found.append(data := reader.receive())
-                clock.answer(0 if data is None else len(data))
+        opened: list[RangeReader] = []
+
+        def receive() -> list[Bytes | None]:
+            found: list[Bytes | None] = []
+            with self._timing() as clock, self.reader() as reader:
+                opened.append(reader)
+                reader.request(ranges)
+                clock.ask(len(ranges))
+                for _ in ranges:
+                    found.append(data := reader.receive())
+                    clock.answer(0 if data is None else len(data))
+            return found
+
+        with self._guarding():
+            # The backend ends silence; this, what comes so slowly that it never ends.
+            bound_s = self._limits.bound_s(sum(one.stop - one.start for one in ranges))
+            found = self._within(bound_s, receive, lambda: _abort(opened))
         self.count_read(sum(len(data) for data in found if data is not None))
         return found
 
@@ -305,14 +319,34 @@ class RemoteTier:
         yield clock
         clock.stop()
 
-    def _within(self, timeout_s: float, task: Callable[[], T], abort: Callable[[], None] = lambda: None) -> T:
-        """What a task in a thread of its own returns, unless that takes longer."""
+    def _within(
+        self,
+        timeout_s: float,
+        task: Callable[[], T],
+        abort: Callable[[], None] = lambda: None,
+        answers: Sequence[object] = (),
+        bound_s: float = math.inf,
+    ) -> T:
+        """What a task in a thread of its own returns, unless that takes longer.
+
+        Args:
+            timeout_s: seconds; as many again after each further one of its `answers`, up to `bound_s`.
+            task: the task.
+            abort: has it end.
+            answers: grows while it runs.
+            bound_s: seconds in all.
+        """
         future = THREADS.call(task)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
+        started = time.monotonic()
+        while True:
+            count, waited_s = len(answers), time.monotonic() - started
+            try:
+                return future.result(min(timeout_s, max(0.0, bound_s - waited_s)))
+            except TimeoutError:
+                if len(answers) > count and waited_s < bound_s:
+                    continue
             abort()
-            raise RemoteError(f"{self.address} did not answer within {timeout_s:.3g} s") from None
+            raise RemoteError(f"{self.address} did not answer within {min(timeout_s, bound_s):.3g} s")
 
     def _is_out(self, digest: str) -> bool:
         with self._lock:
@@ -332,26 +366,25 @@ class RemoteTier:
 
     def _look_up(self, digests: Sequence[str]) -> dict[str, ObjectLayout]:
         """Read the headers of entries; those that are not there, or damaged, are left out."""
-        timeout_s = self._limits.timeout_s
-        patience_s = timeout_s if self._lookup_s is None else min(timeout_s, max(0.05, LOOKUPS * self._lookup_s))
+        limits, last_s = self._limits, self._lookup_s
+        patience_s = limits.timeout_s if last_s is None else min(limits.timeout_s, max(MIN_PATIENCE_S, LOOKUPS * last_s))
         opened: list[RangeReader] = []
+        answers: list[float] = []
         started = time.perf_counter()
 
         def read() -> list[Bytes | None]:
             with self.reader() as reader:
                 opened.append(reader)
-                return self.read_prefixes(reader, [self.format.name(digest) for digest in digests])
-
-        def abort() -> None:
-            for reader in opened:
-                reader.abort()
+                names = [self.format.name(digest) for digest in digests]
+                return self.read_prefixes(reader, names, lambda: answers.append(time.perf_counter()))
 
         try:
-            prefixes = self._within(patience_s, read, abort)
+            bound_s = limits.bound_s(len(digests) * PREFIX_BYTES)
+            prefixes = self._within(patience_s, read, lambda: _abort(opened), answers, bound_s)
         except RemoteError:
             self._lookup_s = 2 * patience_s / LOOKUPS  # more patience next time
             raise
-        self._lookup_s = time.perf_counter() - started
+        self._lookup_s = answers[0] - started
         found: dict[str, ObjectLayout] = {}
         for digest, prefix in zip(digests, prefixes, strict=True):
             if prefix is None:
@@ -369,10 +402,15 @@ class RemoteTier:
                 self._layouts.popitem(last=False)
         return found
 
-    def read_prefixes(self, reader: RangeReader, names: Sequence[str]) -> list[Bytes | None]:
-        """What stands before each object's first layer; what is no object's is given as it is."""
+    def read_prefixes(
+        self, reader: RangeReader, names: Sequence[str], on_answer: Callable[[], None] = lambda: None
+    ) -> list[Bytes | None]:
+        """What stands before each object's first layer; what is no object's is given as it is. Calls back at each answer."""
         reader.request([ObjectRange(name, 0, PREFIX_BYTES) for name in names])
-        prefixes = [reader.receive() for _ in names]
+        prefixes: list[Bytes | None] = []
+        for _ in names:
+            prefixes.append(reader.receive())
+            on_answer()
         longer: list[tuple[int, int]] = []
         for at, prefix in enumerate(prefixes):
             if prefix is None:
@@ -386,6 +424,7 @@ class RemoteTier:
         reader.request([ObjectRange(names[at], PREFIX_BYTES, needed) for at, needed in longer])
         for at, _ in longer:
             first, rest = prefixes[at], reader.receive()
+            on_answer()
             prefixes[at] = None if first is None or rest is None else np.concatenate([first, rest])
         return prefixes
 
@@ -405,3 +444,8 @@ class RemoteTier:
 
     def _remove(self, digests: Sequence[str]) -> None:
         self.backend.delete(map(self.format.name, digests))
+
+
+def _abort(opened: Sequence[RangeReader]) -> None:
+    for reader in opened:
+        reader.abort()

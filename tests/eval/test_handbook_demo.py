@@ -15,6 +15,7 @@ from fakes import FakeEmbedder
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
 from cacheblend.eval import cli_demo, handbook_demo
+from cacheblend.eval.demo_screen import page_note
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import (
     METHODS,
@@ -28,6 +29,7 @@ from cacheblend.eval.handbook_demo import (
 from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli import main as cli
+from cacheblend.service.engine.config import read_examples
 
 QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]
 DOCUMENTS = [document for document in handbook_documents() if document["id"] in {item.gold[0] for item in QUESTIONS}]
@@ -67,6 +69,20 @@ def unfetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(models.fetch_model, "__kwdefaults__", {**kept, "download": nothing})
     monkeypatch.setattr(cli_demo, "_reader_demo", lambda *_: told.append("reader"))
     return told
+
+
+def test_the_page_is_opened_as_the_demo_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last line names the command by its path where PATH has none or another, and says how to keep a store."""
+    bin_folder = tmp_path / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    script = bin_folder / "cacheblend"
+    script.touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(script), "demo"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert page_note(Path("my store")).startswith(f"Open the page: {script} serve --store-dir 'my store', then http://")
+    monkeypatch.setenv("PATH", str(bin_folder))
+    assert page_note(Path("store")).startswith("Open the page: cacheblend serve --store-dir store, ")
+    assert "--store-dir DIR" in page_note(None)
 
 
 def test_the_reader_is_asked_where_the_model_cannot_be_fetched(
@@ -186,13 +202,16 @@ def test_the_picture_is_of_the_run(model_dir: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("short_handbook")
 def test_words_and_a_kept_store(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Questions, table and note are printed; over a store that was kept nothing is computed again."""
+    """Questions, table and note are printed; a store that was kept offers the questions, and nothing is computed again."""
     store = ("--store-dir", str(tmp_path / "store"))
     assert _on_tiny(model_dir, *store) == 0
     first = capsys.readouterr().out
     assert all(item.question in first for item in QUESTIONS)
     assert "tokens/s" in first
     assert "set-up" in first
+    offered = read_examples(tmp_path / "store")
+    assert offered
+    assert set(offered) <= {item.question for item in QUESTIONS}
     assert _on_tiny(model_dir, *store) == 0
     assert "no KV to compute" in capsys.readouterr().out
 

@@ -32,6 +32,7 @@ CALIBRATION = Calibration(
     ratio=0.1,
     measures=MEASURES,
     thresholds=Thresholds(max_kl=0.05),
+    curve=((0.0, 0.09), (0.1, 0.03), (0.2, 0.02)),
 )
 
 
@@ -52,10 +53,20 @@ def test_kept_and_found(tmp_path: Path) -> None:
 def test_the_file_says_what_was_chosen(tmp_path: Path) -> None:
     """The file has format, setting, measures and thresholds by name, and no date."""
     kept = json.loads(write_calibration(tmp_path, CALIBRATION).read_text())
-    assert set(kept) == {"format", "model", "prefix", "context", "selector", "ratio", "measures", "thresholds"}
+    assert set(kept) == {"format", "model", "prefix", "context", "selector", "ratio", "measures", "thresholds", "curve"}
     assert (kept["format"], kept["model"], kept["selector"], kept["ratio"]) == (1, MODEL, "gradual", 0.1)
     assert kept["measures"]["first_token_kl_nats"] == 0.03
     assert kept["thresholds"] == {"max_kl": 0.05, "max_nll": 0.05}
+    assert kept["curve"] == [[0.0, 0.09], [0.1, 0.03], [0.2, 0.02]]
+
+
+def test_a_file_without_a_curve(tmp_path: Path) -> None:
+    """A calibration that was kept without its curve holds."""
+    path = write_calibration(tmp_path, CALIBRATION)
+    values = CALIBRATION.as_dict()
+    del values["curve"]
+    path.write_text(json.dumps(values))
+    assert read_calibration(tmp_path, model=MODEL, prefix=PREFIX) == replace(CALIBRATION, curve=())
 
 
 @pytest.mark.parametrize(
@@ -71,6 +82,9 @@ def test_the_file_says_what_was_chosen(tmp_path: Path) -> None:
         ({"measures": 3}, "not a calibration"),
         ({"thresholds": {"max_kl": -1}}, "max_kl"),
         ({"surplus": 1}, "surplus"),
+        ({"curve": [[0.1, 0.2], [0, 0.3]]}, "curve="),
+        ({"curve": [[0.1, "0.2"]]}, "curve="),
+        ({"curve": [0.1]}, "not a calibration"),
     ],
 )
 def test_damaged_values(tmp_path: Path, change: dict[str, Any], says: str) -> None:

@@ -90,8 +90,8 @@ def test_code_that_comes_with_an_embedder(tmp_path: Path) -> None:
 
 @needs_package
 def test_a_check_between_batches_ends_an_embedding(embedder: SentenceTransformerEmbedder) -> None:
-    """A long text's embedding ends at the first batch at which its check raises, and the next one is whole."""
-    checks = list[int]()
+    """A long text's embedding is counted, ends at the first batch at which its check raises, and the next one is whole."""
+    checks, counted = list[int](), list[tuple[int, int]]()
 
     def check() -> None:
         checks.append(len(checks))
@@ -99,8 +99,9 @@ def test_a_check_between_batches_ends_an_embedding(embedder: SentenceTransformer
             raise InterruptedError
 
     text = "a word or two " * 2200  # more windows than a batch has
-    with pytest.raises(InterruptedError), checked_between_batches(check):
+    with pytest.raises(InterruptedError), checked_between_batches(check, lambda *windows: counted.append(windows)):
         embedder.encode([text])
     assert len(checks) == 2
+    assert [done for done, total in counted if total > 16] == [0]
     assert embedder.encode(["a word"]).shape == (1, embedder.dimensions)
     assert len(checks) == 2

@@ -53,6 +53,16 @@ def test_overlapping_chunks_are_slices_that_cover_the_text(text: str, chunk_toke
     assert len(text) in ends
 
 
+@given(text=_texts, title=st.sampled_from(["", "A title"]), chunk_tokens=st.integers(1, 60), split_at=st.sampled_from(SPLITS))
+@settings(max_examples=100, deadline=None)
+def test_a_short_text_is_cut_as_a_long_one(text: str, title: str, chunk_tokens: int, split_at: str) -> None:
+    """What fits in one chunk is tokenised once, and gives what the cutting of longer texts gives."""
+    fast = split(text, title, chunk_tokens=chunk_tokens, split_at=split_at)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splitter, "SHORT_CHARACTERS", 0)
+        assert split(text, title, chunk_tokens=chunk_tokens, split_at=split_at) == fast
+
+
 def test_overlap_repeats_the_end_of_the_chunk_before() -> None:
     """With an overlap of two, a chunk begins with the last two tokens of the one before."""
     text = "for while class for while class"

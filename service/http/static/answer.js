@@ -4,9 +4,19 @@ import { $, button, element } from "/api.js";
 const CELLS = 48; // of a chunk's bar at most
 const PLACES = { ram: "from RAM", nvme: "from NVMe", memory: "held by the service", computed: "computed" };
 const COMMON_WORDS = 2; // that a sentence shares with a chunk to be led to it
+const FIGURE_WORDS = 2; // that a figure counts as: chunks share it by chance less often than a word
+const ITEM = /^\s*\p{N}{1,2}[.)]\s+(?=\S)/u; // the number of a list's item, which says nothing of where it is from
+// A sentence ends after its mark, or with its line; the number of an item belongs to what follows it.
+const SENTENCES = /(?<=(?<!(?:^|\n)\s*\p{N}{1,2})[.!?]\s|\n)/u;
 
 const titled = (chunk) => chunk.title || chunk.document_id;
-const wordsOf = (text) => new Set((text.toLowerCase().match(/[\p{L}\p{N}]{3,}/gu) ?? []));
+const textOf = (chunk) => chunk.tokens.map((token) => token.text).join("");
+const allWords = (text) => text.toLowerCase().match(/\p{N}+(?:[.,:]\p{N}+)*|[\p{L}\p{N}]+/gu) ?? [];
+const isFigure = (word) => /^\p{N}/u.test(word);
+/** What a text can be known by: its words of three letters or more, and its figures, however short. */
+const wordsOf = (text) => new Set(allWords(text).filter((word) => word.length >= 3 || isFigure(word)));
+/** The words alone with a space on each side, so that whole words are found in it. */
+const spaced = (text) => ` ${allWords(text).join(" ")} `;
 
 function open(number) {
   const item = $("chunks").children[number - 1];
@@ -72,18 +82,29 @@ export function showChunks(chunks) {
   $("sources").hidden = chunks.length === 0;
 }
 
-/** After each sentence the number of the chunk that shares most words with it, where one does. */
+/** The number of the chunk that a sentence is from: the first that holds all of it, else the one that shares most with it. */
+function sourceOf(sentence, texts, known) {
+  const said = sentence.replace(ITEM, "");
+  const words = [...wordsOf(said)];
+  if (!words.length) return 0;
+  const whole = texts.findIndex((text) => text.includes(spaced(said)));
+  if (whole >= 0) return whole + 1;
+  const worth = (word) => (isFigure(word) ? FIGURE_WORDS : 1);
+  const shared = known.map((own) => words.reduce((sum, word) => sum + (own.has(word) ? worth(word) : 0), 0));
+  const most = Math.max(0, ...shared);
+  return most < Math.min(COMMON_WORDS, words.length) ? 0 : shared.indexOf(most) + 1;
+}
+
+/** After each sentence the number of the chunk that it is from, where one is found. */
 export function cite(chunks) {
-  const of = chunks.map((chunk) => wordsOf(chunk.tokens.map((token) => token.text).join("")));
+  const texts = chunks.map((chunk) => spaced(textOf(chunk)));
+  const known = chunks.map((chunk) => wordsOf(textOf(chunk)));
   const parts = [];
   let cited = false;
-  for (const sentence of $("answer").textContent.split(/(?<=[.!?]\s|\n)/)) {
+  for (const sentence of $("answer").textContent.split(SENTENCES)) {
     parts.push(document.createTextNode(sentence));
-    const words = [...wordsOf(sentence)];
-    const shared = of.map((known) => words.filter((word) => known.has(word)).length);
-    const most = Math.max(0, ...shared);
-    if (most < Math.min(COMMON_WORDS, words.length || COMMON_WORDS)) continue;
-    const number = shared.indexOf(most) + 1;
+    const number = sourceOf(sentence, texts, known);
+    if (!number) continue;
     const link = button(`[${number}]`, () => open(number), "plain");
     link.setAttribute("aria-label", `Source ${number}: ${titled(chunks[number - 1])}`);
     parts.push(link);

@@ -106,6 +106,17 @@ export async function list(further = false) {
   onChange($("documents").children.length ? page.data : []);
 }
 
+/** How far the service is with a file in words, and the share of its chunks that is computed; null where it does not say. */
+async function readProgress(name) {
+  const { data } = await (await api("/v1/ingests")).json();
+  const own = data.findLast((ingest) => ingest.name === name);
+  if (!own) return null;
+  if (own.stage === "waiting") return { words: "waits for its turn" };
+  if (own.stage === "read" || !own.total) return { words: "being read" };
+  if (own.stage === "index") return { words: `${own.done} of ${counted(own.total, "part")} indexed` };
+  return { words: `${own.done} of ${counted(own.total, "chunk")} computed`, share: own.done / own.total };
+}
+
 const wait = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
 async function send(file) {
@@ -144,11 +155,19 @@ async function upload(file) {
     const began = performance.now();
     const taken = () => (performance.now() - began) / 1000;
     const expected = paces[kind] * file.size; // not a number for the first of its kind
-    const tick = setInterval(() => {
-      const of = expected > taken() ? ` of about ${Math.ceil(expected)} s` : " s";
-      state.textContent = `${file.name}: being read, ${Math.round(taken())}${of}`;
-      if (expected > taken()) bar.value = taken() / expected;
-      else bar.removeAttribute("value");
+    let told = null; // what the service says last
+    let asking = false;
+    const tick = setInterval(async () => {
+      const whole = told?.share ? taken() / told.share : expected;
+      const of = whole > taken() ? ` of about ${Math.ceil(whole)} s` : " s";
+      state.textContent = `${file.name}: ${told?.words ?? "being read"}, ${Math.round(taken())}${of}`;
+      const share = told?.share ?? (expected > taken() ? taken() / expected : undefined);
+      if (share === undefined) bar.removeAttribute("value");
+      else bar.value = share;
+      if (asking) return;
+      asking = true;
+      told = await readProgress(file.name).catch(() => null);
+      asking = false;
     }, 500);
     try {
       for (let tries = 0; ; tries++) {

@@ -2,15 +2,17 @@
 import { cite, showChunks, showStrip } from "/answer.js";
 import { $, api, button, events, keep, problem } from "/api.js";
 import { list, startDocuments } from "/documents.js";
+import { learn, predict, remember, showMeasured } from "/prediction.js";
 import { race } from "/race.js";
 
 const STORE_EVERY_MS = 3000;
 const EXAMPLES = 3;
+const small = matchMedia("(max-width: 40rem)"); // as in page.css
 let model = "";
 let asking = null;
-let quality = null;
 let readingStore = false;
-const runs = []; // ratio, prompt tokens and TTFT of what was asked here
+let examples = []; // questions that stand beside the store
+let listed = []; // documents
 
 function body(method, stream) {
   return {
@@ -30,37 +32,6 @@ function summarise(report) {
   $("summary").textContent =
     `${report.method}${ratio}: first token after ${report.ttft_s.toFixed(3)} s; ${report.hits} chunks from the store, ` +
     `${report.misses} computed; ${Math.round(report.recomputed_tokens)} of ${report.reusable_tokens} reused tokens recomputed.`;
-}
-
-/** Remember a run for the predictions: time for a token of the prompt, by the share of the tokens that were recomputed. */
-function remember(report, tokens) {
-  const ratio = report.method === "full_recompute" ? 1 : report.method === "blend" ? report.recompute_ratio : null;
-  if (ratio === null || !tokens) return;
-  runs.push({ ratio, perToken: report.ttft_s / tokens, tokens });
-  predict();
-}
-
-/** TTFT of the last prompt at the ratio of the slider: a straight line through what was measured here. */
-function predict() {
-  const automatic = runs.findLast((run) => run.ratio < 1)?.ratio;
-  const ratio = $("automatic").checked && automatic !== undefined ? automatic : Number($("ratio").value);
-  $("ratio_shown").textContent = $("automatic").checked ? "automatic" : ratio.toFixed(2);
-  $("ratio").disabled = $("automatic").checked;
-  const ratios = new Set(runs.map((run) => run.ratio));
-  let words = "Race the methods once: from then on the time is predicted here for every ratio.";
-  if (ratios.size > 1) {
-    const mean = (of) => runs.reduce((sum, run) => sum + of(run), 0) / runs.length;
-    const ratioMean = mean((run) => run.ratio);
-    const timeMean = mean((run) => run.perToken);
-    const slope = mean((run) => (run.ratio - ratioMean) * (run.perToken - timeMean)) / mean((run) => (run.ratio - ratioMean) ** 2);
-    const seconds = Math.max(0, timeMean + slope * (ratio - ratioMean)) * runs.at(-1).tokens;
-    words = `First token predicted after ${seconds.toFixed(3)} s at ${ratio.toFixed(2)}, from ${runs.length} runs.`;
-  }
-  const loss =
-    quality?.first_token_kl_nats != null
-      ? ` Loss measured on ${quality.evaluated} answers: ${quality.first_token_kl_nats.toFixed(3)} nats.`
-      : " Loss: not measured here; `cacheblend calibrate` does it on your documents.";
-  $("prediction").textContent = words + loss;
 }
 
 async function during(work) {
@@ -84,6 +55,7 @@ async function during(work) {
 }
 
 async function ask(signal) {
+  if (small.matches) $("answered").scrollIntoView({ block: "start" }); // a phone has no room for both
   for (const id of ["answer", "summary"]) $(id).textContent = "";
   for (const id of ["strip", "sources", "cited"]) $(id).hidden = true;
   const asked = { ...body($("method").value, true), stream_options: { include_usage: true } };
@@ -107,6 +79,7 @@ async function raceAll(signal) {
   const methods = [...$("method").options].map((option) => option.value);
   const results = await race(methods, (method) => body(method, false), signal);
   for (const { report, ttft, tokens } of results.values()) remember({ ...report, ttft_s: ttft }, tokens);
+  showMeasured(results.get("blend"));
 }
 
 async function showStore() {
@@ -121,7 +94,9 @@ async function showStore() {
     $("store").textContent =
       `RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}\n${store.nvme.entries} chunks` +
       (asked ? `, hit rate ${Math.round((100 * hits) / asked)} %` : "");
-    quality = store.quality;
+    learn(store);
+    examples = store.examples;
+    showExamples();
   } catch {
     $("store").textContent = "Store: cannot be read";
   } finally {
@@ -129,12 +104,16 @@ async function showStore() {
   }
 }
 
-function showExamples(documents) {
-  const known = documents.filter((document) => document.title && !document.damaged).slice(0, EXAMPLES);
+/** Offer the questions that stand beside the store, and after them one for each of the first documents. */
+function showExamples() {
+  const titles = listed.filter((document) => document.title && !document.damaged).map((document) => document.title);
+  const questions = [...(listed.length ? examples : []), ...titles.map((title) => `What is said about ${title}?`)].slice(0, EXAMPLES);
+  const shown = [...$("examples").children].map((one) => one.textContent);
+  if (questions.join("\n") === shown.join("\n")) return; // one of them may have the focus
   $("examples").replaceChildren(
-    ...known.map((document) =>
-      button(`What is said about ${document.title}?`, (event) => {
-        $("question").value = event.currentTarget.textContent;
+    ...questions.map((question) =>
+      button(question, () => {
+        $("question").value = question;
         $("ask").requestSubmit();
       }),
     ),
@@ -177,6 +156,16 @@ $("key_form").addEventListener("submit", (event) => {
   $("key_form").hidden = true;
   start();
 });
+/** The ratio has its row above the buttons where there is room, and is one of the options on a phone. */
+function placeRatio() {
+  if (small.matches) $("options").prepend($("tuning"));
+  else $("actions").before($("tuning"));
+}
+small.addEventListener("change", placeRatio);
+placeRatio();
 setInterval(() => document.hidden || showStore(), STORE_EVERY_MS);
-startDocuments(showExamples);
+startDocuments((documents) => {
+  listed = documents;
+  showExamples();
+});
 start();

@@ -2,6 +2,8 @@
 import { $, api, element } from "/api.js";
 
 const NAMES = { full_recompute: "Full recompute", prefix_cache: "Prefix cache", full_reuse: "Full reuse", blend: "Blend" };
+const FIRST = ["full_recompute", "blend"]; // whose bars are drawn first: the others take as long again
+const MOST_LOGPROBS = 20; // that the service gives
 const MARKED_WORDS = 400; // of an answer; the comparison's table has the square of them
 
 /** The words, each with the space around it, so that together they are the text. */
@@ -30,13 +32,27 @@ function differing(words, others) {
   return differs;
 }
 
-function lane(method, { ttft, text, report }, slowest, reference) {
+/** Probabilities of the likeliest first tokens by their texts, parts of a character left out; null where none are given. */
+function likeliest(choice) {
+  const first = choice.logprobs?.content?.[0];
+  if (!first) return null;
+  const whole = first.top_logprobs.filter(({ token }) => !token.includes("\ufffd"));
+  return new Map(whole.map(({ token, logprob }) => [token, Math.exp(logprob)]));
+}
+
+/** KL divergence of the first token from full recompute's, in nats, of the tokens that both have and all others together. */
+function lossOf(full, other) {
+  if (!full || !other) return null;
+  const shared = [...full].filter(([token]) => other.has(token)).map(([token, share]) => [share, other.get(token)]);
+  const others = [0, 1].map((at) => Math.max(1e-9, 1 - shared.reduce((sum, pair) => sum + pair[at], 0)));
+  return Math.max(0, [...shared, others].reduce((sum, [p, q]) => sum + p * Math.log(p / q), 0));
+}
+
+/** A method's bar, its answer and what it did; `drawLane` says how long it took. */
+function addLane(method, { text, report }, reference) {
   const item = element("li");
   const track = element("div", undefined, `lane ${method}`);
-  const bar = element("span");
-  bar.style.width = `${(100 * ttft) / slowest}%`;
-  bar.style.setProperty("--took", ttft);
-  track.append(bar);
+  track.append(element("span"));
   const answer = element("p");
   const words = wordsOf(text);
   const compared = words.slice(0, MARKED_WORDS);
@@ -46,50 +62,75 @@ function lane(method, { ttft, text, report }, slowest, reference) {
   answer.append(words.slice(MARKED_WORDS).join(""));
   const exact = method === "full_recompute" || method === "prefix_cache";
   const recomputed = exact ? "every token" + (report.hits ? " but a known prefix" : "") : `${Math.round(report.recomputed_tokens)} tokens`;
-  item.append(element("strong", NAMES[method] ?? method), track, element("b", ttft < 1 ? `${(1000 * ttft).toFixed(ttft < 0.1 ? 1 : 0)} ms` : `${ttft.toFixed(2)} s`), answer);
-  item.append(element("p", `${recomputed} computed anew${reference === null ? "" : `; ${differs.filter(Boolean).length} words differ`}`, "small"));
-  Object.assign(item.dataset, { method, seconds: ttft });
+  const about = `${recomputed} computed anew${reference === null ? "" : `; ${differs.filter(Boolean).length} words differ`}`;
+  item.append(element("strong", NAMES[method] ?? method), track, element("b"), answer, element("p", about, "small"), element("p", "", "small loss"));
+  item.dataset.method = method;
+  $("lanes").append(item);
   return item;
 }
 
-/** Run the methods on one question; `bodyOf` makes the request of one. Gives what each took and said. */
+function drawLane(item, { ttft, loss }, slowest) {
+  const bar = item.querySelector(".lane span");
+  bar.style.width = `${(100 * ttft) / slowest}%`;
+  bar.style.setProperty("--took", ttft);
+  item.querySelector("b").textContent = ttft < 1 ? `${(1000 * ttft).toFixed(ttft < 0.1 ? 1 : 0)} ms` : `${ttft.toFixed(2)} s`;
+  if (loss != null) item.querySelector(".loss").textContent = `loss ${loss.toFixed(3)} nats`;
+  item.dataset.seconds = ttft;
+}
+
+function showSpeedUp(reference, blend) {
+  if (!reference || !blend) return;
+  const times = reference.ttft / blend.ttft;
+  const words = times >= 1 ? "faster with blending" : "as fast with blending: this prompt is too short to gain";
+  $("speed_up").replaceChildren(element("strong", `${times.toFixed(1)} ×`), words);
+}
+
+/** Run the methods on one question; `bodyOf` makes the request of one. Gives what each took, said and lost. */
 export async function race(methods, bodyOf, signal) {
+  $("raced").setAttribute("aria-busy", "true");
   try {
     return await raceAll(methods, bodyOf, signal);
   } catch (error) {
-    $("speed_up").textContent = "The race was stopped.";
+    $("racing").textContent = "The race was stopped.";
     throw error;
+  } finally {
+    $("raced").setAttribute("aria-busy", "false");
   }
 }
 
 async function raceAll(methods, bodyOf, signal) {
   const results = new Map();
+  const lanes = new Map();
   $("raced").hidden = false;
   $("raced").scrollIntoView({ block: "nearest" });
   $("lanes").replaceChildren();
-  const runs = [...methods, ...[...methods].reverse()];
+  $("speed_up").replaceChildren();
+  const there = FIRST.filter((method) => methods.includes(method));
+  const others = methods.filter((method) => !there.includes(method));
+  const runs = [there, others].flatMap((some) => [...some, ...some.toReversed()]);
   for (const [done, method] of runs.entries()) {
-    $("speed_up").textContent = `Running ${NAMES[method] ?? method}, ${done + 1} of ${runs.length} …`;
+    $("racing").textContent = `Running ${NAMES[method] ?? method}, ${done + 1} of ${runs.length} …`;
     // Under a salt of its own prefix_cache finds none of this very prompt's blocks: every method meets the prompt for the first time.
     const salt = method === "prefix_cache" ? { cache_salt: String(Math.random()) } : {};
-    const again = results.has(method) ? { max_tokens: 1 } : {};
+    const again = results.has(method) ? { max_tokens: 1, logprobs: true, top_logprobs: MOST_LOGPROBS } : {};
     const response = await api("/v1/chat/completions", { method: "POST", body: JSON.stringify({ ...bodyOf(method), ...salt, ...again }), signal });
     const { cacheblend: report, choices, usage } = await response.json();
-    const first = results.get(method);
-    if (first) first.ttft = Math.min(first.ttft, report.ttft_s);
-    else results.set(method, { ttft: report.ttft_s, text: choices[0].message.content, report, tokens: usage.prompt_tokens });
+    const result = results.get(method);
+    if (result) Object.assign(result, { ttft: Math.min(result.ttft, report.ttft_s), first: likeliest(choices[0]) });
+    else {
+      results.set(method, { ttft: report.ttft_s, text: choices[0].message.content, report, tokens: usage.prompt_tokens });
+      const reference = method === "full_recompute" ? null : (results.get("full_recompute")?.text ?? null);
+      lanes.set(method, addLane(method, results.get(method), reference));
+    }
+    const reference = results.get("full_recompute");
+    const slowest = Math.max(...[...results.values()].map((one) => one.ttft));
+    for (const [name, one] of results) {
+      if (one !== reference) one.loss = lossOf(reference?.first, one.first);
+      drawLane(lanes.get(name), one, slowest);
+    }
+    showSpeedUp(reference, results.get("blend"));
   }
-  const slowest = Math.max(...[...results.values()].map((result) => result.ttft));
-  const reference = results.get("full_recompute");
-  $("lanes").replaceChildren(
-    ...[...results].map(([method, result]) => lane(method, result, slowest, result === reference ? null : (reference?.text ?? null))),
-  );
-  const blend = results.get("blend");
-  $("speed_up").replaceChildren();
-  if (blend && reference) {
-    const times = reference.ttft / blend.ttft;
-    $("speed_up").append(element("strong", `${times.toFixed(1)} ×`), times >= 1 ? "faster with blending" : "as fast with blending: this prompt is too short to gain");
-  }
+  $("racing").textContent = "";
   $("raced").scrollIntoView({ block: "nearest" });
   return results;
 }

@@ -14,13 +14,16 @@ import pytest
 from command_line import CommandLine
 from engines import DOCUMENTS
 
+from cacheblend.service import EngineConfig
+from cacheblend.service.engine.ingest import IngestReport
+
 
 def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV a token and disk are told first; much is asked about, refused where nobody can be asked, and done with --yes."""
     told = run.on_store("ingest", str(passages)).err
     assert "kB a token (raw): about" in told
     assert str(run.store) in told
-    monkeypatch.setattr("cacheblend.service.cli.documents.ASK_FROM_BYTES", 0)
+    monkeypatch.setattr("cacheblend.service.cli.ingest.ASK_FROM_BYTES", 0)
     run.store = run.store.with_name("other")
     refused = run.on_store("ingest", str(passages))
     assert (refused.code, "give --yes" in refused.err) == (2, True)
@@ -36,6 +39,27 @@ def test_a_codec_that_fits(run: CommandLine, passages: Path) -> None:
     assert json.loads((run.store / "settings.json").read_text())["kv_cache_dtype"] == "int8"
     run.store = run.store.with_name("other")
     assert "(raw)" in run.on_store("ingest", str(passages), *budget, "--kv-cache-dtype", "raw").err
+
+
+def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --ray too, disk and KV are told by the model's config, a codec that fits is taken, and much is asked about."""
+    taken: list[str] = []
+
+    def distributed(_: object, config: EngineConfig, *__: object, **___: object) -> IngestReport:
+        taken.append(config.kv_cache_dtype)
+        return IngestReport.empty()
+
+    monkeypatch.setattr("cacheblend.service.cli.ingest.distributed_ingest", lambda: distributed)
+    here = run.on_store("ingest", str(passages)).err
+    estimate = next(line for line in here.splitlines() if "kB a token" in line)
+    run.store = run.store.with_name("other")
+    told = run.on_store("ingest", str(passages), "--ray", "local")
+    assert estimate.partition(", ")[0] in told.err
+    assert run.on_store("ingest", str(passages), "--ray", "local", "--nvme-budget-bytes", "120000").code == 0
+    assert taken == ["raw", "int8"]
+    monkeypatch.setattr("cacheblend.service.cli.ingest.ASK_FROM_BYTES", 0)
+    refused = run.on_store("ingest", str(passages), "--ray", "local")
+    assert (refused.code, "give --yes" in refused.err, len(taken)) == (2, True, 2)
 
 
 def test_shards_are_merged(run: CommandLine, passages: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +125,24 @@ def test_the_file_of_deploy(served: list[Any]) -> None:
     file = Path(__file__).parents[3] / "deploy" / "cacheblend.toml"
     assert CliRunner().invoke(cli.app, ["serve", "--config", str(file)], catch_exceptions=False).exit_code == 0
     assert served[2].port == 8000
+
+
+@pytest.mark.usefixtures("served")
+def test_the_packaged_corpus_is_told_before_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a model and a store the log says first how much disk the packaged corpus takes, and where."""
+    monkeypatch.setattr("cacheblend.service.cli.serve.in_own_thread", lambda make, *arguments: make(*arguments))
+    monkeypatch.setattr("cacheblend.service.cli.serve.bundled_corpus", lambda: caplog.messages.copy())
+    ingested: list[list[str]] = []
+    engine = SimpleNamespace(ingest=lambda corpus, _: ingested.append(corpus))
+    monkeypatch.setattr(sys.modules["cacheblend.service.http"].Server, "engines", {"": engine}, raising=False)
+    with caplog.at_level("INFO", logger="cacheblend"):
+        result = CliRunner().invoke(
+            cli.app, ["serve", "--port", "0", "--store-dir", str(tmp_path / "new")], catch_exceptions=False
+        )
+    assert result.exit_code == 0, result.output
+    assert any(f"0.5 GB in {tmp_path / 'new'}" in message for message in ingested[0])
 
 
 def test_api_key() -> None:

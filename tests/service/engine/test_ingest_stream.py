@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -214,11 +215,46 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(1, 4000)) as progress:
         stream.characters = 4000  # one long document, read at once
         progress.update(0, 0)
+        now += 20
+        progress.check()
+        now += 20
+        progress.note_batch("embed", 16, 300)
+        assert capsys.readouterr().err == (
+            "0 of 1 documents, 0 tokens, splitting 4,000 characters\n0 of 1 documents, 0 tokens, embedding 16 of 300 windows\n"
+        )
+        progress.update(0, 0)
+        progress.note_batch("precompute", 1, 10)
         progress.update(0, 100)
         assert progress.line(0, 100, now + 10) == "0 of 1 documents, 100 tokens, 10 tokens/s, 0:01:30 left"
+    with IngestProgress(Console(stderr=True, width=200), None, StreamSize(20, 4000)) as progress:
+        progress.update(5, 900)  # of documents that others read
+        assert progress.line(5, 900, now + 10) == "5 of 20 documents, 900 tokens, 90 tokens/s, 0:00:30 left"
     with IngestProgress(Console(stderr=True), stream, None) as progress:
         assert progress.line(0, 0, now) == "0 documents, 0 tokens"
         assert progress.line(1, 70, now + 10) == "1 documents, 70 tokens, 7 tokens/s"
+
+
+def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, open_engine: OpenEngine) -> None:
+    """At three quarters of one text of few characters a token, a third of the time so far is left."""
+    now = 100.0
+    monkeypatch.setattr("cacheblend.service.engine.ingest.time.monotonic", lambda: now)
+    text = "".join(chr(33 + number * number % 89) for number in range(2000))
+    file.write_text(json.dumps({"id": "1", "text": text}) + "\n")
+    stream, lines = DocumentStream([str(file)], Shard()), list[str]()
+    with open_engine() as engine, IngestProgress(Console(stderr=True), stream, StreamSize(1, len(text))) as progress:
+
+        def update(documents: int, tokens: int) -> None:
+            nonlocal now
+            now += 10
+            progress.update(documents, tokens)
+            lines.append(progress.line(documents, tokens, now))
+
+        report = engine.ingest_stream(stream, update, progress.check, progress.note_batch)
+    assert report.tokens * 2 > len(text)
+    assert report.computed >= 16
+    at = report.computed * 3 // 4
+    left_s = round(10 * at * (report.computed - at) / at)
+    assert lines[at - 1].endswith(f", {timedelta(seconds=left_s)} left")
 
 
 def test_documents_without_ids_have_shares(file: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from api import MODEL, listening
 from browser import NEEDS_BROWSER, ONCE, ask, fits, open_page
 from engines import QUESTION, OpenEngine
@@ -92,18 +95,103 @@ def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
     assert page.locator("#chunks > li").nth(1).evaluate("one => one === document.activeElement")
 
 
-def test_race(page: Any, address: str) -> None:
+@pytest.fixture
+def ordinary_page(browser: Any) -> Iterator[Callable[[int, int], Any]]:
+    """A page in a window of any size."""
+    with ExitStack() as opened:
+
+        def open_one(width: int, height: int) -> Any:
+            context = opened.enter_context(browser.new_context(viewport={"width": width, "height": height}))
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            return page
+
+        yield open_one
+
+
+def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], address: str) -> None:
+    """With six chunks, after a race, the answer and the whole strip are seen at 1280 x 800 without scrolling."""
+    page = ordinary_page(1280, 800)
+    open_page(page, address)
+    ask(page, QUESTION, 6, 8)
+    page.locator("#ask details").evaluate("one => one.open = false")
+    page.get_by_role("button", name="Race the methods").click()
+    page.locator("#raced[aria-busy=false]").wait_for()
+    page.evaluate("scrollTo(0, 0)")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    page.locator("#bars li").nth(5).wait_for()
+    page.locator("#answer[aria-busy=false]").wait_for()
+    assert page.evaluate("scrollY") == 0
+    for part in ("#strip", "#answer", "#summary"):
+        box = page.locator(part).bounding_box()
+        assert box["y"] + box["height"] <= 800, part
+
+
+def test_a_phone_shows_answer_and_strip(ordinary_page: Callable[[int, int], Any], address: str) -> None:
+    """On a phone the ratio is one of the options, the buttons are seen at once, and an answer comes into view."""
+    page = ordinary_page(360, 740)
+    open_page(page, address)
+    assert not page.get_by_role("slider", name="Recompute ratio").is_visible()
+    race = page.get_by_role("button", name="Race the methods").bounding_box()
+    assert race["y"] + race["height"] <= 740
+    ask(page, QUESTION, 6, 8)
+    assert page.get_by_role("slider", name="Recompute ratio").is_visible()
+    page.get_by_role("button", name="Ask", exact=True).click()
+    page.locator("#bars li").nth(5).wait_for()
+    page.locator("#answer[aria-busy=false]").wait_for()
+    for part in ("#answer", "#bars li:first-child", "#bars li:last-child"):
+        box = page.locator(part).bounding_box()
+        assert 0 <= box["y"] <= box["y"] + box["height"] <= 740, part
+
+
+@ONCE
+def test_blend_is_drawn_before_the_others_run(page: Any, address: str) -> None:
+    """Full recompute and blend race first: their bars and the speed-up are there while the other methods wait."""
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        if route.request.post_data_json["method"] == "prefix_cache" and not held:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/v1/chat/completions", hold)
+    open_page(page, address)
+    ask(page, QUESTION, 3, 4)
+    page.get_by_role("button", name="Race the methods").click()
+    page.locator("#racing", has_text="Running Prefix cache, 5 of 8").wait_for()
+    lanes = page.locator("#lanes li")
+    assert [lane.get_attribute("data-method") for lane in lanes.all()] == ["full_recompute", "blend"]
+    assert page.locator("#speed_up strong").is_visible()
+    assert lanes.nth(1).locator(".loss").inner_text().startswith("loss 0.")
+    wait_until(lambda: bool(held))
+    held[0].continue_()
+    page.locator("#raced[aria-busy=false]").wait_for()
+    assert lanes.count() == 4
+    assert page.locator("#racing").inner_text() == ""
+
+
+def known_loss_nats(full: torch.Tensor, other: torch.Tensor, tokenizer: Any) -> float:
+    """KL over the tokens, parts of a character left out, that are among the 20 likeliest of both, and all others together."""
+    shares = [logits.double().softmax(0) for logits in (full, other)]
+    likely = set.intersection(*(set(share.topk(20).indices.tolist()) for share in shares))
+    shared = sorted(token for token in likely if "\ufffd" not in tokenizer.decode([token]))
+    p, q = (torch.cat([share[shared], (1 - share[shared].sum())[None]]) for share in shares)
+    return float((p * (p / q).log()).sum())
+
+
+def test_race(page: Any, address: str, engine: Engine) -> None:
     """Each method has a bar as long as its time, the speed-up is what the bars say, and the ratio's time is predicted."""
     open_page(page, address)
     ask(page, QUESTION, 3, 12)
     page.get_by_role("button", name="Race the methods").click()
-    page.locator("#lanes li").nth(3).wait_for()
+    page.locator("#raced[aria-busy=false]").wait_for()
     lanes = page.locator("#lanes li")
     assert [lane.get_attribute("data-method") for lane in lanes.all()] == [
         "full_recompute",
+        "blend",
         "prefix_cache",
         "full_reuse",
-        "blend",
     ]
     seconds = {lane.get_attribute("data-method"): float(lane.get_attribute("data-seconds")) for lane in lanes.all()}
     widths = [float(bar.evaluate("one => parseFloat(one.style.width)")) for bar in page.locator(".lane span").all()]
@@ -111,6 +199,16 @@ def test_race(page: Any, address: str) -> None:
     assert widths == pytest.approx([100 * value / slowest for value in seconds.values()], abs=0.01)
     told = float(page.locator("#speed_up strong").inner_text().split()[0])
     assert told == pytest.approx(seconds["full_recompute"] / seconds["blend"], abs=0.06)
+    losses = {lane.get_attribute("data-method"): lane.locator(".loss").inner_text() for lane in lanes.all()}
+    assert losses["full_recompute"] == ""
+    reference = engine.answer(QUESTION, top_k=3, max_tokens=1, method="full_recompute").first_logits
+    for method in ("prefix_cache", "full_reuse", "blend"):
+        logits = engine.answer(QUESTION, top_k=3, max_tokens=1, method=method).first_logits
+        assert float(losses[method].split()[1]) == pytest.approx(
+            known_loss_nats(reference, logits, engine.fusor.tokenizer), abs=0.0011
+        )
+    real = page.locator("#measured").inner_text()
+    assert f"at 0.15 the first token came after {seconds['blend']:.3f} s and lost {losses['blend'].split()[1]} nats" in real
     assert page.locator('[data-method="prefix_cache"] mark').count() == 0  # exact
     page.get_by_role("checkbox", name="automatic").uncheck()
     slider = page.get_by_role("slider", name="Recompute ratio")
@@ -123,6 +221,68 @@ def test_race(page: Any, address: str) -> None:
         assert (float(found[2]), int(found[3]) > 1) == (float(ratio), True)
     page.locator("#stop:disabled").wait_for()
     assert fits(page)
+
+
+@ONCE
+def test_the_loss_of_a_race(page: Any, address: str) -> None:
+    """The loss is the KL divergence over the tokens that both answers name and all others together."""
+    open_page(page, address)
+    full, blend = {"a": 0.5, "b": 0.25, "c": 0.05}, {"a": 0.25, "b": 0.5, "d": 0.1}
+    page.evaluate(
+        """async (shares) => {
+          window.fetch = async (path, options) => {
+            const {method, top_logprobs} = JSON.parse(options.body);
+            const report = {ttft_s: 0.1, recomputed_tokens: 5, method, recompute_ratio: null};
+            const likely = Object.entries(shares[method]).map(([token, share]) => ({token, logprob: Math.log(share)}));
+            const logprobs = top_logprobs === 20 ? {content: [{top_logprobs: likely}]} : null;
+            const choices = [{message: {content: "green"}, logprobs}];
+            return new Response(JSON.stringify({cacheblend: report, choices, usage: {prompt_tokens: 50}}));
+          };
+          const { race } = await import("/race.js");
+          await race(["full_recompute", "blend"], (method) => ({method}), undefined);
+        }""",
+        {"full_recompute": full, "blend": blend},
+    )
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.5)  # and 0.25 of each are others
+    assert page.locator('[data-method="blend"] .loss').inner_text() == f"loss {expected:.3f} nats"
+
+
+@ONCE
+@pytest.mark.parametrize(
+    ("costs", "answers", "expected"),
+    [
+        ([(0, 1.0, 0.1), (0.5, 2.0, 0.5), (1, 3.0, 1.0)], 0, "0.300 s at 0.25, from the profile."),
+        ([(0, 0.1, None), (0.5, 0.5, None), (1, 1.0, None)], 1, "4.500 s at 0.25, from the last answer."),
+        ([(0, 0.1, None), (0.5, 0.5, None), (1, 1.0, None)], 0, "Ask once"),
+    ],
+    ids=["profile", "one answer", "nothing yet"],
+)
+def test_the_slider_predicts(
+    page: Any, address: str, costs: list[tuple[float, float, float | None]], answers: int, expected: str
+) -> None:
+    """Before a race the time is the profile's or follows from the answers given; the loss follows the slider, too."""
+    points = [{"ratio": ratio, "work_share": share, "prefill_s": seconds} for ratio, share, seconds in costs]
+    loss = [{"ratio": ratio, "first_token_kl_nats": kl} for ratio, kl in ((0, 0.3), (0.5, 0.1), (1, 0))]
+    prediction = {"recompute_ratio": 0.15, "prompt_tokens": 100, "costs": points, "loss": {"about": "on lamps", "points": loss}}
+    tier = {"bytes": 1, "budget_bytes": 2, "entries": 1, "hits": 0}
+    quality = {"evaluated": 7, "first_token_kl_nats": 0.0421}
+    store = {"ram": tier, "nvme": tier, "misses": 0, "prefix": {}, "quality": quality, "prediction": prediction}
+    page.route("**/v1/store", lambda route: route.fulfill(json=store))
+    open_page(page, address)
+    page.get_by_role("checkbox", name="automatic").uncheck()
+    page.get_by_role("slider", name="Recompute ratio").fill("0.25")
+    for _ in range(answers):
+        page.evaluate(
+            """async () => {
+              const { remember } = await import("/prediction.js");
+              remember({method: "blend", recompute_ratio: 0.5, ttft_s: 7.5}, 250);
+            }"""
+        )
+    page.locator("#prediction", has_text=expected).wait_for()
+    words = page.locator("#prediction").inner_text()
+    assert "Loss 0.200 nats, measured on lamps. Real in 7 answers: 0.042 nats." in words
+    page.get_by_role("slider", name="Recompute ratio").fill("1")
+    assert "Loss 0.000 nats" in page.locator("#prediction").inner_text()
 
 
 def test_words_that_differ_are_marked(page: Any, address: str) -> None:
@@ -226,6 +386,49 @@ def test_citing_loses_nothing(page: Any, address: str) -> None:
 
 
 @ONCE
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("18", "[2]"),
+        ("18.", "[2]"),
+        ("The answer is: 18.", "[2]"),
+        ("£1,650", "[3]"),
+        ("On the eighth day.", "[4]"),  # which holds all of it, though another one has as many of its words
+        ("Wednesday", "[1]"),
+        ("No.", ""),
+        ("27", ""),
+    ],
+)
+def test_short_answers_have_their_number(page: Any, address: str, answer: str, number: str) -> None:
+    """A figure or a single word leads to the chunk that holds it, and to none where no chunk does."""
+    open_page(page, address)
+    page.evaluate(
+        """async (answer) => {
+          const { cite } = await import("/answer.js");
+          const texts = ["No day, the eighth but Wednesday.", "Leave of 18 days", "NOK 1,650, 18.5, 1.", "on the eighth day"];
+          document.getElementById("answer").textContent = answer;
+          cite(texts.map((text) => ({title: text, tokens: [{text}]})));
+        }""",
+        answer,
+    )
+    assert "".join(page.locator("#answer button").all_inner_texts()) == number
+
+
+@ONCE
+def test_a_list_has_no_number_for_its_numbers(page: Any, address: str) -> None:
+    """The figure that counts a list's items is no sentence of its own."""
+    open_page(page, address)
+    page.evaluate(
+        """async () => {
+          const { cite } = await import("/answer.js");
+          document.getElementById("answer").textContent = "1. The green lamp.\\n2. Nothing.";
+          cite(["2 of 1", "the green lamp"].map((text) => ({title: text, tokens: [{text}]})));
+        }"""
+    )
+    assert page.locator("#answer").evaluate("one => one.textContent") == "1. The green lamp.\n[2]2. Nothing."
+
+
+@ONCE
 def test_shades_are_quarters(page: Any, address: str) -> None:
     """The recomputed tokens of all chunks stand in four shades by their rank; those of one deviation have one shade."""
     open_page(page, address)
@@ -267,7 +470,7 @@ def test_a_race_shows_whole_answers_and_its_end(page: Any, address: str) -> None
           await race(["blend"], (method) => ({method}), undefined).catch(() => {});
         }"""
     )
-    assert "Running" not in page.locator("#speed_up").inner_text()
+    assert page.locator("#racing").inner_text() == "The race was stopped."
 
 
 @ONCE
@@ -317,6 +520,7 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
         ask(page, QUESTION, 3, 8)
         page.get_by_role("button", name="Race the methods").click()
         page.locator("#lanes li").nth(3).wait_for()
+        page.locator("#raced[aria-busy=false]").wait_for()
         page.get_by_role("button", name="Ask", exact=True).click()
         page.locator("#chunks > li").nth(2).wait_for()
         page.locator("#answer[aria-busy=false]").wait_for()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from browser import NEEDS_BROWSER, ONCE, fits, open_page
 from engines import OpenEngine
 from waiting import wait_until
 
+from cacheblend.service.engine.config import write_examples
 from cacheblend.service.http import HttpConfig, Server
 
 pytestmark = NEEDS_BROWSER
@@ -53,6 +55,26 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
 
 
 @ONCE
+def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine) -> None:
+    """Questions that stand beside the store are offered before those about titles, once there are documents."""
+    engine = open_engine()
+    write_examples(Path(engine.config.store_dir), ["Which lamp is green?", "<b>Where</b> is it?"])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.locator("#store", has_text="chunks").wait_for()
+        assert page.locator("#examples button").count() == 0
+        engine.ingest([{"id": str(number), "title": f"Lamp {number}", "text": "The lamp is green."} for number in range(3)])
+        open_page(page, address)
+        page.locator("#examples button").nth(2).wait_for()
+        page.get_by_role("button", name="Which lamp is green?").wait_for()
+        texts = page.locator("#examples button").all_inner_texts()
+        assert texts == ["Which lamp is green?", "<b>Where</b> is it?", "What is said about Lamp 0?"]
+        page.get_by_role("button", name="Which lamp is green?").click()
+        page.locator("#summary:not(:empty)").wait_for()
+        assert page.locator("#question").input_value() == "Which lamp is green?"
+
+
+@ONCE
 def test_an_upload_says_how_long_it_takes(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
     """While a file is read the page counts the seconds, and says from the second of a kind on how many it expects."""
     short, long = tmp_path / "short.txt", tmp_path / "long.txt"
@@ -70,6 +92,37 @@ def test_an_upload_says_how_long_it_takes(page: Any, open_engine: OpenEngine, tm
         assert 0 <= page.locator("#uploads progress").evaluate("one => one.value") < 1
         held[0].continue_()
         page.get_by_role("button", name="long.txt", exact=True).wait_for()
+
+
+@ONCE
+def test_an_upload_shows_its_chunks(
+    page: Any, open_engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file of its kind says how many of its chunks are computed, and the bar is their share."""
+    path, going_on = tmp_path / "lamps.txt", threading.Event()
+    path.write_text("".join(f"The lamp of harbour {number} is green. " for number in range(40)))
+    engine = open_engine()
+    put, stored = engine.store.put, list[object]()
+
+    def hold(*arguments: Any, **options: Any) -> Any:
+        stored.append(arguments)
+        if len(stored) == 3:
+            going_on.wait(60)
+        return put(*arguments, **options)
+
+    monkeypatch.setattr(engine.store, "put", hold)
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.get_by_label("Add files").set_input_files([path])
+        try:
+            shown = page.get_by_text(re.compile(r"^lamps\.txt: 2 of \d+ chunks computed, \d+ of about \d+ s$"))
+            shown.wait_for()
+            total = int(shown.inner_text().split()[3])
+            assert page.locator("#uploads progress").evaluate("one => one.value") == pytest.approx(2 / total)
+        finally:
+            going_on.set()
+        page.get_by_role("button", name="lamps.txt", exact=True).wait_for()
+        assert page.locator("#uploads li").count() == 0
 
 
 def test_reference(page: Any, open_engine: OpenEngine) -> None:

@@ -1,12 +1,14 @@
 """Isolation in a shared remote tier: no tenant finds, names, makes or uses another's entries."""
 
 import itertools
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from chunks import MODEL, make_chunk, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from remote_servers import SECRET, OpenShared, remote_of
 
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 from cacheblend.store.entry import EncodedEntry
+from cacheblend.store.remote.backend import ObjectRange
 from cacheblend.store.remote.object_format import ObjectFormat
 from cacheblend.store.remote.transfer import list_entries
 
@@ -129,8 +132,6 @@ def test_who_has_no_secret_cannot_name_list_or_poison(open_shared: OpenShared, t
     forged = [attacker.format.pack(poison), ObjectFormat(b"a guessed secret").pack(poison)]
     # 2. Another entry's object, and this one's header before another's layers.
     with attacker.reader() as reader:
-        from cacheblend.store.remote.backend import ObjectRange
-
         reader.request([ObjectRange(owner.name(each.digest), 0, 2**20) for each in (key, other_key)])
         mine, others = reader.receive(), reader.receive()
     assert mine is not None
@@ -165,3 +166,41 @@ def test_a_header_that_is_not_its_keys_is_no_entry(open_shared: OpenShared, tmp_
         reader = open_shared(f"reader{at}", url)
         assert reader.get(mine) is None
         assert remote_of(reader).stats().damaged == 1
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_header_with_a_text_that_is_none_is_damaged(open_shared: OpenShared, tmp_path: Path, secret: str | None) -> None:
+    """Headers whose checksums are right and whose names are no Unicode, or whose sizes are none, are damaged, and no errors."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    url = f"file://{tmp_path}/objects"
+    store = open_shared("owner", url, remote_secret=secret)
+    (key, kv), (other, other_kv) = make_chunk(1), make_chunk(2)
+    store.put(key, kv)
+    store.put(other, other_kv)
+    assert store.flush_remote(10)
+    remote = remote_of(store)
+    name = remote.format.name(key.digest)
+    with remote.reader() as reader:
+        reader.request([ObjectRange(name, 0, 2**20)])
+        good = reader.receive()
+    assert good is not None
+    start = 4096 if secret else 0
+    for at, lie in enumerate(({"namespace": "\ud800"}, {"model": "\ud800"}, {"key": "\ud800"}, {"heads": [[2, 4.0]] * 3})):
+        bad = rewritten(good.tobytes(), start, lie)
+        remote.backend.put(name, [np.frombuffer(bad, np.uint8)])
+        reader_of = open_shared(f"reader{at}", url, remote_secret=secret)
+        with reader_of.pin([key, other]) as placements:
+            assert [placement is None for placement in placements] == [True, False]
+        assert remote_of(reader_of).entries([name]) == [None]
+        assert remote_of(reader_of).stats().damaged == 1
+
+
+def rewritten(good: bytes, start: int, lie: dict[str, object]) -> bytes:
+    """An object whose header says something else, with a checksum that fits."""
+    end = start + 8 + int.from_bytes(good[start : start + 8], "little")
+    header = json.loads(good[start + 8 : end])
+    text = json.dumps(json.loads(header["__metadata__"]["entry"]) | lie)
+    header["__metadata__"] = {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+    raw = json.dumps(header).encode()
+    assert len(raw) <= end - start - 8
+    return good[: start + 8] + raw.ljust(end - start - 8) + good[end:]

@@ -14,6 +14,7 @@ from waiting import wait_until
 
 from cacheblend.base.errors import DamagedEntryError, RemoteError
 from cacheblend.store import KVStore
+from cacheblend.store.remote.backend import ObjectRange
 from cacheblend.store.remote.breaker import FAILURES, CircuitBreaker
 from cacheblend.store.remote.redis_backend import KEY_PREFIX
 from cacheblend.store.remote.remote_tier import RemoteStats
@@ -178,6 +179,39 @@ def test_garbage_is_no_answer(tmp_path_factory: pytest.TempPathFactory, open_sha
             assert store.get(key) is None
         assert stats_of(store).failures >= FAILURES
         assert stats_of(store).state == "open"
+
+
+@pytest.mark.parametrize(
+    "answer", [b":7\r\n", b"*1\r\n$1\r\nx\r\n", b"*1\r\n" * 20_000 + b":1\r\n", b"$x\r\n", b"*-1\r\n", b"$-1\r\n"]
+)
+def test_answers_of_another_kind_are_none(
+    tmp_path_factory: pytest.TempPathFactory, open_shared: OpenShared, answer: bytes
+) -> None:
+    """Numbers, lists, nested lists and nothing where bytes were asked for make misses and failures, and no other errors."""
+
+    def garbage(connection: socket.socket) -> None:
+        while connection.recv(4096):
+            connection.sendall(answer)
+
+    with bad_server(tmp_path_factory.mktemp("k"), garbage) as url:
+        store = open_shared("reader", url, remote_timeout_s=TIMEOUT_S)
+        assert store.get(KEYS[0]) is None
+        with store.pin(KEYS[1:2]) as placements:
+            assert placements == [None]
+        remote = remote_of(store)
+        assert remote.contains([KEYS[2].digest]) <= {KEYS[2].digest}
+        assert stats_of(store).failures >= 2
+
+
+def test_a_reader_that_is_closed_aborts_nobody(redis_server: RedisServer, open_shared: OpenShared) -> None:
+    """Who gives a reader up after it was closed does not end the next one, which has its connection."""
+    remote = remote_of(open_shared("a", redis_server.url))
+    first = remote.backend.reader()
+    first.close()
+    with remote.reader() as second:
+        first.abort()
+        second.request([ObjectRange("none", 0, 1)])
+        assert second.receive() is None
 
 
 def test_a_server_that_never_answers_costs_the_time_out(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from remote_servers import SECRET, OpenShared, RedisServer, remote_of
 from waiting import wait_until
 
 from cacheblend.base.errors import ConfigError, EvictedEntryError, MissingExtraError
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import KVStore, StoreConfig
 from cacheblend.store.remote.backend import ObjectRange
 from cacheblend.store.remote.transfer import list_entries, pull, push
@@ -198,6 +200,24 @@ def test_no_text_shows_the_secrets(caplog: pytest.LogCaptureFixture, tmp_path: P
         shown.append(str(caught.value))
     assert len(shown) > 5
     assert not any("hunter" in text or SECRET in text for text in shown)
+
+
+@pytest.mark.parametrize("password", ["hun/ter2", "hun?ter2", "hun#ter2", "hun@ter2", "hun[ter2"])
+@pytest.mark.parametrize("option", ["remote", "index"])
+def test_a_password_that_is_not_encoded_is_refused_unseen(password: str, option: str) -> None:
+    """A password with a character that ends a URL's host is refused, with what to do and nothing of it; encoded it is taken."""
+    scheme = "redis" if option == "remote" else "postgresql"
+
+    def config(given: str) -> None:
+        StoreConfig(remote=f"{scheme}://me:{given}@host/0") if option == "remote" else RetrieverConfig(
+            index=f"{scheme}://me:{given}@host/db"
+        )
+
+    with pytest.raises(ConfigError, match="percent-encode") as caught:
+        config(password)
+    assert "hun" not in str(caught.value)
+    assert "ter2" not in str(caught.value)
+    config(quote(password, safe=""))
 
 
 def test_the_secret_comes_from_a_file(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Removals that the remote tier was not told of: they outlive the process, and are made at the next opening."""
 
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from chunks import make_chunk
 from remote_servers import OpenShared, RedisServer, remote_of
-from waiting import wait_until
+from waiting import WAIT_S, wait_until
 
 from cacheblend.base.errors import RemoteError, StoreFullError
 from cacheblend.store import KVStore
+from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.remote.removal_log import RemovalLog
 
 KEY, KV = make_chunk(1)
@@ -64,6 +67,57 @@ def test_what_is_stored_again_stays(own_redis: RedisServer, open_shared: OpenSha
     assert third.flush_remote(10)
     assert is_there(third)
     assert open_one(open_shared, own_redis, "other").get(KEY) is not None
+
+
+@pytest.mark.parametrize("way", ["pin", "get", "fetch"])
+@pytest.mark.parametrize("remove", ["delete", "clear"])
+def test_a_copy_that_waits_does_not_bring_a_deleted_entry_back(
+    own_redis: RedisServer, open_shared: OpenShared, way: str, remove: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read from the remote tier and deleted before its copy is written is not written, though the remote was told."""
+    with open_one(open_shared, own_redis, "writer") as writer:
+        writer.put(KEY, KV)
+        assert writer.flush_remote(10)
+    store = open_one(open_shared, own_redis)
+
+    def delete() -> None:
+        if remove == "delete":
+            store.delete(KEY)
+            assert remote_of(store).uploads.flush(WAIT_S)
+        else:
+            store.clear()
+
+    if way == "pin":
+        with store.pin([KEY]) as (placement,):
+            assert placement is not None
+            delete()
+    elif way == "get":
+        loading, go_on = threading.Event(), threading.Event()
+        store_copy = store._read_through._store  # type: ignore[union-attr]  # it has one
+
+        def held(entry: EncodedEntry, since: int) -> None:
+            loading.set()
+            go_on.wait(WAIT_S)
+            store_copy(entry, since)
+
+        monkeypatch.setattr(store._read_through, "_store", held)
+        assert store.get(KEY) is not None
+        assert loading.wait(WAIT_S)
+        delete()
+        go_on.set()
+    else:
+        remote = remote_of(store)
+        load_all = remote.load_all
+
+        def read_then_delete(digests: Sequence[str]) -> Iterator[EncodedEntry]:
+            for entry in load_all(digests):
+                delete()
+                yield entry
+
+        monkeypatch.setattr(remote, "load_all", read_then_delete)
+        assert store.fetch([KEY]) == 0
+    store.flush()
+    assert KEY not in store
 
 
 def test_a_deletion_needs_no_room(

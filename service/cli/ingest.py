@@ -1,0 +1,364 @@
+"""`cacheblend ingest`: documents of files, folders and URLs into index and store, here, on Ray or in a running vLLM."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend.base.checks import GIB
+from cacheblend.base.errors import InputError
+from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
+from cacheblend.service.engine.ingest import IngestProgress, IngestReport, ReadingProgress
+from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
+from cacheblend.store.codecs import CODECS, LayerShape
+
+from . import options, terminal
+from .terminal import counted
+
+if TYPE_CHECKING:
+    from cacheblend.blend import KVGeometry
+    from cacheblend.service.engine.engine import Engine
+
+NOT_OF_INGEST = (
+    "preset",
+    "max_tokens",
+    "on_miss",
+    "prefix_budget_bytes",
+    "ram_budget_bytes",
+    "direct_reads",
+    "recompute_ratio",
+    "selector",
+    "min_score",
+    "reranker",
+)
+
+
+@options.takes(EngineConfig, RayConfig, VllmConfig, without=NOT_OF_INGEST)
+def ingest(
+    context: typer.Context,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|DIR|URL|-...", help="Text, code, PDF, Office, HTML, EPUB, JSON lines; folders, patterns, URLs, -."
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP} Not with --vllm.")
+    ] = None,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, however much disk the KV takes.")] = False,
+    shard: Annotated[
+        str,
+        typer.Option(metavar="I/N", help="Ingest the I-th of N shares; give each its own --store-dir, then `store merge`."),
+    ] = "1/1",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Stay, and follow the folders' changes until Ctrl-C or SIGTERM.")
+    ] = False,
+    allow_private_urls: Annotated[
+        bool, typer.Option("--allow-private-urls", help="Fetch URLs of this machine and of private networks, too.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Split, index and precompute documents. What is stored already is skipped, so an interrupted run goes on where it was.
+
+    Documents are read one by one, files twice: once to check and count them all, before the model is loaded. Of several files,
+    those that cannot be used are listed at the end, and the exit code is 1. Hidden and ignored files are left out.
+
+    Examples:
+        cacheblend ingest handbook/ --model ./model
+
+        cacheblend ingest "papers/**/*.pdf" notes.docx --model ./model
+
+        cacheblend ingest https://example.org/handbook.html --model ./model
+
+        cacheblend ingest handbook/ --model ./model --watch
+
+        cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
+
+        cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
+
+        cacheblend ingest corpus/ "s3://bucket/corpus" -m ./model --ray local --ray-actors 2
+
+        cacheblend ingest handbook/ --vllm http://localhost:8000
+    """
+    ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)
+    if vllm.vllm is not None:
+        if watch or ray.ray is not None:
+            raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
+        with closing(DocumentStream(sources, Shard.parse(shard), allow_private_urls=allow_private_urls)) as stream:
+            _ingest_into_vllm(stream, vllm, as_json=as_json)
+        return
+    if model is None:
+        raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
+    if ray.ray is not None:
+        if watch:
+            raise InputError("--watch cannot be given with --ray; run the command again after a change")
+        _ingest_on_ray(sources, ray, shard, context, model, store_dir, settings, yes=yes, as_json=as_json)
+        return
+    if watch:
+        from cacheblend.service.engine.folder_watch import check_folders
+
+        check_folders(sources, store_dir, shard)
+    stream = DocumentStream(sources, Shard.parse(shard), allow_private_urls=allow_private_urls)
+    with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
+        _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: what is open is closed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ingest(
+    stream: DocumentStream,
+    context: typer.Context,
+    model: str,
+    store_dir: Path,
+    settings: options.Settings,
+    *,
+    folders: Sequence[str],
+    yes: bool,
+    as_json: bool,
+) -> None:
+    try:
+        size = _measured(stream)
+    except InputError:
+        if not folders:
+            raise
+        size = StreamSize(0, 0)  # a folder that is filled later
+    with terminal.shown_stages():
+        from cacheblend.service.engine.config import remember_settings
+        from cacheblend.service.engine.engine import Engine
+
+        from .profile import load_fusor
+
+        # Nobody reads here, and memory that is used again costs less than new.
+        config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
+        fusor = load_fusor(config)
+    config = _agreed(config, fusor.decoder.geometry, size, codec_is_free=_codec_is_free(context), yes=yes)
+    try:
+        with Engine(config, fusor=fusor) as engine:
+            remember_settings(config)
+            with IngestProgress(terminal.stderr, stream, size) as progress:
+                documents = stream if size != StreamSize(0, 0) else ()
+                report = engine.ingest_stream(documents, progress.update, progress.check, progress.note_batch)
+            if folders:
+                report += _follow(engine, folders, stream.report)
+    except KeyboardInterrupt:
+        _tell_interrupted()
+        raise
+    _tell_end(report, stream.report, as_json=as_json)
+
+
+def _measured(stream: DocumentStream) -> StreamSize | None:
+    """Read all once; say what is left out, and how many documents there are."""
+    with ReadingProgress(terminal.stderr) as reading:
+        stream.report.on_file = reading.update
+        try:
+            size = stream.measure()
+        finally:
+            stream.report.on_file = lambda _: None
+    _print_skipped(stream.report)
+    files = max(reading.files, 1)
+    if size is not None and size.documents > files:
+        made = f"{counted(files, 'file')} read: {counted(size.documents, 'document')}"
+        terminal.stderr.print(f"{made}, as a page, a slide, a sheet and a line is one each", highlight=False, soft_wrap=True)
+    return size
+
+
+def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool) -> None:
+    """Have a running vLLM store the documents' KV; its own store and settings are what counts."""
+    size = _measured(stream)
+    try:
+        with IngestProgress(terminal.stderr, stream, size) as progress:
+            report = upload_documents(stream, vllm, stream.report.faults, progress.update)
+    except KeyboardInterrupt:
+        _tell_interrupted()
+        raise
+    if as_json:
+        terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
+    else:
+        terminal.stdout.print(
+            f"{counted(report.documents, 'document')}, {counted(report.chunks, 'chunk')}: KV of {report.computed} computed, "
+            f"{report.already_stored} stored before ({report.seconds:.1f} s)",
+            highlight=False,
+        )
+    _tell_faults(stream.report)
+
+
+def _ingest_on_ray(
+    sources: Sequence[str],
+    ray: RayConfig,
+    shard: str,
+    context: typer.Context,
+    model: str,
+    store_dir: Path,
+    settings: options.Settings,
+    *,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    size = None  # of objects in a store, which cost money to read twice
+    if not any("://" in source for source in sources):
+        with closing(DocumentStream(sources, Shard.parse(shard))) as stream:
+            size = _measured(stream)
+    with terminal.shown_stages():
+        from cacheblend.blend.models import kv_geometry
+        from cacheblend.service.engine.config import torch_dtype
+
+        config = settings.make(EngineConfig, model=model, store_dir=store_dir)
+        geometry = kv_geometry(config.model, config.resolve_device(), torch_dtype(config.dtype))
+    config = _agreed(config, geometry, size, codec_is_free=_codec_is_free(context), yes=yes)
+    found = SourceReport()
+    try:
+        # What Ray says of a process that died would stand before the JSON object.
+        with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
+            report = distributed_ingest()(
+                sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update
+            )
+    except KeyboardInterrupt:
+        _tell_interrupted()
+        raise
+    if size is None:
+        _print_skipped(found)
+    _tell_end(report, found, as_json=as_json)
+
+
+def _tell_interrupted() -> None:
+    terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
+
+
+def _tell_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
+    """Say what was ingested, and what could not be used."""
+    if as_json:
+        terminal.print_json({**report.as_dict(), **found.as_dict()})
+    else:
+        _print_ingested(report)
+    _tell_faults(found)
+
+
+def _tell_faults(found: SourceReport) -> None:
+    """Say what could not be used, which makes the exit code 1."""
+    if faults := found.faults:
+        terminal.stderr.print(f"{counted(len(faults), 'file')} could not be used:", highlight=False)
+        for why in faults.values():
+            terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> IngestReport:
+    """Follow folders until a signal; what that ingested."""
+    from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
+
+    total = IngestReport.empty()
+
+    def show_report(report: FollowReport) -> None:
+        nonlocal total
+        total += report.ingested
+        terminal.stderr.print(str(report), highlight=False, soft_wrap=True)
+        for why in report.faults.values():
+            terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
+
+    try:
+        watch = FolderWatch(engine, folders)
+        if report := watch.follow():
+            report.faults = {name: why for name, why in report.faults.items() if name not in found.faults}
+            show_report(report)
+        terminal.stderr.print(f"watching {', '.join(folders)}; Ctrl-C ends it", highlight=False, soft_wrap=True)
+        watch.run(show_report)
+    except KeyboardInterrupt:
+        terminal.stderr.print("stopped watching; the same command goes on from there", highlight=False)
+    return total
+
+
+def _print_skipped(report: SourceReport) -> None:
+    """Say what no document was made of, before the long work begins."""
+    for why, files in groupby(sorted(report.skipped.items(), key=itemgetter(1)), key=itemgetter(1)):
+        names = [name for name, _ in files]
+        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+        terminal.stderr.print(f"skipped, {why}: {', '.join(names[:NAMED])}{more}", highlight=False, soft_wrap=True)
+    if report.faults:
+        unusable = counted(len(report.faults), "file")
+        terminal.stderr.print(f"{unusable} cannot be used; listed at the end", highlight=False)
+
+
+def _print_ingested(report: IngestReport) -> None:
+    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
+    terminal.stdout.print(
+        f"{counted(report.documents, 'document')} ({report.added} new, {report.replaced} replaced, "
+        f"{report.unchanged} unchanged), {counted(report.chunks, 'chunk')}: "
+        f"KV of {report.computed} computed, {report.already_stored} stored before "
+        f"({report.seconds:.1f} s{speed})",
+        highlight=False,
+    )
+
+
+NAMED = 10  # skipped files of each reason
+CHARACTERS_PER_TOKEN = 4.0  # of English text, before any is tokenised
+ASK_FROM_BYTES = 2 * GIB
+LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
+
+
+def _codec_is_free(context: typer.Context) -> bool:
+    """Whether nobody named the codec."""
+    source = context.get_parameter_source("kv_cache_dtype")
+    return source is not None and source.name == "DEFAULT"
+
+
+def _agreed(
+    config: EngineConfig, geometry: KVGeometry, size: StreamSize | None, *, codec_is_free: bool, yes: bool
+) -> EngineConfig:
+    """Say what an ingest takes, ask where that is much, and give the configuration with a codec that fits.
+
+    Args:
+        config: as it was asked for.
+        geometry: of the model's KV.
+        size: of the documents; None where that is not known.
+        codec_is_free: nobody named the codec.
+        yes: do not ask.
+
+    Raises:
+        InputError: it is much, and nobody can be asked.
+    """
+    folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
+    shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
+    token_bytes = {name: geometry.layers * codec.encoded_shape(shape).nbytes / chunk_tokens for name, codec in CODECS.items()}
+    tokens = size.characters / CHARACTERS_PER_TOKEN if size else 0
+    stored = sum(file.stat().st_size for file in (folder / KV_FOLDER).rglob("*") if file.is_file())
+    above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    room = min(config.store.nvme_budget_bytes, shutil.disk_usage(above).free + stored)
+    codec = config.kv_cache_dtype
+    if codec_is_free and tokens * token_bytes[codec] > room:
+        codec = next((name for name in LOSSY if tokens * token_bytes[name] <= room), LOSSY[-1])
+    need = max(0.0, tokens * token_bytes[codec] - stored)
+    estimate = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
+    if size:
+        estimate += f": about {tokens:,.0f} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
+    if codec != config.kv_cache_dtype:
+        estimate += f"; raw KV, which is exact, would take {tokens * token_bytes['raw'] / 1e9:.1f} GB"
+    if need + stored > room:
+        estimate += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
+    if need > ASK_FROM_BYTES and not yes:
+        terminal.confirm(f"{estimate}. Go on?")
+    else:
+        terminal.stderr.print(estimate, highlight=False, soft_wrap=True)
+    return replace(config, kv_cache_dtype=codec)

@@ -1,0 +1,31 @@
+"""Example questions beside a store: read whoever wrote them, and none where the file is no list of texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cacheblend.service.engine.config import EXAMPLES_FILE, MOST_EXAMPLES, read_examples, write_examples
+
+
+def test_kept_and_found(tmp_path: Path) -> None:
+    """What is written is read again, at most so many."""
+    questions = [f"Wofür ist Nummer {number}?" for number in range(MOST_EXAMPLES + 1)]
+    write_examples(tmp_path, questions)
+    assert read_examples(tmp_path) == questions[:-1]
+
+
+@pytest.mark.parametrize("text", [None, "", "{", '{"a": 1}', "3"])
+def test_no_list(tmp_path: Path, text: str | None) -> None:
+    """A file that is missing, torn or something else is no error."""
+    if text is not None:
+        (tmp_path / EXAMPLES_FILE).write_text(text)
+    assert read_examples(tmp_path) == []
+
+
+def test_written_by_hand(tmp_path: Path) -> None:
+    """Of a list the texts are taken."""
+    (tmp_path / EXAMPLES_FILE).write_text(json.dumps(["Why?", 3, None, " ", "Where?"]))
+    assert read_examples(tmp_path) == ["Why?", "Where?"]
