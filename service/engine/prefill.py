@@ -259,7 +259,7 @@ class Prefiller:
 
     def _without_remote(self, prompt: PromptTokens, known: int) -> tuple[float, float]:
         """Seconds to compute what a request's remote KV saves at most, and those that its first bytes are known to take."""
-        estimator, speed = self.controller or self._work, self._remote_speed()
+        estimator, speed = self.controller or self.work, self._remote_speed()
         full_s = estimator.full_s(len(prompt.token_ids) - known)
         return full_s, 0.0 if speed is None else speed.latency_s
 

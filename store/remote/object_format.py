@@ -9,8 +9,8 @@ n x 4096     the bytes of the entry's file: header and layers (docs/store.md)
 ```
 
 A tag is HMAC-SHA256 over the object's name and the bytes, with a key that only the deployment's secret and the tenant give. So
-layers are authenticated one by one as they come, and belong to this header of this entry; and nothing of a header is parsed before
-its tag was checked. Without a secret there is no seal, and the checksums of the file are checked alone.
+layers are authenticated one by one as they come, and belong to this header of this entry; and nothing of a header is parsed
+before its tag was checked. Without a secret there is no seal, and the checksums of the file are checked alone.
 """
 
 from __future__ import annotations
