@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -334,16 +334,18 @@ class Catalog(ABC):
 
     def has_chunks(self, ids: Sequence[int]) -> bool:
         """Whether there is a chunk of each of these index ids; not so of an index that does not fit this catalog."""
-        return len(self._chosen("SELECT c.id FROM chunks c WHERE TRUE", "ORDER BY c.id", ids)) == len(ids)
+        return sum(1 for _ in self._chosen("SELECT c.id FROM chunks c", ids)) == len(ids)
 
     def texts(self, ids: Sequence[int] | None = None) -> Iterator[tuple[int, str, str, str]]:
         """Index id, document's id and title, and text of chunks, a document after the other; damage shows later.
+
+        They are read as they are taken, all in one snapshot.
 
         Args:
             ids: of the chunks; None for all.
         """
         query = "SELECT c.id, d.id, d.title, c.text FROM chunks c JOIN documents d ON d.id = c.document_id"
-        rows = self._chosen(query, "ORDER BY c.id", ids)
+        rows = self._chosen(query, ids)
         return ((id_, str(document_id), str(title), str(text)) for id_, document_id, title, text in rows)
 
     def document_texts(self, document_id: str, version: str) -> list[str]:
@@ -362,14 +364,14 @@ class Catalog(ABC):
             ids: of the chunks; None for all.
         """
         query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id"
-        return self._vectors_of(self._chosen(query, "ORDER BY c.id", ids))
+        return self._vectors_of(self._chosen(query, ids))
 
     def document_vectors(self, document_id: str) -> NDArray[np.float32]:
         """The vectors of a document's chunks, in order, float32 (N, D)."""
         query = "SELECT c.id, c.document_id, c.vector FROM chunks c WHERE c.document_id = ? ORDER BY c.id"
         return self._vectors_of(self._rows(query, (document_id,)))[1]
 
-    def _vectors_of(self, rows: Sequence[tuple[Any, ...]]) -> tuple[list[int], NDArray[np.float32]]:
+    def _vectors_of(self, rows: Iterable[tuple[Any, ...]]) -> tuple[list[int], NDArray[np.float32]]:
         dimensions = self.dimensions or 0
         ids: list[int] = []
         vectors: list[NDArray[np.float32]] = []
@@ -388,16 +390,23 @@ class Catalog(ABC):
             logger.error("a chunk is not in the index: %s", DamagedDocumentError(owner))
         return ids, np.array(vectors, dtype=np.float32).reshape(len(ids), dimensions)
 
-    def _chosen(self, query: str, order: str, ids: Sequence[int] | None) -> list[tuple[Any, ...]]:
-        """The rows of a query over chunks `c`, of all or of some ids."""
+    def _chosen(self, query: str, ids: Sequence[int] | None) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query over chunks `c`, by their id, which comes first; of all or of some ids.
+
+        A part at a time, so that no statement runs long, no answer fills the memory, and a server hears of a reader that works
+        long on what it reads.
+        """
+        query += " AND" if " WHERE " in query else " WHERE"
         if ids is None:
-            return self._rows(f"{query} {order}")
-        word = "AND" if " WHERE " in query else "WHERE"
+            last = -(2**63)
+            while rows := self._rows(f"{query} c.id > ? ORDER BY c.id LIMIT {_GIVEN}", (last,)):
+                yield from rows
+                last = rows[-1][0]
+            return
         ordered = sorted(ids)
-        parts = (ordered[start : start + _GIVEN] for start in range(0, len(ordered), _GIVEN))
-        return [
-            row for part in parts for row in self._rows(f"{query} {word} c.id IN ({', '.join('?' * len(part))}) {order}", part)
-        ]
+        for start in range(0, len(ordered), _GIVEN):
+            part = ordered[start : start + _GIVEN]
+            yield from self._rows(f"{query} c.id IN ({', '.join('?' * len(part))}) ORDER BY c.id", part)
 
     def _remove(self, document_id: str) -> list[int]:
         removed = [id_ for (id_,) in self._rows("SELECT id FROM chunks WHERE document_id = ?", (document_id,))]

@@ -130,6 +130,10 @@ class ChunkEncoder:
             namespace=namespace,
         )
 
+    def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:
+        """The store's keys of all chunks of a document, in its order."""
+        return list(map(self.key, chunks, self.context.earlier(chunks)))
+
     def compute(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> ChunkKV:
         """The KV of one chunk after these chunks of its document."""
         (kv,) = self.fusor.precompute_document([*earlier, token_ids], self.prefix_ids, [len(earlier)], self.context)

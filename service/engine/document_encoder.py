@@ -115,7 +115,7 @@ class DocumentEncoder:
             own: list[Sequence[int]] = [chunk.token_ids for chunk in (new.chunks if new else self._chunks(document))]
             version = (document.id, document.version)
             encoded.chunks[version] = own
-            encoded.keys[version] = list(map(self._encoder.key, own, self._encoder.context.earlier(own)))
+            encoded.keys[version] = self._encoder.keys_of_document(own)
         encoded.found = self._stored(encoded.distinct_keys)
         return encoded
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import InputError, StoreFullError
+from cacheblend.base.errors import DamagedDocumentError, InputError, StoreFullError
 from cacheblend.retriever import CatalogedDocument
 from cacheblend.store import StoredDocument
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .document_encoder import EncodedDocuments
 
 LISTED = 256  # documents that are read at once for a page of a listing, and more where the page has more
+logger = logging.getLogger(__name__)
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 
 
@@ -130,6 +132,7 @@ class Documents:
         changing: held by whoever changes documents in both, so that a deletion does not come between an ingest's two halves.
         shared: other replicas change the index too: what the store alone knows was deleted there, and goes from the store by
             itself.
+        keys_of: the keys of a document's chunks, given the token ids of each; None where there is no model at hand.
     """
 
     def __init__(
@@ -139,7 +142,9 @@ class Documents:
         changing: AbstractContextManager[object] | None = None,
         *,
         shared: bool = False,
+        keys_of: Callable[[Sequence[Sequence[int]]], list[ChunkKey]] | None = None,
     ) -> None:
+        self._keys_of = keys_of
         self._index, self._store, self._shared = index, store, shared
         self._changing = changing or nullcontext()
 
@@ -286,6 +291,7 @@ class Documents:
         return _together(id_, statuses)
 
     def _delete(self, id_: str) -> None:
+        self._note_chunks(id_)
         if self._store.documents.version(id_) is not None:
             self._store.documents.delete(id_)
         if self._index.document(id_) is not None:
@@ -295,6 +301,18 @@ class Documents:
                 if not self._store.release_reserve():
                     raise
                 self._index.delete(id_)
+
+    def _note_chunks(self, id_: str) -> None:
+        """Note a document's chunks in the store, so that the remote tier's entries go with it: another machine may have made
+        them. Where that cannot be, those stay, which hold up no deletion.
+        """
+        if self._keys_of is None or self._store.remote is None or (version := self._index.version(id_)) is None:
+            return
+        try:
+            chunks = [chunk.token_ids for chunk in self._index.chunks(id_)]
+            self._store.own_documents.put([(id_, version, list(dict.fromkeys(self._keys_of(chunks))))])
+        except (DamagedDocumentError, StoreFullError) as error:
+            logger.warning("a deleted document's KV may stay in the remote tier: %s", error)
 
     def pin(self, id_: str) -> DocumentStatus:
         """Spare the KV of the chunks of a document, or a file's, from evictions, also what is computed later; the status then.

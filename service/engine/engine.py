@@ -106,7 +106,13 @@ class Engine:
     def documents(self) -> Documents:
         """The ingested documents: list, show, pin, unpin and delete."""
         self._check_open()
-        return Documents(self.retriever, self.store, self._changing, shared=self._follower is not None)
+        return Documents(
+            self.retriever,
+            self.store,
+            self._changing,
+            shared=self._follower is not None,
+            keys_of=self._encoder.keys_of_document,
+        )
 
     @property
     def methods(self) -> tuple[str, ...]:

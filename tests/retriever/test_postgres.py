@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from cacheblend.base.errors import (
     RetrieverError,
 )
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
+from cacheblend.retriever import catalog as catalog_module
 from cacheblend.retriever.index_folder import IndexedDocuments, merge_indexes
 
 CATS = {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof."}
@@ -87,6 +88,38 @@ def test_the_same_as_in_a_folder(replica: Open, retrieval: str) -> None:
                 assert retriever.ids(prefix) == [id_ for id_ in ids(retriever) if id_.startswith(prefix)]
         assert other.document("odd") is not None
         assert other.document("odd").title == ODD["title"]  # type: ignore[union-attr]
+
+
+def test_what_is_large_is_read_in_parts(replica: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts and vectors are read some rows at a time, each part when the one before is taken: no statement or answer is
+    large, and the server does not take a reader for one that hangs.
+    """
+    one = replica()
+    one.add([CATS, DOGS, BIRDS, ODD])
+    catalog, parts = one._catalog, list[int]()
+    with catalog.snapshot():
+        texts, vectors = list(catalog.texts()), catalog.vectors()
+    assert len(texts) == len(vectors[0]) > 6
+    read = catalog._rows
+
+    def counted(sql: str, arguments: Sequence[object] = ()) -> list[tuple[object, ...]]:
+        rows = read(sql, arguments)
+        parts.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(catalog_module, "_GIVEN", 3)
+    monkeypatch.setattr(catalog, "_rows", counted)
+    with catalog.snapshot():
+        lazily = catalog.texts()
+        first = next(lazily)
+        assert parts == [3]
+        assert [first, *lazily] == texts
+        again = catalog.vectors()
+        some = catalog.vectors(vectors[0][1:6])
+    assert max(parts) == 3
+    assert again[0] == vectors[0]
+    assert (again[1] == vectors[1]).all()
+    assert some[0] == vectors[0][1:6]
 
 
 def test_others_changes_are_taken_over_one_by_one(replica: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Engines that share a remote tier: KV of one is a hit at another, and faults of the server never reach an answer."""
 
+import shutil
 import threading
 import time
 from collections import deque
@@ -74,6 +75,29 @@ def test_what_one_ingested_another_does_not_compute(redis_server: RedisServer, o
     other.documents.delete(str(DOCUMENTS[0]["id"]))
     assert other.store.flush_remote(10)
     assert len(list(remote_of(other.store).backend.ls())) < computed.chunks
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_deletion_takes_what_another_machine_has_put(
+    used: bool, redis_server: RedisServer, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """A document whose KV this store has never had, or in part, goes from the remote tier when it is deleted; others' stays."""
+    writer = open_engine(store_dir=tmp_path / "a", remote=redis_server.url)
+    writer.ingest(DOCUMENTS[1:])
+    assert writer.store.flush_remote(10)
+    others = set(remote_of(writer.store).backend.ls())
+    writer.ingest(DOCUMENTS[:1])
+    assert writer.store.flush_remote(10)
+    assert set(remote_of(writer.store).backend.ls()) > others
+    writer.close()
+    # The index alone comes over, as one does that machines share.
+    shutil.copytree(tmp_path / "a" / "index", tmp_path / "b" / "index")
+    reader = open_engine(store_dir=tmp_path / "b", remote=redis_server.url)
+    if used:
+        reader.answer(QUESTION)
+    reader.documents.delete(str(DOCUMENTS[0]["id"]))
+    assert reader.store.flush_remote(10)
+    assert set(remote_of(reader.store).backend.ls()) == others
 
 
 def _paused(server: RedisServer) -> None:
