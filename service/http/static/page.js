@@ -111,12 +111,14 @@ function showExamples() {
   const shown = [...$("examples").children].map((one) => one.textContent);
   if (questions.join("\n") === shown.join("\n")) return; // one of them may have the focus
   $("examples").replaceChildren(
-    ...questions.map((question) =>
-      button(question, () => {
+    ...questions.map((question) => {
+      const example = button(question, () => {
         $("question").value = question;
         $("ask").requestSubmit();
-      }),
-    ),
+      });
+      example.title = question; // the row may cut it
+      return example;
+    }),
   );
 }
 

@@ -18,6 +18,7 @@ from engines import QUESTION, OpenEngine
 from waiting import wait_until
 
 from cacheblend.service import Engine
+from cacheblend.service.engine.config import write_examples
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http.auth import TenantConfig, hash_key
 from cacheblend.service.http.page import FILES, STATIC
@@ -109,8 +110,9 @@ def ordinary_page(browser: Any) -> Iterator[Callable[[int, int], Any]]:
         yield open_one
 
 
-def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], address: str) -> None:
+def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], address: str, engine: Engine) -> None:
     """With six chunks, after a race, the answer and the whole strip are seen at 1280 x 800 without scrolling."""
+    write_examples(Path(engine.config.store_dir), [f"{QUESTION} {number} {QUESTION}" for number in range(3)])
     page = ordinary_page(1280, 800)
     open_page(page, address)
     ask(page, QUESTION, 6, 8)
@@ -122,6 +124,9 @@ def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], a
     page.locator("#bars li").nth(5).wait_for()
     page.locator("#answer[aria-busy=false]").wait_for()
     assert page.evaluate("scrollY") == 0
+    assert page.locator("#examples button").count() == 3
+    assert page.locator("#measured").is_visible()
+    assert fits(page)
     for part in ("#strip", "#answer", "#summary"):
         box = page.locator(part).bounding_box()
         assert box["y"] + box["height"] <= 800, part
