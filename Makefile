@@ -53,7 +53,7 @@ check-vllm:
 
 docs: $(BIN)/.linked
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]" --config-settings editable_mode=strict
-	$(BIN)/python -m mkdocs build --quiet --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
 wheel: $(BIN)/.linked
 	scripts/build_wheel.sh
