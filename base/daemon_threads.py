@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ class DaemonThreads:
         return self._busy
 
     def run(self, task: Callable[[], None]) -> threading.Event:
-        """Begin a task that raises nothing; the event is set at its end."""
+        """Begin a task; the event is set at its end. What it raises is logged."""
         ended = threading.Event()
         with self._changing:
             self._busy += 1
@@ -68,9 +70,10 @@ class DaemonThreads:
                 continue
             try:
                 task()
-            finally:
-                del task  # what it holds may be large
-                with self._changing:
-                    self._busy -= 1
-                    self._idle += 1
-                ended.set()
+            except BaseException:  # the thread is counted on for the next task
+                logger.exception("a task of the threads %s failed", self._name)
+            del task  # what it holds may be large
+            with self._changing:
+                self._busy -= 1
+                self._idle += 1
+            ended.set()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import sys
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 REQUESTS = 32  # under way at once
+LET_GO_S, CANCELLED_S = 1.0, 0.05  # that threads of the library are waited for at the end, with a result and without
 FOLDERS = 2  # hexadecimal digits of a name that are its folder: file systems are slow with many files in one
 
 
@@ -42,19 +47,75 @@ def _reporting(address: RemoteAddress) -> Iterator[None]:
         raise RemoteError(f"{address}: {type(error).__name__}") from None
 
 
+class _EventLoop(asyncio.SelectorEventLoop):
+    """An event loop that knows which threads are in the midst of handing it something.
+
+    The library's threads hand over results, which lets go of the interpreter's lock for a moment. A thread that wants it back
+    while the interpreter ends brings the process down.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handing_over: set[int] = set()
+
+    def call_soon_threadsafe(  # type: ignore[override]  # without a variadic type: its arguments are handed on as they are
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See `AbstractEventLoop`."""
+        self.handing_over.add(threading.get_ident())
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        finally:
+            self.handing_over.discard(threading.get_ident())
+
+
 class _Loop:
     """An asyncio loop in a thread of its own, for requests that are under way together."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _EventLoop()
         self._thread = threading.Thread(target=self._run, name="cacheblend-objects", daemon=True)
         self._thread.start()
         self._slots = asyncio.Semaphore(REQUESTS)
         self._answered = self._failed = 0
+        self._changing = threading.Lock()
+        self._closed = False
+        _OPEN.add(self)
 
     def begin(self, task: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a task; its result comes in the future."""
-        return asyncio.run_coroutine_threadsafe(task, self._loop)
+        """Begin a task; its result comes in the future, an error where the loop is closed by then."""
+        with self._changing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(task, self._loop)
+        task.close()
+        raise RemoteError("the remote tier is closed")
+
+    def close(self) -> None:
+        """Cancel what is under way, and end the thread; a second call does nothing."""
+        with self._changing:
+            if self._closed or sys.is_finalizing():  # then the interpreter has ended the thread, in the midst of the loop
+                return
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join()
+        deadline = time.monotonic() + LET_GO_S
+        while self._loop.handing_over and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if ending.result():  # the library's threads find out that nobody wants their result
+            time.sleep(CANCELLED_S)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _end(self) -> int:
+        """Cancel all, have those who wait for it know, and give how many there were."""
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.call_soon(self._loop.stop)
+        return len(tasks)
 
     async def bounded(self, request: Callable[[], Awaitable[T]], bound_s: float) -> T:
         """What a request gives, once fewer than `REQUESTS` others are under way; raises `TimeoutError` after the time."""
@@ -71,20 +132,14 @@ class _Loop:
             self._answered += 1
             return result
 
-    def close(self) -> None:
-        """End the thread; what is under way is left."""
-        if not sys.is_finalizing():  # else the interpreter has ended the thread, in the midst of the loop
-            self._loop.call_soon_threadsafe(self._stop)
-            self._thread.join()
 
-    def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
+_OPEN: weakref.WeakSet[_Loop] = weakref.WeakSet()
 
-    def _stop(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.call_soon(self._loop.stop)
+
+@atexit.register
+def _close_open() -> None:
+    for loop in list(_OPEN):
+        loop.close()
 
 
 class ObjectBackend:

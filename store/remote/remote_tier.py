@@ -38,6 +38,7 @@ MAX_LAYOUTS = 4096
 LAYOUT_S = 60.0  # for which an entry's header is taken to be as it was
 MISSING_S = 60.0  # for which an entry whose bytes were wrong, or that went, is not looked up again
 MAX_MISSING = 65_536
+LATENCY_BYTES = 2**20  # of a layer at most: larger ranges are entries, whose first tells more of the throughput
 LOAD_ENTRIES, LOAD_BYTES = 64, 64 * 2**20  # that are asked for together
 LOOKUPS, MIN_PATIENCE_S = 8, 0.05  # a look-up's next answer is given so many times what the last one's first took, and this
 
@@ -157,10 +158,11 @@ class RemoteTier:
         if not self.reads.allows():
             raise RemoteError(f"the remote tier at {self.address} is not asked for a while, since it did not answer")
         opened: list[RangeReader] = []
+        largest = max((one.stop - one.start for one in ranges), default=0)
 
         def receive() -> list[Bytes | None]:
             found: list[Bytes | None] = []
-            with self._timing() as clock, self.reader() as reader:
+            with self._timing(tells_latency=largest <= LATENCY_BYTES) as clock, self.reader() as reader:
                 opened.append(reader)
                 reader.request(ranges)
                 clock.ask(len(ranges))
@@ -314,8 +316,8 @@ class RemoteTier:
         self.reads.succeed()
 
     @contextmanager
-    def _timing(self) -> Iterator[StreamClock]:
-        clock = StreamClock(self.meter)
+    def _timing(self, *, tells_latency: bool) -> Iterator[StreamClock]:
+        clock = StreamClock(self.meter, tells_latency=tells_latency)
         yield clock
         clock.stop()
 

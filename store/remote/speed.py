@@ -61,10 +61,14 @@ class StreamClock:
     Args:
         meter: told by `stop`.
         clock: seconds that only grow.
+        tells_latency: whether the first answer comes as soon as anything could. It does not where it has many bytes: then its
+            seconds but for the latency that is known are those of its bytes.
     """
 
-    def __init__(self, meter: SpeedMeter, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._meter, self._clock = meter, clock
+    def __init__(
+        self, meter: SpeedMeter, clock: Callable[[], float] = time.perf_counter, *, tells_latency: bool = True
+    ) -> None:
+        self._meter, self._clock, self._tells_latency = meter, clock, tells_latency
         self._since = 0.0
         self._waiting = 0
         self._latency_s: float | None = None
@@ -79,7 +83,7 @@ class StreamClock:
     def answer(self, count: int) -> None:
         """Note an answer of so many bytes."""
         now = self._clock()
-        if self._latency_s is None:  # its own bytes are in it, as little as they may be
+        if self._tells_latency and self._latency_s is None:  # its own bytes are in it, as little as they may be
             self._latency_s = now - self._since
         else:
             self._bytes += count
@@ -91,6 +95,8 @@ class StreamClock:
         """Tell the meter what was seen, waits that had no answer included."""
         if self._waiting:
             self._seconds += self._clock() - self._since
+        if not self._tells_latency:
+            self._seconds = max(self._seconds - (self._meter.latency_s or 0.0), self._seconds / 2)
         self._meter.observe(self._latency_s, self._bytes, self._seconds)
 
 

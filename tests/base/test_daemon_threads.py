@@ -4,6 +4,8 @@ import threading
 import time
 import weakref
 
+import pytest
+
 from cacheblend.base.daemon_threads import DaemonThreads
 
 
@@ -52,3 +54,15 @@ def test_a_task_is_let_go() -> None:
     del large
     assert ended.wait(60)
     assert gone.wait(60)
+
+
+def test_a_task_that_raises_takes_no_thread_along(caplog: pytest.LogCaptureFixture) -> None:
+    """After a task that raised, its thread runs the next one, and the error is logged."""
+    threads = DaemonThreads("raising")
+
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    assert threads.run(fail).wait(60)
+    assert threads.run(lambda: None).wait(60)
+    assert "wrong" in caplog.text

@@ -1,7 +1,9 @@
 """The remote tier on real servers: what one store writes, every store that shares it reads, on each backend alike."""
 
+import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from urllib.parse import quote
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 from chunks import FILE_BYTES, file_of, make_chunk, same
 from remote_servers import SECRET, OpenShared, RedisServer, remote_of
-from waiting import wait_until
+from waiting import WAIT_S, wait_until
 
-from cacheblend.base.errors import ConfigError, EvictedEntryError, MissingExtraError
+from cacheblend.base.daemon_threads import DaemonThreads
+from cacheblend.base.errors import ConfigError, EvictedEntryError, MissingExtraError, RemoteError
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import KVStore, StoreConfig
-from cacheblend.store.remote.backend import ObjectRange
+from cacheblend.store.remote.address import RemoteAddress
+from cacheblend.store.remote.backend import BackendLimits, ObjectRange
 from cacheblend.store.remote.transfer import list_entries, pull, push
 
 CHUNKS = [make_chunk(seed) for seed in range(1, 5)]
@@ -271,3 +275,26 @@ assert store.remote.backend.sizes(["none"]) == [None]
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_who_waits_for_an_object_store_that_is_closed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing a backend ends what is under way by an error, in the threads that wait for it; later calls get one too."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    import obstore
+
+    begun = threading.Event()
+
+    async def never(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(obstore, "put_async", never)
+    backend = RemoteAddress(f"file://{tmp_path}/objects").open(BackendLimits(timeout_s=60.0))
+    put = DaemonThreads("put").call(lambda: backend.put("name", [np.zeros(1, np.uint8)]))
+    assert begun.wait(WAIT_S)
+    backend.close()
+    with pytest.raises(RemoteError):
+        put.result(WAIT_S)
+    with pytest.raises(RemoteError):
+        backend.sizes(["name"])
+    backend.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheblend.store.remote.speed import FRESH_S, MIN_BYTES, SpeedMeter
+from cacheblend.store.remote.speed import FRESH_S, MIN_BYTES, SpeedMeter, StreamClock
 
 MB = 10**6
 
@@ -31,3 +31,16 @@ def test_what_says_nothing_is_not_noted() -> None:
     assert meter.speed() == pytest.approx((0.01, 100 * MB))
     now[0] = FRESH_S + 1
     assert meter.speed() is None
+
+
+def test_a_whole_entry_tells_no_latency() -> None:
+    """A read whose first answer is large changes the throughput, its known latency left out, and not the latency."""
+    now = [0.0]
+    meter = SpeedMeter()
+    meter.observe(0.01, 100 * MB, 1.0)
+    clock = StreamClock(meter, lambda: now[0], tells_latency=False)
+    clock.ask(1)
+    now[0] += 0.01 + 0.32
+    clock.answer(32 * MB)
+    clock.stop()
+    assert meter.speed() == pytest.approx((0.01, 100 * MB))
