@@ -46,7 +46,7 @@ def ask(
     from cacheblend.service.engine.engine import Engine
     from cacheblend.service.serving.request import TextStream
 
-    from .model import bundled_corpus, choose_model, tell_corpus
+    from .model import choose_model, ingest_corpus, tell_corpus
 
     if model is not None and not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
@@ -64,7 +64,7 @@ def ask(
         if chosen.wants_corpus:
             tell_corpus(chosen.store_dir)
             with terminal.progress_bars() as progress:
-                engine.ingest(bundled_corpus(), progress)
+                ingest_corpus(engine, progress)
         request = engine.prepare(question, top_k=top_k, method=method, temperature=temperature, top_p=top_p)
         is_cut_here = config.max_tokens is None and request.max_tokens > MOST_TOKENS
         if is_cut_here:

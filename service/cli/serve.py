@@ -21,7 +21,7 @@ from cacheblend.service.http.starting import Starting
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
-from .model import bundled_corpus, choose_model
+from .model import choose_model, ingest_corpus
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
@@ -131,7 +131,7 @@ def serve(
         engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
         with in_own_thread(Server, engine, serving, http, tenants) as server:
             if chosen.wants_corpus and not tables:
-                in_own_thread(server.engines[""].ingest, bundled_corpus(), starting.note_progress)
+                in_own_thread(ingest_corpus, server.engines[""], starting.note_progress)
             run(server, starting)
 
 
