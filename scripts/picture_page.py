@@ -4,8 +4,8 @@
     cacheblend serve --store-dir store &
     python scripts/picture_page.py http://127.0.0.1:8000 "What was the company's first product?"
 
-They are docs/figures/page-*.jpg. The server must have documents, and the question be one that the model answers right. Needs Playwright
-and Chromium on PATH.
+They are docs/figures/page-*.jpg. The server must have documents, and the question be one that the model answers right. Needs
+Playwright and Chromium on PATH.
 """
 
 from __future__ import annotations
