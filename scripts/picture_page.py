@@ -1,9 +1,11 @@
 """Pictures of the web page for the docs: a question asked and raced in real Chromium, wide, dark and as on a phone.
 
-    cacheblend serve --model smollm2-135m &
-    python scripts/picture_page.py http://127.0.0.1:8000 "Who approves travel abroad?"
+    cacheblend demo --store-dir store
+    cacheblend serve --store-dir store &
+    python scripts/picture_page.py http://127.0.0.1:8000 "What was the company's first product?"
 
-They are docs/figures/page-*.jpg. The server must have documents. Needs Playwright and Chromium on PATH.
+They are docs/figures/page-*.jpg. The server must have documents, and the question be one that the model answers right. Needs
+Playwright and Chromium on PATH.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def ask(
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
-    from .model import bundled_corpus, choose_model, corpus_note
+    from .model import choose_model, corpus_note, ingest_corpus
 
     if model is not None and not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
@@ -65,7 +65,7 @@ def ask(
         if chosen.wants_corpus:
             terminal.stderr.print(corpus_note(chosen.store_dir), highlight=False, soft_wrap=True)
             with terminal.progress_bars() as progress:
-                engine.ingest(bundled_corpus(), progress)
+                ingest_corpus(engine, progress)
         request = engine.prepare(question, top_k=top_k, method=method, temperature=temperature, top_p=top_p)
         is_cut_here = config.max_tokens is None and request.max_tokens > MOST_TOKENS
         if is_cut_here:

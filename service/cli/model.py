@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +12,13 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.errors import InputError
+from cacheblend.service.engine.config import write_examples
 
 from . import options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.blend.models import KnownModel
+    from cacheblend.service.engine.engine import Engine
 
 app = typer.Typer(help="Fetch small pretrained models, and list them.", no_args_is_help=True)
 
@@ -163,6 +166,13 @@ def corpus_note(store_dir: Path) -> str:
         f"articles, some minutes and 0.5 GB in {store_dir}. "
         "`cacheblend ingest` makes a store of your documents."
     )
+
+
+def ingest_corpus(engine: Engine, progress: Callable[[str, int, int], None]) -> None:
+    """Ingest the articles that come with the reader, and note the questions that come with them, for the page to offer."""
+    engine.ingest(bundled_corpus(), progress)
+    questions = [json.loads(line)["question"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    write_examples(Path(engine.config.store_dir), questions)
 
 
 def bundled_corpus() -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ from cacheblend.service.cli import ask as ask_command
 from cacheblend.service.cli import main as cli
 from cacheblend.service.cli import options
 from cacheblend.service.cli.model import bundled_corpus, choose_model
+from cacheblend.service.engine.config import read_examples
 
 EOS = 1  # of the tiny model
 
@@ -318,6 +319,7 @@ def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, m
         assert answer.code == 0, answer.err
         assert len(answer.json["chunks"]) == 3
     assert len(calls) == 1
+    assert read_examples(run.store)[0] == "What is the club of Doror Thornley?"
 
 
 def test_an_answer_is_shown_as_it_comes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
