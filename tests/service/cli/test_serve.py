@@ -133,16 +133,16 @@ def test_the_packaged_corpus_is_told_before_it_is_computed(
 ) -> None:
     """Without a model and a store the log says first how much disk the packaged corpus takes, and where."""
     monkeypatch.setattr("cacheblend.service.cli.serve.in_own_thread", lambda make, *arguments: make(*arguments))
-    monkeypatch.setattr("cacheblend.service.cli.serve.bundled_corpus", lambda: caplog.messages.copy())
-    ingested: list[list[str]] = []
-    engine = SimpleNamespace(ingest=lambda corpus, _: ingested.append(corpus))
+    told: list[list[str]] = []
+    monkeypatch.setattr("cacheblend.service.cli.serve.ingest_corpus", lambda *_: told.append(caplog.messages.copy()))
+    engine = SimpleNamespace()
     monkeypatch.setattr(sys.modules["cacheblend.service.http"].Server, "engines", {"": engine}, raising=False)
     with caplog.at_level("INFO", logger="cacheblend"):
         result = CliRunner().invoke(
             cli.app, ["serve", "--port", "0", "--store-dir", str(tmp_path / "new")], catch_exceptions=False
         )
     assert result.exit_code == 0, result.output
-    assert any(f"0.5 GB in {tmp_path / 'new'}" in message for message in ingested[0])
+    assert any(f"0.5 GB in {tmp_path / 'new'}" in message for message in told[0])
 
 
 def test_api_key() -> None:
