@@ -12,6 +12,12 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+from chunks import flip_last_byte, make_chunk
+
+from cacheblend.store import KVStore, StoreConfig
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_server.py"
 HELD = {"open_files": 30, "threads": 20, "objects_of_requests": 0, "resident_mib": 400}
 GOOD: dict[str, Any] = {"replicas": 2, "survivor": None, "lost": 0, "damaged": 0, "remote_objects": 9, "remote_damaged": 0}
@@ -52,3 +58,30 @@ def test_drift_shows(name: str) -> None:
     for last, faults in (([HELD, more, HELD], []), ([more, HELD, more], [name])):
         rounds = [HELD] * 6 + last
         assert script.faults_of({**GOOD, "survivor": script.drift_of(rounds)}) == faults
+
+
+def test_what_a_server_does_not_list_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost is what was acknowledged and one server does not list; a deletion that a kill cut off may have been made."""
+    script = load_script()
+    known = script.Acknowledged(texts={"here": "a", "gone": "b", "deleted": None, "doubtful": "c"}, doubtful={"doubtful": None})
+    listed = {"http://one": {"here", "gone"}, "http://other": {"here", "doubtful"}}
+    monkeypatch.setattr("acknowledged._listed", lambda client: listed[str(client.base_url).rstrip("/")])
+    assert script.lost_documents(listed, known) == {"gone"}
+
+
+def test_remote_damage_is_counted(tmp_path: Path) -> None:
+    """Of all objects of a remote tier, those that are no entry, and those of which a layer is altered, count as damaged."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    script = load_script()
+    objects = tmp_path / "objects"
+    remote = {"remote": f"file://{objects}", "remote_secret": script.SECRET}
+    config = script.ServedConfig(model="", store_dir="", port=0, **remote)
+    with KVStore(StoreConfig(directory=tmp_path / "store", **remote)) as store:
+        for seed in range(3):
+            store.put(*make_chunk(seed))
+        assert store.flush_remote(60.0)
+    assert script.count_remote(config) == (3, 0)
+    first, second, _ = sorted(path for path in objects.rglob("*") if path.is_file())
+    flip_last_byte(first)
+    second.write_bytes(b"no entry")
+    assert script.count_remote(config) == (3, 2)
