@@ -26,10 +26,11 @@ at another server.
 With `--survivor` the first replica lives through all rounds, and what it holds is taken after each, with nobody asking.
 `survivor` has of its open files, threads, objects of requests and MiB of memory (VmRSS) the most in the first third of the
 rounds, and the median of the last third, which may be `SPARE` more: a median, since one quiet round would hide what has come
-to stay, and one busy round is no drift. Memory may be 40 MiB more. 26 are those of the 84 documents that a round ends with at
-most (60 and 8 of each of 3 writers), should the first third have had few: each is some 8 chunks of 24 KiB in the RAM tier and
-16 KiB of vectors. The others are what quiet rounds of a server that is warm differ by: 494 to 505 MiB in a soak
-(docs/lab-notes/2026-11-service.md). So a server that keeps what belongs to 130 documents that are gone is a fault.
+to stay, and one busy round is no drift. Memory may be 40 MiB more, which are of three kinds. 9 are the RAM tier's, a budget of
+8 and an eighth: questions' own texts fill it, and it may be empty at first. 16 are the vectors of the 84 documents that a round
+ends with at most (60, and 8 of each of 3 writers), each of 12 chunks of 16 KiB, should the first third have had few. The
+others are what quiet rounds of a server that is warm differ by: 494 to 505 MiB in a soak (docs/lab-notes/2026-11-service.md).
+So a server that keeps the vectors of more than 200 documents that are gone is a fault.
 
 `acknowledged`: changes that were answered before a kill. `asked`: documents that were asked about after one. `under_way`:
 changes that a kill cut off, of which `made` were found made. `no_room`: uploads that got 507. After the last round, counted and
@@ -78,6 +79,7 @@ DOCUMENTS = 60  # that a round begins with at most: the others are deleted befor
 NOTICED_S = 20.0
 # What a round may have more than another: a pool or a connection its files and threads, documents their memory.
 SPARE = {"open_files": 4, "threads": 4, "objects_of_requests": 0, "resident_mib": 40}
+RAM_BYTES = 8 * 2**20  # soon full: a tier that fills through a whole run is no drift, and hides one
 QUIET_LOOKS = 3
 FULL_S = 0.4  # how long a disk stays full, and then has room again
 MARK = re.compile(r"This is ([\w-]+), (0\.\d+)")  # what a writer's text begins with, and no other text
@@ -293,6 +295,7 @@ def main() -> None:
                     store_dir=str(root / f"store-{number}"),
                     port=free_port(),
                     chunk_tokens=CHUNK_TOKENS,
+                    ram_budget_bytes=RAM_BYTES,
                     **({} if shared is None else shared.options),
                 )
                 for number in range(options.replicas)
