@@ -174,6 +174,16 @@ def _check_texts(address: str, known: Acknowledged) -> None:
         assert _listed(client) == here, f"listed and acknowledged differ in {_listed(client) ^ here}"
 
 
+def lost_documents(addresses: Sequence[str], known: Acknowledged) -> set[str]:
+    """The documents that were acknowledged and that a server does not list; a deletion under way may have been made."""
+    kept = {id_ for id_, text in known.texts.items() if text is not None and known.doubtful.get(id_, text) is not None}
+    lost: set[str] = set()
+    for address in addresses:
+        with httpx.Client(base_url=address, timeout=60) as client:
+            lost |= kept - _listed(client)
+    return lost
+
+
 def retire(address: str, known: Acknowledged, keep: int) -> None:
     """Delete all but the last `keep` documents, so that a small disk has room for new ones; their ids must stay gone."""
     here = [id_ for id_, text in known.texts.items() if text is not None]
