@@ -199,9 +199,9 @@ def read_documents(
 
     A line is a document `{"id", "title", "text"}` or a case `{"passages": [{"title", "text"}, ...]}` whose passages are the
     documents. A text file is one document, named after the file. Every page of a PDF, slide and sheet is one of its own, with
-    an id such as `report.pdf#page=3`, so that an answer can cite it. Of a folder, hidden files, what `.gitignore` and
-    `.cacheblendignore` name, files that are no text, and `leave_out` are no documents. A symbolic link that leads out of the
-    folder is left out with a warning.
+    an id such as `report.pdf#page=3`, so that an answer can cite it; short ones are joined, `report.pdf#page=3-4`. Of a folder,
+    hidden files, what `.gitignore` and `.cacheblendignore` name, files that are no text, and `leave_out` are no documents. A
+    symbolic link that leads out of the folder is left out with a warning.
 
     Args:
         path: a file, a folder, a pattern such as `docs/**/*.pdf`, or "-".

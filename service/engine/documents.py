@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 LISTED = 256  # documents that are read at once for a page of a listing, and more where the page has more
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
+_NUMBER = re.compile("([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +247,7 @@ class Documents:
     def _known(self, id_: str) -> list[DocumentStatus]:
         """As `_statuses`; none where there is no such document."""
         found = list[DocumentStatus]()
-        for part in sorted(self._ids(id_), key=lambda part: (len(part), part)):
+        for part in sorted(self._ids(id_), key=part_order):
             document, stored = self._index.document(part), self._store.documents.get(part)
             if document is not None:
                 found.append(_status(document, stored))
@@ -340,6 +341,11 @@ def shown_chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:
         "tokens": len(chunk.token_ids),
         "text": chunk.text,
     }
+
+
+def part_order(id_: str) -> list[tuple[int, str]]:
+    """Sort key of a file's parts, whose numbers are in the order of their values: `page=2`, `page=3-4`, `page=10`."""
+    return [(int(each), "") if at % 2 else (0, each) for at, each in enumerate(_NUMBER.split(id_))]
 
 
 def _first(limit: int | None, listed: Iterator[DocumentStatus]) -> tuple[list[DocumentStatus], bool]:

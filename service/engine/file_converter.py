@@ -11,11 +11,12 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ CONVERTERS = {
     ".epub": "EpubConverter",
 }
 CONVERTED_SUFFIXES = (".pdf", *CONVERTERS)
+# A page or a slide of less is no document of its own: a quarter of a chunk of 512 tokens. In characters, as ids must follow
+# from the file alone, whichever model and options read it.
+SHORT_PART_CHARACTERS = 512
+JOINED_KINDS = ("page", "slide")  # not sheets, which are tables of their own, and have names
 MAX_FILE_BYTES = 256 * 2**20
 MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory says; more than that is not unpacked
 MAX_MEMBERS = 20_000
@@ -46,10 +51,10 @@ TIMEOUT_S = 120.0  # a file, with the start of the process
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A page of a PDF, a slide or a sheet, or the whole of another file.
+    """A page of a PDF, a slide or a sheet, or the whole of another file; short pages and slides with those that follow.
 
     Args:
-        place: "page=3", "slide=2", "sheet=Sales"; empty for a whole file.
+        place: "page=3", "slide=2-4", "sheet=Sales"; empty for a whole file.
         text: Markdown, or plain text of a PDF.
     """
 
@@ -88,7 +93,7 @@ class FileConverter:
             raise MissingExtraError(missing, EXTRA)
         if error := answer.get("error"):
             raise InputError(f"{path}: {error}")
-        parts = [TextPart(place, text) for place, text in answer["parts"] if text.strip()]
+        parts = join_short_parts([TextPart(place, text) for place, text in answer["parts"] if text.strip()])
         if not parts:
             raise InputError(f"{path}: no text in it; of scanned pages, make a text by OCR first")
         characters = sum(len(part.text) for part in parts)
@@ -148,6 +153,37 @@ class FileConverter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def join_short_parts(parts: Sequence[TextPart]) -> list[TextPart]:
+    """Join pages and slides of fewer than `SHORT_PART_CHARACTERS` to the next, and the last to the one before.
+
+    A page that says "Chapter 3" alone would be a chunk of a few tokens. The place names all that were joined, "page=3-4", from
+    the first to the last with text.
+    """
+    joined = list[TextPart]()
+    for part in parts:
+        if joined and _is_short(joined[-1]) and _kind(joined[-1]) == _kind(part):
+            joined[-1] = _join(joined[-1], part)
+        else:
+            joined.append(part)
+    if len(joined) > 1 and _is_short(joined[-1]) and _kind(joined[-2]) == _kind(joined[-1]):
+        joined[-2:] = [_join(*joined[-2:])]
+    return joined
+
+
+def _kind(part: TextPart) -> str:
+    return part.place.partition("=")[0]
+
+
+def _is_short(part: TextPart) -> bool:
+    return _kind(part) in JOINED_KINDS and len(part.text.strip()) < SHORT_PART_CHARACTERS
+
+
+def _join(first: TextPart, then: TextPart) -> TextPart:
+    """Both parts as one; an empty line, where chunks may end, stands between them."""
+    begin, end = first.place.partition("-")[0], re.split("[=-]", then.place)[-1]
+    return TextPart(f"{begin}-{end}", f"{first.text.rstrip()}\n\n{then.text.lstrip()}")
 
 
 def _parts(path: Path) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from starlette.datastructures import FormData, UploadFile
 from cacheblend.base.errors import InputError, MissingExtraError
 from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
+from cacheblend.service.engine.documents import part_order
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.file_converter import MAX_CHARACTERS, FileConverter
 
@@ -188,7 +189,7 @@ def _documents(first: str, name: str, raw: bytes, most: int) -> list[dict[str, A
 def _files(engine: Engine, prefix: str = "file-") -> dict[str, list[str]]:
     """The ids of the documents of each file, or of those whose id begins with a text, by the file's id; pages in order."""
     files = dict[str, list[str]]()
-    for document in sorted(engine.retriever.ids(prefix), key=lambda id_: (len(id_), id_)):
+    for document in sorted(engine.retriever.ids(prefix), key=part_order):
         if (found := _FILE.fullmatch(document)) is not None:
             files.setdefault(found[1], []).append(document)
     return files

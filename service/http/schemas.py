@@ -343,7 +343,7 @@ class GenerationBody(IgnoredFields):
 
 
 class OpenWebUiFields(StrictModel):
-    """What Open WebUI's page sends beside OpenAI's fields, and acts on itself: ignored. docs/clients.md lists it."""
+    """What Open WebUI's page adds to OpenAI's fields, and its server acts on itself: ignored. docs/clients.md lists it."""
 
     chat_id: Any = None
     session_id: Any = None

@@ -46,6 +46,13 @@ def test_ls_and_show(engine: Engine) -> None:
     assert "".join(chunk.text for chunk in chunks).endswith(str(FIRST["text"])[-20:])
 
 
+def test_joined_pages_are_in_order(engine: Engine) -> None:
+    """A file of pages and joined pages is shown from its first page to its last."""
+    ids = [f"r.pdf#page={page}" for page in ("1", "2-3", "4", "10", "11-12")]
+    engine.ingest([{"id": id_, "text": f"words of {id_}"} for id_ in reversed(ids)])
+    assert list(dict.fromkeys(chunk.document_id for chunk in engine.documents.show("r.pdf")[1])) == ids
+
+
 def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
     """A file's pages are one row, in the place of the first, and its name shows, pins and deletes all of them."""
     pages = [{"id": f"f/report.pdf#page={page}", "title": f"report, page {page}", "text": f"page {page}"} for page in (2, 10)]

@@ -18,7 +18,9 @@ from engines import OpenEngine
 from cacheblend.base.errors import InputError
 from cacheblend.service.engine import file_converter
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, read_documents
-from cacheblend.service.engine.file_converter import FileConverter
+from cacheblend.service.engine.file_converter import FileConverter, TextPart, join_short_parts
+
+LONG = "The lamp is lit at dusk. " * 30  # makes a page long enough to be a document
 
 
 def pdf(pages: list[str]) -> bytes:
@@ -97,7 +99,7 @@ def office(tmp_path: Path) -> Path:
     pytest.importorskip("pypdf", reason="needs the extra documents")
     folder = tmp_path / "office"
     folder.mkdir()
-    (folder / "report.pdf").write_bytes(pdf(["The lighthouse is red", "", "The keeper is Ada"]))
+    (folder / "report.pdf").write_bytes(pdf([f"{text}. {LONG}" for text in ("The lighthouse is red", "The keeper is Ada")]))
     docx(folder / "letter.docx", "The ferry leaves at nine")
     epub(folder / "novel.epub", "The miller had a cat")
     pptx(folder / "deck.pptx", ["Sales rose", "Costs fell"])
@@ -115,11 +117,10 @@ def test_every_kind_is_read_with_its_place(office: Path) -> None:
     found = {document["id"]: document["text"] for document in read_documents(str(office))}
     words = {
         "report.pdf#page=1": "The lighthouse is red",
-        "report.pdf#page=3": "The keeper is Ada",
+        "report.pdf#page=2": "The keeper is Ada",
         "letter.docx": "The ferry leaves at nine",
         "novel.epub": "The miller had a cat",
-        "deck.pptx#slide=1": "Sales rose",
-        "deck.pptx#slide=2": "Costs fell",
+        "deck.pptx#slide=1-2": "Costs fell",
         "book.xlsx#sheet=North": "42 boats",
         "book.xlsx#sheet=South": "17 boats",
         "page.html": "Café at the quay",
@@ -232,7 +233,7 @@ def test_two_hundred_odd_files(office: Path) -> None:
     assert all(why.startswith(name) and len(why) > len(name) + 10 for name, why in report.faults.items())
     lines = sum(name.endswith("-line.jsonl") for name in report.faults)  # their first line is good, and each the same
     assert size is not None
-    assert (size.documents, len(good) + 11 + lines) == (len(documents), len(documents))
+    assert (size.documents, len(good) + 10 + lines) == (len(documents), len(documents))
     found = [document.text for document in documents if "Die Möwe" in document.text]
     assert len(found) == len(good)
     assert all("müde" in text for text in found)
@@ -250,7 +251,7 @@ def test_the_good_ones_of_odd_files_are_answerable(office: Path, open_engine: Op
         ids = [hit.chunk.document_id for hit in engine.search(f"Wie fliegt Möwe {number}?", 3)]
         assert any(Path(id_).stem == str(number) for id_ in ids), number
     answer = engine.answer("Who is the keeper of the lighthouse? Ada?", top_k=6)
-    assert "report.pdf#page=3" in {hit.chunk.document_id for hit in answer.chunks}
+    assert "report.pdf#page=2" in {hit.chunk.document_id for hit in answer.chunks}
     assert (answer.plan.hits, answer.plan.misses) == (6, 0)
 
 
@@ -284,6 +285,24 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(file_converter, "MAX_FILE_BYTES", 10)
     with FileConverter() as converter, pytest.raises(InputError, match="larger than"):
         converter.convert(path)
+
+
+def joined(texts: dict[str, str]) -> dict[str, str]:
+    return {part.place: part.text for part in join_short_parts([TextPart(*one) for one in texts.items()])}
+
+
+def test_short_pages_are_joined() -> None:
+    """A page of a few words goes to the next page, and the last one to that before; the place names all that are in it."""
+    title, end = "Chapter 3", "The end"
+    assert joined({"page=3": title, "page=4": LONG, "page=5": LONG, "page=6": end, "page=7": end}) == {
+        "page=3-4": f"{title}\n\n{LONG}",
+        "page=5-7": f"{LONG.rstrip()}\n\n{end}\n\n{end}",
+    }
+    assert joined({f"page={page}": title for page in (8, 9, 11)}) == {"page=8-11": "\n\n".join([title] * 3)}
+    assert joined({"slide=1": title, "slide=2": end}) == {"slide=1-2": f"{title}\n\n{end}"}
+    apart = {"": title, "page=1": LONG, "sheet=North": title, "sheet=South": end, "slide=1": title}
+    assert joined(apart) == apart
+    assert joined({}) == {}
 
 
 def test_encrypted_pdfs(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""Requests as Open WebUI sends them: from its server, and from a browser over a direct connection."""
+"""Requests as Open WebUI 0.12.4 sends them: from its server, and from a browser over a direct connection.
+
+They follow its source: `routers/openai.py`, `routers/tasks.py`, `utils/headers.py`, `utils/middleware.py`, and its page's
+`+layout.svelte` and `apis/openai`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,17 @@ from cacheblend.service.http.schemas import OpenWebUiFields
 
 KEY = "cb-open-webui"
 PAGE = "http://localhost:3000"
+# The last five where its ENABLE_FORWARD_USER_INFO_HEADERS is set.
 HEADERS = {
+    "Content-Type": "application/json",
     "Authorization": f"Bearer {KEY}",
-    "HTTP-Referer": "https://openwebui.com/",
-    "X-Title": "Open WebUI",
     "X-OpenWebUI-User-Name": "Ada",
+    "X-OpenWebUI-User-Id": "u",
+    "X-OpenWebUI-User-Email": "ada@example.org",
     "X-OpenWebUI-User-Role": "user",
+    "X-OpenWebUI-Chat-Id": "5f0c8a8e",
 }
-# As its page makes them for a chat: what its server takes out before it asks, and a direct connection may leave in.
+# As its page makes them for a chat. Its server takes them out, for a direct connection too; they are taken all the same.
 OF_THE_PAGE: dict[str, Any] = {
     "chat_id": "5f0c8a8e-2f8a-4b0e-9c0c-1d1c0a1b2c3d",
     "session_id": "Vq3nXy",
@@ -47,10 +54,10 @@ OF_THE_PAGE: dict[str, Any] = {
 # A message with what Open WebUI has retrieved itself.
 WITH_CONTEXT = (
     "### Task:\nRespond to the user query using the provided context, incorporating inline citations in the format [id].\n"
-    '<context>\n<source id="1" name="canteen.md">Lunch is at noon.</source>\n</context>\n' + QUESTION
+    '<context>\n<source id="1" name="canteen.md" resource-type="file">Lunch is at noon.</source>\n</context>\n\n' + QUESTION
 )
 TASK = (
-    "### Task:\nGenerate a concise, 3-5 word title.\n### Output:\nJSON\n"
+    "### Task:\nGenerate a concise title summarizing the chat history.\n### Output:\nJSON\n"
     "<chat_history>\nUSER: {}\nASSISTANT: It runs.\n</chat_history>"
 )
 
@@ -92,9 +99,9 @@ def test_connection(webui: httpx.Client) -> None:
 
 
 def test_chat(webui: httpx.Client) -> None:
-    """A chat streams without `max_tokens`, with usage in its last event; its second turn brings the first one's answer."""
+    """A chat streams without `max_tokens`, with usage where the model is set so; its second turn brings the first's answer."""
     asked: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    body = {"model": MODEL, "messages": asked, "stream_options": {"include_usage": True}, "user": {"name": "Ada", "id": "u"}}
+    body = {"model": MODEL, "messages": asked, "stream_options": {"include_usage": True}}
     events = pieces(webui, body)
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
     assert (events[-1]["choices"], events[-2]["choices"][0]["finish_reason"]) == ([], "length")
@@ -103,7 +110,7 @@ def test_chat(webui: httpx.Client) -> None:
     turns = [
         *asked,
         {"role": "assistant", "content": text_of(events)},
-        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {"role": "user", "content": "?"},
     ]
     assert pieces(webui, {**body, **more, "messages": turns, "logit_bias": {"5": -1}})[-1]["usage"]["completion_tokens"] == 4
 
@@ -125,31 +132,39 @@ def test_its_own_documents(webui: httpx.Client) -> None:
     assert both["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"] > read + 40
 
 
-@pytest.mark.parametrize("task", ["title_generation", "tags_generation", "follow_up_generation"])
-def test_tasks(webui: httpx.Client, task: str) -> None:
-    """A title, tags and follow-ups are asked for in one message, not streamed, and come as a text."""
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": TASK.format(QUESTION)}],
-        "stream": False,
-        "max_completion_tokens": 20,
-        "metadata": {"task": task, "task_body": {"model": MODEL, "chat_id": "c"}, "chat_id": "c"},
-    }
+@pytest.mark.parametrize("bound", [{}, {"max_tokens": 100}])
+def test_tasks(webui: httpx.Client, bound: dict[str, int]) -> None:
+    """A title, and tags and follow-ups without a bound, are asked for in one message, not streamed, and come as a text."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": TASK.format(QUESTION)}], "stream": False, **bound}
     answer = webui.post("/chat/completions", json={**body, "num_chunks": 1}).json()
     assert isinstance(answer["choices"][0]["message"]["content"], str)
-    assert answer["usage"]["completion_tokens"] == 20
+    assert 0 < answer["usage"]["completion_tokens"] <= bound.get("max_tokens", answer["usage"]["completion_tokens"])
+
+
+def test_its_tools(webui: httpx.Client) -> None:
+    """Its chats bring tools of its own, which are refused by name where the model's chat template has no place for them."""
+    function = {
+        "name": "get_current_timestamp",
+        "description": "Get the time.",
+        "parameters": {"properties": {}, "type": "object"},
+    }
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+    refused = webui.post("/chat/completions", json={**body, "tools": [{"type": "function", "function": function}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert "chat template" in refused.json()["error"]["message"]
 
 
 def test_direct_connection(webui: httpx.Client) -> None:
     """A browser of a named origin may ask first, and then chat with all that the page sends; one of another origin may not."""
-    ask = {
-        "Origin": PAGE,
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type",
-    }
-    preflight = httpx.options(f"{webui.base_url}chat/completions", headers=ask)  # which sends no key
-    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
-    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+
+    def preflight_of(path: str, method: str, origin: dict[str, str]) -> httpx.Response:
+        ask = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": "authorization,content-type"}
+        return httpx.options(f"{webui.base_url}{path}", headers={**ask, **origin})
+
+    for path, method in (("models", "GET"), ("chat/completions", "POST")):  # a preflight request sends no key
+        preflight = preflight_of(path, method, {"Origin": PAGE})
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
     body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
     plain = text_of(pieces(webui, body))
     assert text_of(pieces(webui, {**body, **OF_THE_PAGE}, headers={"Origin": PAGE})) == plain
@@ -157,7 +172,7 @@ def test_direct_connection(webui: httpx.Client) -> None:
     assert response.headers["access-control-allow-origin"] == PAGE
     foreign = {"Origin": "http://evil.example"}
     assert webui.post("/chat/completions", json=body, headers=foreign).status_code == 403
-    assert httpx.options(f"{webui.base_url}chat/completions", headers={**ask, **foreign}).status_code == 400
+    assert preflight_of("models", "GET", foreign).status_code == 400
 
 
 def test_its_fields_are_told() -> None:
