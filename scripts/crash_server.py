@@ -82,6 +82,7 @@ SPARE = {"open_files": 4, "threads": 4, "objects_of_requests": 0, "resident_mib"
 RAM_BYTES = 8 * 2**20  # soon full: a tier that fills through a whole run is no drift, and hides one
 QUIET_LOOKS = 3
 FULL_S = 0.4  # how long a disk stays full, and then has room again
+FIRST_S = 20.0  # until a change is answered, at most
 MARK = re.compile(r"This is ([\w-]+), (0\.\d+)")  # what a writer's text begins with, and no other text
 
 
@@ -152,6 +153,7 @@ def kill_round(
         ]
         for thread in threads:
             thread.start()
+        wait_for_answer(known)
         began, last = time.monotonic(), 0.0
         for server in choose.sample(servers, len(servers)):
             last = max(last, choose.uniform(0.5, 3.0))
@@ -168,6 +170,13 @@ def kill_round(
     for writer in writers:
         if writer.fault:
             raise AssertionError(writer.fault)
+
+
+def wait_for_answer(known: Acknowledged) -> None:
+    """Wait until a change was answered, for a while: on a slow machine a kill would come before there is anything to lose."""
+    before, deadline = known.answered + known.no_room, time.monotonic() + FIRST_S
+    while known.answered + known.no_room == before and time.monotonic() < deadline:
+        time.sleep(FULL_S)
 
 
 def held_by(survivor: ServerProcess) -> dict[str, int]:

@@ -32,9 +32,10 @@ def load_script() -> ModuleType:
     return module
 
 
+@pytest.mark.timeout(400)
 def test_two_kills() -> None:
     """Killed twice, the server knows every document that it acknowledged, and answers about it from the store."""
-    done = subprocess.run([sys.executable, SCRIPT, "--kills", "2"], capture_output=True, text=True, check=False, timeout=110)
+    done = subprocess.run([sys.executable, SCRIPT, "--kills", "2"], capture_output=True, text=True, check=False, timeout=390)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["kills"] == 2

@@ -176,7 +176,7 @@ def test_an_actor_and_the_command_are_killed() -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert (figures["actors_killed"], figures["commands_killed"]) == (1, 1)
-    assert figures["processes"] > figures["actors"]
+    assert figures["processes"] >= figures["actors"]  # the one that lives may do all that is left
     assert figures["found"] > 0
 
 
