@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +17,6 @@ import typer
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
-from cacheblend.base.extras import needs_extra
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
@@ -219,8 +217,7 @@ def _ingest_on_ray(
     yes: bool,
     as_json: bool,
 ) -> None:
-    with needs_extra("ray"):  # said before anything is read for it
-        import_module("ray")
+    ingest = distributed_ingest()
     size = None  # of objects in a store, which cost money to read twice
     if not any("://" in source for source in sources):
         with closing(DocumentStream(sources, Shard.parse(shard))) as stream:
@@ -236,9 +233,7 @@ def _ingest_on_ray(
     try:
         # What Ray says of a process that died would stand before the JSON object.
         with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
-            report = distributed_ingest()(
-                sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update
-            )
+            report = ingest(sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update)
     except KeyboardInterrupt:
         _tell_interrupted()
         raise

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol, cast
 
 from cacheblend.base.checks import check_whole, is_number
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.extras import needs_extra
 from cacheblend.base.options import option
 
 if TYPE_CHECKING:
@@ -77,6 +79,12 @@ class DistributedIngest(Protocol):
 
 
 def distributed_ingest() -> DistributedIngest:
-    """The integration; it is named as an entry point, since what computes elsewhere stands above this floor."""
+    """The integration; it is named as an entry point, since what computes elsewhere stands above this floor.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+    with needs_extra("ray"):
+        import_module("ray")
     (entry,) = entry_points(group=ENTRY_POINTS, name="ray")
     return cast(DistributedIngest, entry.load())

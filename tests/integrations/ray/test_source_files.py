@@ -133,7 +133,7 @@ def test_objects_are_read_as_files_are(corpus: Path) -> None:
     assert {(one.id, one.title, one.text) for one in found} == {(one.id, one.title, one.text) for one in expected}
     (file,) = source_files._objects(f"file://{corpus}/lines.jsonl")
     assert (file.id, file.is_found) == ("lines.jsonl", False)
-    with pytest.raises(InputError, match="holds no object|cannot be listed"):
+    with pytest.raises(InputError, match=r"holds no object|cannot be listed"):
         list(source_files._objects(f"file://{corpus}/none"))
 
 
