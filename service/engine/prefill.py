@@ -147,7 +147,9 @@ class Prefiller:
                     early = self._early_misses(prompt, stored, front.chunks)
                     known = max(exact_tokens, front.tokens)
                     controller = self.controller if ratio is None else None
-                    loader.restart_s, loader.latency_s, loader.takes_turns = *self._without_remote(prompt, known), True
+                    loader.takes_turns = True
+                    if self._store.remote is not None:
+                        loader.restart_s, loader.latency_s = self._without_remote(prompt, known)
                     reusable, fresh, precomputed = self._count_tokens(prompt, stored, early, known)
                     if controller is None:
                         loading, r_star = None, self._config.loader.quality_ratio
