@@ -21,7 +21,7 @@ CLASSES_FROM = 20  # questions, from which shares of single classes say somethin
 
 
 def page_note(store_dir: Path | None) -> str:
-    """How to open the page over a demo's store, or how to keep the store for it."""
+    """Tell how to open the page over a demo's store, or how to keep the store for it."""
     if store_dir is None:
         return "The store was removed; with --store-dir DIR it is kept, and the page can be opened over it."
     command = f"{_called()} serve --store-dir {shlex.quote(str(store_dir))}"

@@ -243,7 +243,7 @@ class LoadingController:
         exact: int,
         front_s: float = 0,
     ) -> _Request:
-        """What the pipeline of a request depends on; `measured` are speeds that come before the profile's."""
+        """The inputs of a request's pipeline; `measured` are speeds that come before the profile's."""
         by_tier = {tier: took_s * self._factor(tier) for tier, took_s in self._load.seconds(reads, measured).items()}
         copy_s = sum(took_s for tier, took_s in by_tier.items() if tier in self._copied_tiers)
         return _Request(
@@ -271,7 +271,7 @@ class LoadingController:
         return (self._recompute.prefill_s(exact + tokens) - after_s) * self._compute.factor
 
     def _front_chunks(self, front: Sequence[FrontChunk], request_of: Callable[[int], _Request]) -> int:
-        """How many chunks to compute beside the loading: as many as make the prefill shortest.
+        """Number of chunks to compute beside the loading: as many as make the prefill shortest.
 
         Every one of them shortens the loading and lengthens the computing, so the prefill gets shorter up to where both end
         together, and longer after that. One stored chunk at least is left to be loaded: without it all is full recompute.

@@ -140,7 +140,7 @@ class RecomputeEstimator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimator:
-    """What is known of a prompt's seconds where no profile has measured them: it counts rows through layers.
+    """Guesses of a prompt's seconds where no profile has measured them: they count rows through layers.
 
     Args:
         schedule: that the selector follows; see `FusionConfig.schedule`.

@@ -160,7 +160,7 @@ def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> Model
 
 
 def corpus_note(store_dir: Path) -> str:
-    """What comes before the first answer of the packaged reader."""
+    """The note before the first answer of the packaged reader."""
     return (
         f"No model was given and there is no store yet: the packaged reader first computes the KV of its own "
         f"articles, some minutes and 0.5 GB in {store_dir}. "

@@ -223,7 +223,7 @@ def write_examples(store_dir: Path, questions: Sequence[str]) -> None:
 
 
 def read_examples(store_dir: Path) -> list[str]:
-    """What `write_examples` noted, or somebody by hand; empty where there is nothing that can be read."""
+    """Questions that `write_examples` noted, or somebody by hand; empty where there is nothing that can be read."""
     with suppress(OSError, ValueError):
         found = json.loads((store_dir / EXAMPLES_FILE).read_bytes())
         if isinstance(found, list):

@@ -125,7 +125,7 @@ class Engine:
         return self._prefiller.controller
 
     def predict(self, num_chunks: int) -> Prediction:
-        """What each recompute ratio costs a prompt of so many stored chunks, and what it loses."""
+        """Cost and loss of each recompute ratio, for a prompt of so many stored chunks."""
         self._check_open()
         stats = self.store.stats()
         prompt_tokens, costs = predict_costs(
