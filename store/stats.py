@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .config import RAM
-from .tiers import NVME, REMOTE
+from .tiers import NVME, RAM, REMOTE
 
 if TYPE_CHECKING:
     from .remote.remote_tier import RemoteStats

@@ -100,7 +100,7 @@ class CacheTier(KVTier, Protocol):
 
 
 CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
-NVME, REMOTE = "nvme", "remote"
+RAM, NVME, REMOTE = RamTier.name, "nvme", "remote"
 
 
 def tiers_in_memory() -> tuple[str, ...]:
