@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,22 +26,12 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.attention import Rows
-from cacheblend.blend.decoder import ROWS_AT_ONCE, RowsPass
-from cacheblend.blend.layer_passes import IsolatedPass, QuestionPass, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.decoder import ROWS_AT_ONCE
+from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, SharedPrefix, prefix_mask, runs
 from cacheblend.blend.model_runner import CosSin
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass
-
-
-class _LayerPass(Protocol):
-    """What one pass of rows through one layer does with keys, values and attention."""
-
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor: ...
 
 
 class _Attention(nn.Module):
@@ -51,7 +41,7 @@ class _Attention(nn.Module):
         super().__init__()
         self.kv_heads, self.head_dim, self.layer = int(own.num_kv_heads), int(own.head_size), layer
         self.scaling, self.softcap = float(own.impl.scale), getattr(own.impl, "logits_soft_cap", None) or None
-        self.layer_pass: _LayerPass | None = None
+        self.layer_pass: LayerPass | None = None
 
     def forward(self, q_SX: torch.Tensor, k_SX: torch.Tensor, v_SX: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         assert self.layer_pass is not None
@@ -78,7 +68,7 @@ class _Capture:
     def __init__(self) -> None:
         self.k_1HSD, self.v_1HSD = torch.empty(0), torch.empty(0)
 
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         self.k_1HSD, self.v_1HSD = k_1HSD, v_1HSD
         return k_1HSD, v_1HSD
 
@@ -270,7 +260,7 @@ class VllmRunner:
         return SharedPrefix(len(prefix_ids), [(self.rotate(k, rotary[kind]), v.clone()) for kind, (k, v) in every])
 
     def _run(
-        self, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: _LayerPass, block: Any = None
+        self, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: LayerPass, block: Any = None
     ) -> torch.Tensor:
         """Rows through one layer, by default with its rotary embedding; gives (2, S, M)."""
         self._stubs[layer].layer_pass = layer_pass
