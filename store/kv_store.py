@@ -25,8 +25,7 @@ from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .stats import StoreStats, TierStats
-from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
+from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, StoreStats, TierStats, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
