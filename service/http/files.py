@@ -27,7 +27,8 @@ from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
 from cacheblend.service.engine.documents import part_order
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.file_converter import MAX_CHARACTERS, FileConverter
+from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKED_BYTES, FileConverter
+from cacheblend.service.engine.json_lines import LineLimits
 
 from ..serving import Check
 from .errors import ApiError, shortened
@@ -38,6 +39,8 @@ PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 FORM_FIELDS = ("file", "purpose")
 MOST_NAME_CHARACTERS = 200
 LISTED = 1000
+LINE_LIMITS = LineLimits(lines=200_000, decompressed_bytes=MAX_UNPACKED_BYTES)
+CHECK_EVERY_S = 0.1  # other uploads have their turns then, and a line is read in less
 _FILE = re.compile(rf"(file-([0-9a-f]{{8}})([0-9a-f]{{8}})[0-9a-f]{{16}})/({'|'.join(PURPOSES)})/([^#]+)(#.*)?", re.DOTALL)
 _FORM = {
     "type": "object",
@@ -69,7 +72,7 @@ async def create(request: Request) -> dict[str, Any]:
 
         def ingest(check: Check) -> None:
             progress("read", 0, 1)
-            engine.ingest(_documents(first, name, raw, server.http.max_documents), progress, check)
+            engine.ingest(_documents(first, name, raw, server.http.max_documents, check), progress, check)
 
         await run_call(server.uploads, request, ingest, until_begun=True)
     return _body(first)
@@ -157,12 +160,20 @@ async def _uploaded(file: object) -> tuple[str, bytes]:
     return name, await file.read()
 
 
-def _documents(first: str, name: str, raw: bytes, most: int) -> list[dict[str, Any]]:
-    """The documents of a file, read as `cacheblend ingest` reads it.
+def _documents(first: str, name: str, raw: bytes, most: int, check: Check) -> list[dict[str, Any]]:
+    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading where nobody waits for it.
 
     Raises:
         ApiError: it cannot be read, or is too much.
     """
+    checked_at = time.monotonic()
+
+    def check_in_time() -> None:
+        nonlocal checked_at
+        if time.monotonic() - checked_at >= CHECK_EVERY_S:
+            check()
+            checked_at = time.monotonic()
+
     is_lines = name.lower().endswith(JSONL_SUFFIXES)
     with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder, FileConverter() as converter:
         suffixes = PurePosixPath(name.lower()).suffixes
@@ -170,7 +181,8 @@ def _documents(first: str, name: str, raw: bytes, most: int) -> list[dict[str, A
         path.write_bytes(raw)
         documents, characters = list[dict[str, Any]](), 0
         try:
-            read = file_documents(path, first, converter, title=PurePosixPath(name).stem, where=name)
+            title = PurePosixPath(name).stem
+            read = file_documents(path, first, converter, title=title, where=name, check=check_in_time, limits=LINE_LIMITS)
             for number, document in enumerate(islice(read, most + 1), 1):
                 documents.append({**document, "id": f"{first}#line={number}"} if is_lines else document)
                 characters += len(document["text"])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import json
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from waiting import wait_until
+
+from cacheblend.service.engine.json_lines import LineLimits
+from cacheblend.service.http import Server, files
+from cacheblend.service.serving import Check
 
 multipart = pytest.importorskip("python_multipart.multipart")
 TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
@@ -69,6 +78,48 @@ def test_bad_files(client: httpx.Client, name: str, raw: bytes, field: str) -> N
     assert "/tmp" not in answer.text
     assert "cacheblend-" not in answer.text
     assert client.get("/v1/documents").json() == before
+
+
+@pytest.mark.parametrize("line", ["\n", " \n", '{"passages": []}\n'])
+def test_a_small_file_of_endless_lines(client: httpx.Client, line: str) -> None:
+    """Lines without documents are counted too, and a small file that unpacks to many is refused by the limit."""
+    raw = gzip.compress(line.encode() * 200_001, mtime=0)
+    assert len(raw) < 20_000
+    answer = client.post("/v1/files", files={"file": ("a.jsonl.gz", raw)}, data={"purpose": "batch"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
+    assert "a.jsonl.gz: more than 200,000 lines or 512 MiB" in answer.json()["error"]["message"]
+
+
+def test_unpacked_bytes_are_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of few lines is bounded by what it unpacks to."""
+    monkeypatch.setattr(files, "LINE_LIMITS", LineLimits(lines=100, decompressed_bytes=2**20))
+    raw = gzip.compress((json.dumps({"passages": [], "more": "x" * 2**18}).encode() + b"\n") * 4, mtime=0)
+    answer = client.post("/v1/files", files={"file": ("a.jsonl.gz", raw)}, data={"purpose": "batch"})
+    assert (answer.status_code, "lines or 1 MiB" in answer.text) == (400, True)
+
+
+def test_a_client_that_leaves_ends_the_reading(address: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading of a file ends with the client that sent it, and others have the turn."""
+    begun = threading.Event()
+
+    def endless(*_: Any, check: Check, **__: Any) -> Any:
+        begun.set()
+        while True:
+            check()
+            threading.Event().wait(0.01)
+            yield from ()
+
+    monkeypatch.setattr(files, "file_documents", endless)
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as leaving:
+            sent = asyncio.create_task(leaving.post("/v1/files", files={"file": ("a.txt", b"x")}, data={"purpose": "batch"}))
+            assert await asyncio.to_thread(begun.wait, 60)
+            assert server.uploads.is_busy
+            sent.cancel()
+
+    asyncio.run(leave())
+    wait_until(lambda: not server.uploads.is_busy)
 
 
 def test_bad_forms(client: httpx.Client) -> None:
