@@ -158,7 +158,7 @@ class KVStore:
 
     def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
         """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
-        results, stored = deque[Future[bool]](), 0  # not the writes: each of those holds its entry, as an error's traceback does
+        results, stored = deque[Future[bool]](), 0  # not the writes: each holds its entry, as an error's traceback does
         since = self._queue.time()
         for entry in entries:
             with self._nvme.exclusive():
