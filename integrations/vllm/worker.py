@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
-from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement
+from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
 
 from .keys import Chunk, ChunkKeys, find_stored
 from .scheduler import BlendJob, MissedChunk
@@ -34,8 +34,7 @@ BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no 
 # time of one row.
 TOKENS_OF_A_ROW = 16
 SLOW_LOADING = "slow_loading"  # why a prompt is left to vLLM whose stored KV would come no sooner than it is computed
-# What stands before the first chunk is the same for many requests (a system message): its KV is computed once.
-KEPT_OPENINGS = 4
+# What stands before the first chunk is the same for many requests (a system message): its KV is kept where it is worth it.
 MIN_OPENING_TOKENS = 64
 
 
@@ -101,6 +100,7 @@ class BlendWorker:
         pages: where blended KV goes.
         ranks: this process among those that hold the model.
         kv_heads: of all ranks together.
+        opening_tokens: how many tokens' KV is kept of what prompts begin with.
         controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV
             before the first layer, so there is no loading to hide behind.
     """
@@ -113,15 +113,17 @@ class BlendWorker:
         pages: Pages,
         ranks: Ranks,
         kv_heads: int,
+        opening_tokens: int,
         controller: LoadingController | None = None,
     ) -> None:
         self._fusor, self._keys, self._store, self._pages, self._ranks = fusor, keys, store, pages, ranks
+        self._opening_tokens = opening_tokens
         self._kv_heads, self._controller = kv_heads, controller if ranks.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
         self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
         self._missed: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
-        self._openings: OrderedDict[Chunk, ChunkKV] = OrderedDict()
+        self._openings: OrderedDict[Chunk, PrefixRun] = OrderedDict()
         self._progress, self._busy_steps = Progress(), 0
 
     @property
@@ -230,7 +232,7 @@ class BlendWorker:
         with ExitStack() as held:
             found, source = self._find(self._keys_of(job), held)
             # 2. Lay the prompt out: what stands before the first chunk, the chunks, and what stands between and after them.
-            segments = [self._opening(ids[: job.marks.chunks[0][0]])]
+            segments = [(yield from self._opening(ids[: job.marks.chunks[0][0]]))]
             after = [start for start, _ in job.marks.chunks[1:]] + [len(ids)]
             for (_, stop), chunk, kv, next_start in zip(job.marks.chunks, chunks, found, after, strict=True):
                 segments += [Segment(chunk, kv), Segment(ids[stop:next_start])]
@@ -239,7 +241,6 @@ class BlendWorker:
             if plan is not None and plan.full_recompute:
                 return {"blended": False, "reason": SLOW_LOADING}
             # 4. Blend it, each finished layer straight into the pages.
-            fixed = -(-len(ids) // TOKENS_OF_A_ROW)
             config = FusionConfig(recompute_ratio=job.ratio if plan is None else plan.ratio)
             steps = self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))
             held.callback(steps.close)
@@ -249,7 +250,7 @@ class BlendWorker:
                 except StopIteration as done:
                     blended = done.value
                     break
-                yield layer.recomputed + fixed
+                yield _rows(layer, len(ids))
         if self._controller is not None and plan is not None and isinstance(source, LayerLoader):
             computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
             on_cpu = self._fusor.runner.geometry.device.type == "cpu"  # a GPU computes while the host waits
@@ -301,14 +302,25 @@ class BlendWorker:
         layer = self._fusor.runner.geometry.layers - 1
         return self._controller.plan([(kv.tier, kv.layer_bytes(layer)) for kv in stored], reusable, fresh, exact)
 
-    def _opening(self, ids: Chunk) -> Segment:
-        """What stands before the first chunk: exact KV where it is worth to be kept."""
-        if len(ids) < MIN_OPENING_TOKENS:
+    def _opening(self, ids: Chunk) -> Generator[int, None, Segment]:
+        """What stands before the first chunk, with its exact KV where that is kept; yields what each layer cost in rows.
+
+        It is computed by itself, not in the blend: its rows are neighbours then, which vLLM's own kernel runs as vLLM does.
+        """
+        if not MIN_OPENING_TOKENS <= len(ids) <= self._opening_tokens:
             return Segment(ids)
         if ids not in self._openings:
-            self._openings[ids] = self._fusor.precompute(ids)
-            while len(self._openings) > KEPT_OPENINGS:
+            while len(ids) + sum(map(len, self._openings)) > self._opening_tokens:
                 self._openings.popitem(last=False)
+            steps = self._fusor.front_steps([Segment(ids)], torch.device("cpu"))
+            with closing(steps):
+                while True:
+                    try:
+                        layer = next(steps)
+                    except StopIteration as done:
+                        self._openings[ids] = done.value
+                        break
+                    yield _rows(layer, len(ids))
         self._openings.move_to_end(ids)
         return Segment(ids, self._openings[ids], exact=True)
 
@@ -361,3 +373,8 @@ class BlendWorker:
                 except StoreError as error:  # a full disk: the chunk stays a miss
                     logger.warning("a chunk's KV is not stored: %s", error)
         return stored
+
+
+def _rows(layer: LayerReport, tokens: int) -> int:
+    """What a layer of a prompt of so many tokens cost, in rows."""
+    return layer.recomputed - (-tokens // TOKENS_OF_A_ROW)

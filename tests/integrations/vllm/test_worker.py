@@ -60,23 +60,27 @@ class Machine:
         folder: of its store.
         remote: URL; None for none.
         ranks: see `BlendWorker`.
+        opening_tokens: see `BlendWorker`.
     """
 
-    def __init__(self, folder: Path, remote: str | None, ranks: OneRank) -> None:
+    def __init__(self, folder: Path, remote: str | None, ranks: OneRank, opening_tokens: int = 0) -> None:
         fusor = Fusor(tiny_model("llama"))
         self.keys = ChunkKeys((1,), ChunkContext(), fusor.fingerprint, "raw")
         self.store = KVStore(StoreConfig(directory=folder, remote=remote, remote_timeout_s=5))
         self.pages = WrittenPages()
-        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, ranks, kv_heads=2)
+        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, ranks, kv_heads=2, opening_tokens=opening_tokens)
+        self.steps = 0
 
-    def blend(self) -> dict[str, Any]:
-        """The report of the prompt's blend."""
-        job = BlendJob("one", PROMPT, (0, 1), 0, Marks(SPANS), 0.15, is_least=False, cache_salt=None)
-        self.worker.step([job], [], 100, is_idle=False)
-        deadline = time.monotonic() + 60
+    def blend(self, opening: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
+        """The report of the prompt's blend, after an opening, with so many rows a step; `steps` counts those."""
+        spans = tuple((start + len(opening), stop + len(opening)) for start, stop in SPANS)
+        job = BlendJob("one", (*opening, *PROMPT), (0, 1), 0, Marks(spans), ratio, is_least=False, cache_salt=None)
+        self.worker.step([job], [], rows, is_idle=False)
+        self.steps, deadline = 1, time.monotonic() + 60
         while not (progress := self.worker.take_progress()).done:
             assert time.monotonic() < deadline
-            self.worker.step([], [], 100, is_idle=False)
+            self.worker.step([], [], rows, is_idle=False)
+            self.steps += 1
         assert not self.worker.blending
         return progress.reports["one"]
 
@@ -84,7 +88,9 @@ class Machine:
 class OpenMachine(Protocol):
     """Opens machines."""
 
-    def __call__(self, name: str, remote: str | None, ranks: OneRank | None = None) -> Machine: ...
+    def __call__(
+        self, name: str, remote: str | None = None, ranks: OneRank | None = None, opening_tokens: int = 0
+    ) -> Machine: ...
 
 
 @pytest.fixture
@@ -92,8 +98,8 @@ def open_machine(tmp_path: Path) -> Iterator[OpenMachine]:
     """Opens a machine by its name; all are closed afterwards."""
     with ExitStack() as opened:
 
-        def open_one(name: str, remote: str | None, ranks: OneRank | None = None) -> Machine:
-            machine = Machine(tmp_path / name, remote, ranks or OneRank())
+        def open_one(name: str, remote: str | None = None, ranks: OneRank | None = None, opening_tokens: int = 0) -> Machine:
+            machine = Machine(tmp_path / name, remote, ranks or OneRank(), opening_tokens)
             opened.callback(machine.worker.close)
             return machine
 
@@ -142,3 +148,37 @@ def test_a_cancelled_request_waits_for_nothing(open_machine: OpenMachine, remote
     machine.worker.cancel({"gone"})
     assert machine.worker.take_progress().done == {"gone"}
     assert not machine.worker.blending
+
+
+def opening(seed: int, tokens: int = 70) -> tuple[int, ...]:
+    return tuple(torch.randint(2, VOCAB, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def test_an_opening_is_computed_a_layer_a_step(open_machine: OpenMachine) -> None:
+    """A new opening is computed in steps that yield as a blend's do, and once: later prompts spare its steps, and are equal."""
+    machine = open_machine("a", opening_tokens=100)
+    machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None)
+    layers = machine.worker._fusor.runner.geometry.layers
+    machine.blend(opening(1), rows=1)
+    steps, pages = machine.steps, dict(machine.pages)
+    machine.blend(opening(1), rows=1)
+    assert machine.steps == steps - layers
+    assert all(torch.equal(pages[layer], machine.pages[layer]) for layer in pages)
+    whole = open_machine("b")
+    whole.worker.precompute([[chunk] for chunk in CHUNKS], None, None)
+    whole.blend(opening(1))
+    assert max(float((whole.pages[layer] - pages[layer]).abs().max()) for layer in pages) < 1e-4
+
+
+def test_kept_openings_are_bounded(open_machine: OpenMachine) -> None:
+    """The openings that were used longest ago make room for a new one; one that is longer than all room is not kept."""
+    machine = open_machine("a", opening_tokens=150)
+
+    def kept(*openings: tuple[int, ...]) -> bool:
+        return list(machine.worker._openings) == [(*one, *PROMPT[: SPANS[0][0]]) for one in openings]
+
+    for seed, tokens in ((1, 64), (2, 64), (1, 64), (3, 64), (4, 143)):
+        machine.blend(opening(seed, tokens))
+    assert kept(opening(1, 64), opening(3, 64))
+    machine.blend(opening(5, 100))
+    assert kept(opening(5, 100))
