@@ -102,7 +102,7 @@ def test_a_full_server_takes_nothing_and_hinders_nobody(own_redis: RedisServer, 
 def stats_after_close(store: KVStore) -> RemoteStats:
     remote = store._remote
     assert remote is not None
-    return remote.stats()
+    return remote.tier.stats()
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
