@@ -17,7 +17,7 @@ import typer
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
-from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
 from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
 from cacheblend.service.engine.ingest import IngestReport
@@ -148,8 +148,6 @@ def _ingest(
     with terminal.shown_stages():
         from cacheblend.service.engine.config import remember_settings
         from cacheblend.service.engine.engine import Engine
-
-        from .profile import load_fusor
 
         # Nobody reads here, and memory that is used again costs less than new.
         config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
