@@ -16,7 +16,7 @@ from contextvars import Context
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
@@ -248,7 +248,7 @@ class ObjectBackend:
         """
         url = urlsplit(self._address.url)
         if url.scheme == "file":
-            return LocalStore(url.path, mkdir=True)
+            return LocalStore(unquote(url.path), mkdir=True)
         timeout = timedelta(seconds=self._limits.timeout_s)
         options: ClientConfig = {
             "connect_timeout": timeout,
