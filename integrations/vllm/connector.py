@@ -174,7 +174,9 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         """See `KVConnectorBase_V1`."""
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
-    def precompute(self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None) -> int:
+    def precompute(
+        self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None
+    ) -> tuple[int, int]:
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
         assert self._worker is not None
         with set_forward_context(None, self._vllm_config):

@@ -70,9 +70,9 @@ def _connector() -> Any | None:
 
 def _precompute(
     _worker: Any, documents: Sequence[Sequence[Sequence[int]]], which: Sequence[int] | None, cache_salt: str | None
-) -> int:
-    """A worker's method for vLLM's `collective_rpc`: see `CacheBlendConnector.precompute`; -1 without the connector."""
+) -> list[int]:
+    """A worker's method for vLLM's `collective_rpc`: see `CacheBlendConnector.precompute`; nothing without the connector."""
     if (connector := _connector()) is None:
-        return -1
+        return [0, 0]
     chunks = [[tuple(chunk) for chunk in document] for document in documents]
-    return int(connector.precompute(chunks, which, cache_salt))
+    return list(connector.precompute(chunks, which, cache_salt))

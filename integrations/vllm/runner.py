@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,6 +53,15 @@ class _Attention(nn.Module):
         self.kv_heads, self.head_dim, self.layer = int(own.num_kv_heads), int(own.head_size), layer
         self.scaling, self.softcap = float(own.impl.scale), getattr(own.impl, "logits_soft_cap", None) or None
         self.layer_pass: _LayerPass | None = None
+
+    @contextmanager
+    def running(self, layer_pass: _LayerPass) -> Iterator[None]:
+        """Set the pass, and let go of it and its tensors afterwards, whatever the layer raises."""
+        self.layer_pass = layer_pass
+        try:
+            yield
+        finally:
+            self.layer_pass = None
 
     def forward(self, q_SX: torch.Tensor, k_SX: torch.Tensor, v_SX: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         assert self.layer_pass is not None
@@ -207,9 +217,9 @@ class VllmRunner:
     def project_kv(self, layer: int, hidden_2SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelRunner.project_kv`."""
         block, capture, normed_SM = self._unrotated[layer], _Capture(), _normed(self._layers[layer].input_layernorm, hidden_2SM)
-        self._stubs[layer].layer_pass = capture
         positions_S = torch.zeros(len(normed_SM), dtype=torch.long, device=normed_SM.device)
-        block.self_attn(positions=positions_S, hidden_states=normed_SM)
+        with self._stubs[layer].running(capture):
+            block.self_attn(positions=positions_S, hidden_states=normed_SM)
         return capture.k_1HSD, capture.v_1HSD
 
     def run_rows(
@@ -273,11 +283,10 @@ class VllmRunner:
         self, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: _LayerPass, block: Any = None
     ) -> torch.Tensor:
         """Rows through one layer, by default with its rotary embedding; gives (2, S, M)."""
-        self._stubs[layer].layer_pass = layer_pass
         block = self._layers[layer] if block is None else block
         hidden_SM, residual_SM = hidden_2SM.clone()  # vLLM's fused norms write into both
-        pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
-        self._stubs[layer].layer_pass = None
+        with self._stubs[layer].running(layer_pass):
+            pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
         return torch.stack(pair)
 
 
