@@ -13,7 +13,6 @@ import torch
 
 from .attention import Rows
 from .decoder import CacheSink
-from .deviation import kv_deviation
 from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
@@ -252,3 +251,16 @@ def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.T
 
 def _nothing_ran() -> torch.Tensor:
     raise RuntimeError("deviation is not known at layer 0: no token has run yet")
+
+
+def kv_deviation(
+    fresh_k_1HCD: torch.Tensor, fresh_v_1HCD: torch.Tensor, stored_k_1HCD: torch.Tensor, stored_v_1HCD: torch.Tensor
+) -> torch.Tensor:
+    """Squared difference of keys plus squared difference of values, a token: float32 (C,).
+
+    Keys are compared rotated to the same positions. A rotation keeps distances, so this is the distance before it, times the
+    square of the rope's attention scaling where there is one (yarn) and on the rotated part alone where that is a part: the
+    difference that attention sees. Summed over KV heads H and head size D in float32.
+    """
+    k_C = (fresh_k_1HCD.float() - stored_k_1HCD.float()).square().sum(dim=(0, 1, 3))
+    return k_C + (fresh_v_1HCD.float() - stored_v_1HCD.float()).square().sum(dim=(0, 1, 3))

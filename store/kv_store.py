@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -25,8 +25,7 @@ from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .stats import StoreStats, TierStats
-from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
+from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, StoreStats, TierStats, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
@@ -158,14 +157,16 @@ class KVStore:
 
     def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
         """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
-        writes = []
+        results, stored = deque[Future[bool]](), 0  # not the writes: each holds its entry, as an error's traceback does
         since = self._queue.time()
         for entry in entries:
             with self._nvme.exclusive():
                 if not self._queue.was_discarded(entry.info.key.digest, since):
-                    writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
+                    results.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting).stored)
             self._queue.wait_for_room()
-        return sum(write.stored.result() for write in writes)
+            while results and results[0].done():
+                stored += results.popleft().result()
+        return stored + sum(result.result() for result in results)
 
     def load(self, key: ChunkKey) -> EncodedEntry | None:
         """An entry of NVMe as it is stored, which is no use of it; None for a miss."""

@@ -20,12 +20,12 @@ from cacheblend.base.errors import InputError
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
-from cacheblend.service.engine.ingest import IngestProgress, IngestReport, ReadingProgress
+from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
-from .terminal import counted
+from .terminal import IngestProgress, ReadingProgress, counted
 
 if TYPE_CHECKING:
     from cacheblend.blend import KVGeometry

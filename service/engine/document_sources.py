@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import codecs
 import glob
-import gzip
 import hashlib
 import io
-import json
 import logging
 import mimetypes
 import os
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
 from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Document
 
 from .file_converter import CONVERTED_SUFFIXES, FileConverter
+from .json_lines import LineLimits, read_json_lines, read_lines
 from .web_pages import SCHEMES, WebFiles
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,6 @@ KNOWN_SUFFIXES = (
 IGNORE_FILES = (".gitignore", ".cacheblendignore")
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 8 * 2**20  # of one document: some 2 million tokens, whose tokenising takes about 2 GiB of memory
-MAX_LINE_BYTES = 32 * 2**20  # of one line, decompressed
 PARQUET_ROWS = 64  # in memory at once
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 _BOM = b"\xef\xbb\xbf"
@@ -216,7 +213,7 @@ def read_documents(
     if path == STANDARD_INPUT:
         # A test's or a notebook's standard input may be text alone.
         lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else io.BytesIO(sys.stdin.read().encode())
-        yield from _line_documents(_values(lines, "standard input"))
+        yield from _line_documents(read_lines(lines, "standard input"))
         return
     skipped = report.skipped if report else {}
     files = source_files(path, skipped, leave_out)
@@ -332,6 +329,8 @@ def file_documents(
     *,
     title: str | None = None,
     where: str | None = None,
+    check: Callable[[], None] = lambda: None,
+    limits: LineLimits | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The documents of a file.
 
@@ -342,17 +341,19 @@ def file_documents(
         skipped: takes a file of an unknown kind that is no text; without it that is a fault.
         title: in place of the file's name.
         where: names the file in messages; its path where left out.
+        check: called once a line, and again and again during a conversion; what it raises ends the reading.
+        limits: of JSON lines.
 
     Raises:
         InputError, MissingExtraError, OSError: see `read_documents`.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
     if name.endswith(JSONL_SUFFIXES):
-        yield from _line_documents(read_json_lines(path))
+        yield from _line_documents(read_json_lines(path, check, limits))
     elif name.endswith(PARQUET_SUFFIX):
         yield from _line_documents(_parquet_rows(path, where))
     elif name.endswith(CONVERTED_SUFFIXES):
-        for part in converter.convert(path):
+        for part in converter.convert(path, check):
             place = f"#{part.place}" if part.place else ""
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
             yield _checked({"id": id_ + place, "title": of_part, "text": part.text}, where)
@@ -421,26 +422,6 @@ def _too_long(where: str) -> InputError:
     return InputError(f"{where}: a text of more than {MAX_TEXT_BYTES // 2**20} MiB; split it into several documents")
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each line's place ("FILE, line N") and its JSON value, without empty lines; a file `*.gz` is decompressed.
-
-    Memory holds one line, of at most `MAX_LINE_BYTES`, however small a compressed file is. A byte order mark is taken.
-
-    Raises:
-        InputError: a line that is too long or no JSON in UTF-8, named by file and line; a gzip file that is cut off or damaged.
-        OSError: the file cannot be read.
-    """
-    with path.open("rb") as file:
-        if path.name.endswith(".gz"):
-            try:
-                with gzip.GzipFile(fileobj=file) as lines:
-                    yield from _values(lines, str(path))
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise InputError(f"{path} is no whole gzip file ({error}); compress it again, or copy it again") from error
-        else:
-            yield from _values(file, str(path))
-
-
 def _parquet_rows(path: Path, where: str) -> Iterator[tuple[str, Any]]:
     """Each row's place ("FILE, row N") and its columns `id`, `title` and `text`, of which the first two may be missing.
 
@@ -460,39 +441,3 @@ def _parquet_rows(path: Path, where: str) -> Iterator[tuple[str, Any]]:
                 yield f"{where}, row {number}", row | ({} if row.get("id") is None else {"id": str(row["id"])})
     except ArrowException as error:
         raise InputError(f"{where}: no Parquet file that can be read ({error})") from error
-
-
-def _decode(raw: bytes, where: str) -> str:
-    """The text of UTF-8 bytes, with or without a byte order mark.
-
-    Raises:
-        InputError: they are no UTF-8.
-    """
-    try:
-        return raw.removeprefix(_BOM).decode()
-    except UnicodeDecodeError as error:
-        found = f"byte 0x{raw.removeprefix(_BOM)[error.start]:02x} at {error.start + 1}"
-        raise InputError(f"{where}: not UTF-8 ({found}); save it as UTF-8") from None
-
-
-def _values(lines: BinaryIO | gzip.GzipFile, name: str) -> Iterator[tuple[str, Any]]:
-    number = 0
-    while raw := lines.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        where = f"{name}, line {number}"
-        if len(raw) > MAX_LINE_BYTES:
-            raise InputError(f"{where}: longer than {MAX_LINE_BYTES // 2**20} MiB; split it into several lines")
-        if (text := _decode(raw, where)).strip():
-            yield where, parse_json(text, where)
-
-
-def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text; raises InputError, which names `where`, if it is none."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise InputError(f"{where}: JSON that is nested too deeply; a document has texts alone") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise InputError(f"{where}: JSON that cannot be read ({error}); write such a number as text") from None

@@ -15,8 +15,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ MAX_CHARACTERS = 32 * 2**20  # of all that comes out of a file
 MAX_CACHED_CHARACTERS = 64 * 2**20  # of what is kept between counting and ingesting
 MAX_MEMORY_BYTES = 6 * 2**30  # of address space: libraries alone reserve much
 TIMEOUT_S = 120.0  # a file, with the start of the process
+CHECK_EVERY_S = 0.1  # while a file is converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,12 @@ class FileConverter:
         self._cache = dict[tuple[str, int, int], list[TextPart]]()
         self._cached_characters = 0
 
-    def convert(self, path: Path) -> list[TextPart]:
+    def convert(self, path: Path, check: Callable[[], None] = lambda: None) -> list[TextPart]:
         """The text of a file, in parts that a citation can name.
+
+        Args:
+            path: the file.
+            check: called again and again meanwhile; what it raises ends the conversion.
 
         Raises:
             InputError: the file is too large, damaged, encrypted, without text, or took too long.
@@ -88,7 +94,7 @@ class FileConverter:
         key = (str(path.resolve()), status.st_size, status.st_mtime_ns)
         if key in self._cache:
             return self._cache[key]
-        answer = self._ask(path)
+        answer = self._ask(path, check)
         if missing := answer.get("missing"):
             raise MissingExtraError(missing, EXTRA)
         if error := answer.get("error"):
@@ -102,7 +108,7 @@ class FileConverter:
             self._cached_characters += characters
         return parts
 
-    def _ask(self, path: Path) -> dict[str, Any]:
+    def _ask(self, path: Path, check: Callable[[], None]) -> dict[str, Any]:
         process = self._process
         if process is None or process.poll() is not None:
             self.close()
@@ -113,32 +119,41 @@ class FileConverter:
                 stderr=subprocess.DEVNULL,
                 encoding="ascii",
             )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        late = threading.Event()
+        lines = list[str]()
 
-        def kill() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(self._timeout_s, kill)
-        timer.start()
-        line = ""
-        try:
+        def ask() -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(str(path.resolve())) + "\n")
                 process.stdin.flush()
-                line = process.stdout.readline()
-        finally:
-            timer.cancel()
-            timer.join()
-        if line.endswith("\n"):
-            answer: dict[str, Any] = json.loads(line)
+                lines.append(process.stdout.readline())
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        late_at = time.monotonic() + self._timeout_s
+        try:
+            while asking.is_alive() and time.monotonic() < late_at:
+                check()
+                asking.join(CHECK_EVERY_S)
+            is_late = asking.is_alive()
+        except BaseException:
+            self._end(asking)
+            raise
+        if not is_late and lines and lines[0].endswith("\n"):
+            answer: dict[str, Any] = json.loads(lines[0])
             return answer
-        self.close()
-        if late.is_set():
+        self._end(asking)
+        if is_late:
             return {"error": f"not read within {self._timeout_s:g} s; split it, or save it as text"}
         return {"error": "its reader ended, which a damaged or a very large file does; save it anew, or as text"}
+
+    def _end(self, asking: threading.Thread) -> None:
+        """End the process, and the thread that waits for it."""
+        if self._process is not None:
+            self._process.kill()
+        asking.join()
+        self.close()
 
     def close(self) -> None:
         """End the process."""

@@ -11,8 +11,8 @@ import hashlib
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from itertools import islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,12 +22,13 @@ from fastapi.responses import PlainTextResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 
-from cacheblend.base.errors import InputError, MissingExtraError
+from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.retriever.document import NO_ID
-from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
+from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
 from cacheblend.service.engine.documents import part_order
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.file_converter import MAX_CHARACTERS, FileConverter
+from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKED_BYTES, FileConverter
+from cacheblend.service.engine.json_lines import LineLimits
 
 from ..serving import Check
 from .errors import ApiError, shortened
@@ -38,7 +39,10 @@ PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 FORM_FIELDS = ("file", "purpose")
 MOST_NAME_CHARACTERS = 200
 LISTED = 1000
+LINE_LIMITS = LineLimits(lines=200_000, decompressed_bytes=MAX_UNPACKED_BYTES)
+CHECK_EVERY_S = 0.1  # other uploads have their turns then, and a line is read in less
 _FILE = re.compile(rf"(file-([0-9a-f]{{8}})([0-9a-f]{{8}})[0-9a-f]{{16}})/({'|'.join(PURPOSES)})/([^#]+)(#.*)?", re.DOTALL)
+_SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")  # what says of which kind a file is; a file name of the system holds few bytes
 _FORM = {
     "type": "object",
     "required": list(FORM_FIELDS),
@@ -69,7 +73,7 @@ async def create(request: Request) -> dict[str, Any]:
 
         def ingest(check: Check) -> None:
             progress("read", 0, 1)
-            engine.ingest(_documents(first, name, raw, server.http.max_documents), progress, check)
+            engine.ingest(_documents(first, name, raw, server.http.max_documents, check), progress, check)
 
         await run_call(server.uploads, request, ingest, until_begun=True)
     return _body(first)
@@ -108,10 +112,15 @@ async def retrieve(id_: str, request: Request) -> dict[str, Any]:
 
 @router.get("/{id_}/content")
 async def content(id_: str, request: Request) -> Response:
-    """The text that was read from a file: the chunks of its documents. The bytes that were sent are not kept."""
+    """The text that was read from a file, its pages one after the other. The bytes that were sent are not kept.
+
+    Where chunks overlap, what they share stands in it twice.
+    """
 
     def read(engine: Engine) -> str:
-        return "\n".join(chunk.text for document in _ids(engine, id_) for chunk in engine.documents.show(document)[1])
+        shown = (engine.documents.show(document) for document in _ids(engine, id_))
+        # The first chunk begins with the title, which is of the name, or of a JSON line.
+        return "\n".join("".join(chunk.text for chunk in chunks).removeprefix(f"{status.title}\n") for status, chunks in shown)
 
     return PlainTextResponse(await _call(request, read))
 
@@ -157,20 +166,29 @@ async def _uploaded(file: object) -> tuple[str, bytes]:
     return name, await file.read()
 
 
-def _documents(first: str, name: str, raw: bytes, most: int) -> list[dict[str, Any]]:
-    """The documents of a file, read as `cacheblend ingest` reads it.
+def _documents(first: str, name: str, raw: bytes, most: int, check: Check) -> list[dict[str, Any]]:
+    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading where nobody waits for it.
 
     Raises:
         ApiError: it cannot be read, or is too much.
     """
+    checked_at = time.monotonic()
+
+    def check_in_time() -> None:
+        nonlocal checked_at
+        if time.monotonic() - checked_at >= CHECK_EVERY_S:
+            check()
+            checked_at = time.monotonic()
+
     is_lines = name.lower().endswith(JSONL_SUFFIXES)
-    with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder, FileConverter() as converter:
-        suffixes = PurePosixPath(name.lower()).suffixes
-        path = Path(folder, "".join(["file", *suffixes[-2 if is_lines else -1 :]]))
-        path.write_bytes(raw)
+    if name.lower().endswith(PARQUET_SUFFIX):
+        why = "file: Parquet is read by `cacheblend ingest` alone; send its rows as JSON lines"
+        raise ApiError(400, why, param="file", code="invalid_value")
+    with _written(name, raw) as path, FileConverter() as converter:
         documents, characters = list[dict[str, Any]](), 0
         try:
-            read = file_documents(path, first, converter, title=PurePosixPath(name).stem, where=name)
+            title = PurePosixPath(name).stem
+            read = file_documents(path, first, converter, title=title, where=name, check=check_in_time, limits=LINE_LIMITS)
             for number, document in enumerate(islice(read, most + 1), 1):
                 documents.append({**document, "id": f"{first}#line={number}"} if is_lines else document)
                 characters += len(document["text"])
@@ -178,12 +196,30 @@ def _documents(first: str, name: str, raw: bytes, most: int) -> list[dict[str, A
                     why = f"file: more than {most} documents or {MAX_CHARACTERS} characters; split it"
                     raise ApiError(413, why, param="file", code="too_many_documents")
         except MissingExtraError as error:
-            remedy = "file: this kind needs the extra `documents` where the service runs; send it as text"
+            remedy = f"file: this kind needs the extra `{error.extra}` where the service runs; send it as text"
             raise ApiError(400, remedy, param="file", code="invalid_value") from error
         except InputError as error:
             why = str(error).replace(str(path.resolve()), name).replace(str(path), name)
             raise ApiError(400, f"file: {why}", param="file", code="invalid_value") from None
     return documents
+
+
+@contextmanager
+def _written(name: str, raw: bytes) -> Iterator[Path]:
+    """A temporary file of these bytes, with the end of the name that says its kind.
+
+    Raises:
+        StoreFullError: it cannot be written.
+    """
+    known = next((suffix for suffix in JSONL_SUFFIXES if name.lower().endswith(suffix)), PurePosixPath(name.lower()).suffix)
+    with ExitStack() as opened:
+        try:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", ignore_cleanup_errors=True))
+            path = Path(folder, f"file{known if known in JSONL_SUFFIXES or _SUFFIX.fullmatch(known) else ''}")
+            path.write_bytes(raw)
+        except OSError as error:
+            raise StoreFullError(f"an upload cannot be written to the folder of temporary files: {error}") from error
+        yield path
 
 
 def _files(engine: Engine, prefix: str = "file-") -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.base.errors import InputError
-from cacheblend.service.engine import document_sources
+from cacheblend.service.engine import document_sources, json_lines
 from cacheblend.service.engine.document_sources import read_documents
 
 LINE = json.dumps({"id": "one", "text": "some text"})
@@ -105,7 +105,7 @@ def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
         list(read_documents(str(path)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 4 * document_sources.MAX_LINE_BYTES
+    assert peak < 4 * json_lines.MAX_LINE_BYTES
 
 
 def test_long_texts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,26 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         converter.convert(path)
 
 
+def test_a_conversion_that_nobody_waits_for_ends(tmp_path: Path) -> None:
+    """What `check` raises while a file is converted ends the conversion, and the next file is converted."""
+    pytest.importorskip("markitdown", reason="needs the extra documents")
+    docx(tmp_path / "first.docx", "some words")
+    docx(tmp_path / "late.docx", "other words")
+
+    def gone() -> None:
+        raise LookupError
+
+    with FileConverter() as converter:
+        converter.convert(tmp_path / "first.docx")
+        process = converter._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(LookupError):
+            converter.convert(tmp_path / "late.docx", gone)
+        assert process.poll() is not None
+        assert "other words" in converter.convert(tmp_path / "late.docx")[0].text
+
+
 def joined(texts: dict[str, str]) -> dict[str, str]:
     return {part.place: part.text for part in join_short_parts([TextPart(*one) for one in texts.items()])}
 

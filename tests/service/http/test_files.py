@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import gzip
+import json
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from waiting import wait_until
+
+from cacheblend.base.errors import MissingExtraError
+from cacheblend.service.engine.json_lines import LineLimits
+from cacheblend.service.http import Server, files
+from cacheblend.service.serving import Check
 
 multipart = pytest.importorskip("python_multipart.multipart")
 TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
@@ -57,6 +69,7 @@ def _bomb() -> bytes:
         ("wrong.docx", _bomb(), "file"),
         ("broken.pdf", b"%PDF-1.7 nothing", "file"),
         ("bad.jsonl", b"{", "file"),
+        ("rows.parquet", b"PAR1", "file"),
         ("picture.png", b"\x89PNG", "file"),
         ("a#b.txt", b"text", "file"),
     ],
@@ -69,6 +82,92 @@ def test_bad_files(client: httpx.Client, name: str, raw: bytes, field: str) -> N
     assert "/tmp" not in answer.text
     assert "cacheblend-" not in answer.text
     assert client.get("/v1/documents").json() == before
+
+
+@pytest.mark.parametrize("name", ["table.csv", "lamps.py"])
+def test_content_is_the_text(openai_client: openai.OpenAI, name: str) -> None:
+    """The content of a text file of many chunks is its text, character by character: no breaks at chunks, and no title."""
+    text = "".join(f"{number},lamp {number} of the harbour,green{number}\n" for number in range(300))
+    made = openai_client.files.create(file=(name, text.encode()), purpose="user_data")
+    assert openai_client.files.content(made.id).text == text
+
+
+def test_parquet_is_refused(client: httpx.Client) -> None:
+    """Rows with ids of their own would replace the tenant's documents: the message says what to send."""
+    answer = client.post("/v1/files", files={"file": ("rows.PARQUET", b"PAR1")}, data={"purpose": "batch"})
+    assert "JSON lines" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["a." + "\U00020000" * 62, "a." + "x" * 190, "notes.é"])
+def test_odd_ends_of_names(client: httpx.Client, name: str) -> None:
+    """Whatever stands after a name's last dot, a text is read as a text."""
+    answer = client.post("/v1/files", files={"file": (name, TEXT.encode())}, data={"purpose": "batch"})
+    assert (answer.status_code, answer.json().get("filename")) == (200, name), answer.text
+
+
+def test_no_room_for_temporary_files(client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An upload that the folder of temporary files has no room for is a 507 that names no folder."""
+
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr(files.tempfile, "mkdtemp", full)
+    answer = client.post("/v1/files", files={"file": ("a.txt", TEXT.encode())}, data={"purpose": "batch"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "store_full")
+    assert str(tmp_path) not in answer.text
+
+
+def test_a_missing_extra_is_named(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a package is missing, the message names the extra that brings it."""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise MissingExtraError("charset_normalizer", "rag")
+
+    monkeypatch.setattr(files, "file_documents", missing)
+    answer = client.post("/v1/files", files={"file": ("a.txt", TEXT.encode())}, data={"purpose": "batch"})
+    assert (answer.status_code, "the extra `rag`" in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize("line", ["\n", " \n", '{"passages": []}\n'])
+def test_a_small_file_of_endless_lines(client: httpx.Client, line: str) -> None:
+    """Lines without documents are counted too, and a small file that unpacks to many is refused by the limit."""
+    raw = gzip.compress(line.encode() * 200_001, mtime=0)
+    assert len(raw) < 20_000
+    answer = client.post("/v1/files", files={"file": ("a.jsonl.gz", raw)}, data={"purpose": "batch"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
+    assert "a.jsonl.gz: more than 200,000 lines or 512 MiB" in answer.json()["error"]["message"]
+
+
+def test_unpacked_bytes_are_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of few lines is bounded by what it unpacks to."""
+    monkeypatch.setattr(files, "LINE_LIMITS", LineLimits(lines=100, decompressed_bytes=2**20))
+    raw = gzip.compress((json.dumps({"passages": [], "more": "x" * 2**18}).encode() + b"\n") * 4, mtime=0)
+    answer = client.post("/v1/files", files={"file": ("a.jsonl.gz", raw)}, data={"purpose": "batch"})
+    assert (answer.status_code, "lines or 1 MiB" in answer.text) == (400, True)
+
+
+def test_a_client_that_leaves_ends_the_reading(address: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading of a file ends with the client that sent it, and others have the turn."""
+    begun = threading.Event()
+
+    def endless(*_: Any, check: Check, **__: Any) -> Any:
+        begun.set()
+        while True:
+            check()
+            threading.Event().wait(0.01)
+            yield from ()
+
+    monkeypatch.setattr(files, "file_documents", endless)
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as leaving:
+            sent = asyncio.create_task(leaving.post("/v1/files", files={"file": ("a.txt", b"x")}, data={"purpose": "batch"}))
+            assert await asyncio.to_thread(begun.wait, 60)
+            assert server.uploads.is_busy
+            sent.cancel()
+
+    asyncio.run(leave())
+    wait_until(lambda: not server.uploads.is_busy)
 
 
 def test_bad_forms(client: httpx.Client) -> None:
