@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from cacheblend.base.daemon_threads import DaemonThreads
-from cacheblend.base.errors import CacheBlendError, DamagedEntryError
+from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
@@ -284,11 +284,11 @@ class BlendWorker:
         return [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)], ResidentLayers()
 
     def _own_heads(self, placement: Placement) -> ChunkKV | None:
-        """The KV of this rank's heads, in memory; None for an entry that is damaged."""
+        """The KV of this rank's heads, in memory; None for an entry that cannot be read."""
         every = range(placement.num_layers)
         try:
             layers = [self._ranks.own_heads(placement.read_layer(layer), self._kv_heads) for layer in every]
-        except DamagedEntryError:
+        except StoreError:
             return None
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
@@ -333,13 +333,14 @@ class BlendWorker:
     def _compute_missed(self) -> None:
         """Compute the KV of one missed chunk after its own context, and store it."""
         while self._missed:
-            _, chunk = self._missed.popitem(last=False)
-            try:
-                if any(self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)):
-                    return  # where the disk is behind, it is left for a later request to miss again
+            key, chunk = self._missed.popitem(last=False)
+            if self._ranks.agree(self._find_stored([key]))[0]:
+                continue
+            try:  # where the disk is behind, the chunk is left for a later request to miss again
+                self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)
             except Exception:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
-                return
+            return
 
     def precompute(
         self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None
@@ -367,7 +368,8 @@ class BlendWorker:
         count, stored, left = sum(len(new) for _, new in wanted), 0, 0
         tokens = sum(len(chunks[index]) for chunks, new in wanted for index in new)
         geometry = self._fusor.runner.geometry
-        if not self._ranks.agree([self._has_room(geometry.layers * geometry.layer_bytes(tokens) * self._ranks.ranks)])[0]:
+        kv_bytes = geometry.layers * geometry.layer_bytes(tokens) * self._ranks.ranks
+        if not count or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
             return 0, count
         # 2. Compute the others, and hand them to the store.
         for kv in self._fusor.precompute_documents(wanted, self._keys.head, self._keys.context):

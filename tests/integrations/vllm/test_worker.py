@@ -237,6 +237,22 @@ def test_a_chunk_that_one_rank_cannot_store_keeps_no_other_waiting(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_step_computes_one_missed_chunk_on_every_rank(
+    open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """The rank that cannot store a missed chunk does not go on to the next one, which the others compute a step later."""
+    machine = open_machine("a", ranks=CountedRanks())
+
+    def put(*_: Any, **__: Any) -> None:
+        if is_refused:
+            raise InputError("planted")
+
+    monkeypatch.setattr(machine.store, "put", put)
+    machine.worker.step([], [MissedChunk(chunk, (), None) for chunk in CHUNKS], 100, is_idle=True)
+    assert machine.worker.waiting_misses == 1
+
+
 def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that cannot look chunks up says that it has none, instead of saying nothing."""
     ranks = CountedRanks()
