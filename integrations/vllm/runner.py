@@ -269,8 +269,9 @@ class VllmRunner:
             attention = _isolated_attention if kernel is None else partial(_kernel_attention, kernel, layer, rows)
             layer_pass = IsolatedPass(_both(turn), attention, masks, prefix)
             hidden_2NM = self._run(layer, hidden_2NM, positions_N, layer_pass, self._unrotated[layer])
-            yield layer_pass.k_1HND, layer_pass.v_1HND
-        yield self.project_kv(len(self._layers) - 1, hidden_2NM)
+            yield _apart(layer_pass.k_1HND), _apart(layer_pass.v_1HND)
+        k_1HND, v_1HND = self.project_kv(len(self._layers) - 1, hidden_2NM)
+        yield _apart(k_1HND), _apart(v_1HND)
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix:
         """See `ModelRunner.share`."""
@@ -288,6 +289,11 @@ class VllmRunner:
         with self._stubs[layer].running(layer_pass):
             pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
         return torch.stack(pair)
+
+
+def _apart(x_1HND: torch.Tensor) -> torch.Tensor:
+    """Keys or values in memory of their own: they are views of a projection with the queries, two or three times as large."""
+    return x_1HND.clone(memory_format=torch.contiguous_format)
 
 
 def _normed(norm: Any, hidden_2SM: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 
 from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
+from cacheblend.base.process import return_freed_memory
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
@@ -391,6 +392,8 @@ class BlendWorker:
                 stored += 1
             except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
                 logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
+        del kv, whole
+        return_freed_memory()  # of the passes, which no request needs
         return stored, left
 
     def _has_room(self, kv_bytes: int) -> bool:
