@@ -354,20 +354,11 @@ class KVStore:
             self._remote.close(self.config.remote_timeout_s)
 
     def _open_remote(self, address: RemoteAddress, folder: StoreFolder) -> None:
-        from .remote.backend import BackendLimits  # not loaded where there is no remote tier
-        from .remote.object_format import ObjectFormat
-        from .remote.read_through import ReadThrough
+        from .remote.read_through import ReadThrough  # not loaded where there is no remote tier
         from .remote.remote_tier import RemoteTier
 
-        config, budget_bytes = self.config, self.config.nvme_budget_bytes
-        limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
-        tier = RemoteTier(
-            address,
-            limits,
-            ObjectFormat(config.read_secret(), config.remote_tenant),
-            queue_bytes=config.remote_queue_bytes,
-            removals=folder.removals,
-        )
+        budget_bytes = self.config.nvme_budget_bytes
+        tier = RemoteTier(address, self.config, folder.removals)
 
         def has_room(nbytes: int) -> bool:
             return self._nvme.size()[1] + nbytes <= budget_bytes

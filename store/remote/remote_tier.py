@@ -19,6 +19,7 @@ import numpy as np
 from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError
 from cacheblend.base.memory import Bytes
+from cacheblend.store.config import StoreConfig
 from cacheblend.store.entry import EncodedEntry
 
 from .address import RemoteAddress
@@ -88,26 +89,17 @@ class RemoteTier:
 
     Args:
         address: where it is.
-        limits: time-out and time to live.
-        form: of its objects: names, seals and checks.
-        queue_bytes: of entries that wait to be written.
+        config: of the store: time-out, time to live, tenant, secret, and the bytes of entries that wait to be written.
         removals: the file of a `RemovalLog`.
     """
 
     name: ClassVar[str] = "remote"
     in_memory: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        address: RemoteAddress,
-        limits: BackendLimits,
-        form: ObjectFormat,
-        *,
-        queue_bytes: int,
-        removals: Path,
-    ) -> None:
-        self.address, self.format, self._limits = address, form, limits
-        self.backend = address.open(limits)
+    def __init__(self, address: RemoteAddress, config: StoreConfig, removals: Path) -> None:
+        self.address, self.format = address, ObjectFormat(config.read_secret(), config.remote_tenant)
+        self._limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
+        self.backend = address.open(self._limits)
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.meter = SpeedMeter()
         self._lock = threading.Lock()
@@ -115,7 +107,7 @@ class RemoteTier:
         self._layouts: OrderedDict[str, tuple[ObjectLayout, float]] = OrderedDict()
         self._missing: OrderedDict[str, float] = OrderedDict()
         self._lookup_s: float | None = None
-        self.uploads = UploadQueue(self._send, self._remove, self.writes, queue_bytes, RemovalLog(removals))
+        self.uploads = UploadQueue(self._send, self._remove, self.writes, config.remote_queue_bytes, RemovalLog(removals))
 
     def open_all(self, digests: Sequence[str]) -> dict[str, RemoteEntry]:
         """The entries among these that are there, looked up in one round trip (headers over 16 KiB take a second)."""
