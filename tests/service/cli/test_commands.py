@@ -22,7 +22,7 @@ EOS = 1  # of the tiny model
 
 
 def test_a_store_goes_to_a_remote_tier_and_back(run: CommandLine, passages: Path, tmp_path: Path) -> None:
-    """`store push`, `ls` and `pull` of --remote say in JSON what they did; without a URL they say what to give."""
+    """`store push`, `ls` and `pull` of --remote, and a document's deletion, do what they say; without a URL they ask for it."""
     pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
     entries = run.on_store("ingest", str(passages), "--json").json["computed"]
     store, remote = ("--store-dir", str(run.store)), ("--remote", f"file://{tmp_path}/objects", "--json")
@@ -35,6 +35,11 @@ def test_a_store_goes_to_a_remote_tier_and_back(run: CommandLine, passages: Path
     }
     run("store", "clear", *store, "--yes")
     assert run("store", "pull", *store, *remote).json["entries"] == entries
+    gone = run("documents", "ls", *store, "--json").json["documents"][0]["id"]
+    assert run("documents", "delete", gone, *store, *remote, "--yes").json["id"] == gone
+    left = run("store", "ls", *remote).json["entries"]
+    assert 0 < len(left) < entries
+    assert {entry["key"] for entry in left} == {entry["key"] for entry in run("store", "ls", *store, "--json").json["entries"]}
     assert run("store", "verify", *store, "--json").json["ok"] is True
     refused = run("store", "push", *store)
     assert refused.code == 2

@@ -100,6 +100,28 @@ def test_a_deletion_takes_what_another_machine_has_put(
     assert set(remote_of(reader.store).backend.ls()) == others
 
 
+def test_a_new_version_takes_the_old_ones_entries_along(
+    redis_server: RedisServer, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """A document that is ingested anew, longer at its start and cut at its end, leaves no entry of its old text remotely."""
+    engine = open_engine(store_dir=tmp_path / "a", remote=redis_server.url)
+    remote = remote_of(engine.store)
+    engine.ingest(DOCUMENTS)
+    assert engine.store.flush_remote(10)
+    before = {name for name, _ in remote.backend.ls()}
+    text = str(DOCUMENTS[0]["text"])
+    engine.ingest([DOCUMENTS[0] | {"text": "Another beginning. " + text[: len(text) // 2]}])
+    assert engine.store.flush_remote(10)
+    after = {name for name, _ in remote.backend.ls()}
+    assert before - after
+    assert after - before
+    assert after == {remote.format.name(row.key.digest) for row in engine.store.ls()}
+    engine.store.clear()
+    engine.documents.delete(str(DOCUMENTS[0]["id"]))
+    assert engine.store.flush_remote(10)
+    assert {name for name, _ in remote.backend.ls()} == before & after
+
+
 def _paused(server: RedisServer) -> None:
     server.pause()
 
