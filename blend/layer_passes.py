@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .attention import Block, Rows, attend, attention_weights
+from .attention import Block, Rows, attend, attention_weights, upload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -188,7 +188,7 @@ class Question:
         readable_N[rows.positions_S] = True
         self.rows = rows
         self._key_K = readable_N.nonzero()[:, 0]
-        self.readable_K = None if bool(readable_N.all()) else self._key_K.to(device)
+        self.readable_K = None if bool(readable_N.all()) else upload(self._key_K, device)
         self._blocks: dict[object, list[Block]] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
@@ -211,7 +211,7 @@ class Question:
                 hidden_BT = key_T > row_B1
                 if window is not None:
                     hidden_BT |= key_T <= row_B1 - window
-                bias_BT = torch.zeros(hidden_BT.shape, dtype=dtype).masked_fill_(hidden_BT, -torch.inf).to(device)
+                bias_BT = upload(torch.zeros(hidden_BT.shape, dtype=dtype).masked_fill_(hidden_BT, -torch.inf), device)
                 blocks.append(Block(slice(first, stop), 0, seen, bias_BT[:, None], hidden_from))
         return self._blocks[kind]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _STATE = ("generation", "dimensions", "format", "identity")  # what of `meta` is no setting
-_ALL = 2**62  # as a limit
+_ALL = 2**62  # as a limit, and above every rowid
 _GIVEN = 1000  # values that one statement is given at most
 
 
@@ -224,25 +224,28 @@ class Catalog(ABC):
         rows = self._rows("SELECT version FROM documents WHERE id = ?", (document_id,))
         return str(rows[0][0]) if rows else None
 
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
-        """Documents in the order of adding.
+    def documents(
+        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
+    ) -> list[CatalogedDocument]:
+        """Documents in the order of adding, or in the reverse.
 
         Args:
             limit: at most so many; None for all.
-            after: those added after this one; None for the first ones.
+            after: those that follow this one in that order; None for the first ones.
+            newest_first: in the reverse.
 
         Raises:
             InputError: there is no document `after`.
 
         """
-        last = 0
+        first, comparison, order = (_ALL, "<", "DESC") if newest_first else (0, ">", "ASC")
         if after is not None:
             rows = self._rows("SELECT rowid FROM documents WHERE id = ?", (after,))
             if not rows:
                 raise self._unknown(after)
-            last = rows[0][0]
-        arguments = (last, _ALL if limit is None else limit)
-        return [document_of(row) for row in self._rows(f"{SELECT_DOCUMENTS} WHERE rowid > ? ORDER BY rowid LIMIT ?", arguments)]
+            first = rows[0][0]
+        query = f"{SELECT_DOCUMENTS} WHERE rowid {comparison} ? ORDER BY rowid {order} LIMIT ?"
+        return [document_of(row) for row in self._rows(query, (first, _ALL if limit is None else limit))]
 
     def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""

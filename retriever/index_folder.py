@@ -63,14 +63,16 @@ class IndexedDocuments:
             raise RetrieverError(f"{directory} holds no index; name the folder that documents were ingested into")
         self._catalog = open_catalog(directory, {}, index, schema)
 
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
-        """Documents in the order of adding: at most `limit`, and those added after the document `after`.
+    def documents(
+        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
+    ) -> list[CatalogedDocument]:
+        """Documents in the order of adding, or in the reverse: at most `limit`, and those that follow the document `after`.
 
         Raises:
             InputError: there is no document `after`.
 
         """
-        return self._catalog.documents(limit, after)
+        return self._catalog.documents(limit, after, newest_first=newest_first)
 
     def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""

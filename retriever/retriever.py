@@ -231,15 +231,17 @@ class Retriever:
             index = self._index.current()
             return 0 if index is None else len(index)
 
-    def documents(self, limit: int | None = None, after: str | None = None) -> list[CatalogedDocument]:
-        """Documents in the order of adding: at most `limit`, and those added after the document `after`.
+    def documents(
+        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
+    ) -> list[CatalogedDocument]:
+        """Documents in the order of adding, or in the reverse: at most `limit`, and those that follow the document `after`.
 
         Raises:
             InputError: there is no document `after`.
 
         """
         with self._lock:
-            return self._catalog.documents(limit, after)
+            return self._catalog.documents(limit, after, newest_first=newest_first)
 
     def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None where there is no such document."""

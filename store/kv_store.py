@@ -25,7 +25,20 @@ from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, StoreStats, TierStats, read_entry
+from .tiers import (
+    CACHE_TIERS,
+    REMOTE,
+    CacheTier,
+    KVTier,
+    OpenedEntry,
+    Placement,
+    ReadTier,
+    StoredEntry,
+    StoreStats,
+    TierStats,
+    opening,
+    read_entry,
+)
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
@@ -363,21 +376,21 @@ class KVStore:
 
     def _open_all(
         self, digests: Sequence[str], *, remote: bool = True, copies: dict[str, RemoteEntry] | None = None
-    ) -> list[tuple[StoredEntry, ReadTier] | None]:
+    ) -> list[OpenedEntry | None]:
         """Each entry in the fastest tier that has it; `copies` gets those that are to be copied from the remote tier."""
-        opened: list[tuple[StoredEntry, ReadTier] | None] = list(map(self._open, digests))
-        missing = [digest for digest, found in zip(digests, opened, strict=True) if found is None]
-        if self._remote is None or not remote or not missing:
-            return opened
-        there = self._remote.tier.open_all(missing)
-        for digest, entry in there.items():
-            if copies is not None and self._remote.admits(digest, entry.info.nbytes):
-                entry.keep()
-                copies[digest] = entry
-        return [
-            (there[digest], self._remote.tier) if found is None and digest in there else found
-            for digest, found in zip(digests, opened, strict=True)
-        ]
+        with opening(digests, self._open) as opened:
+            missing = [digest for digest, found in zip(digests, opened, strict=True) if found is None]
+            if self._remote is None or not remote or not missing:
+                return opened
+            there = self._remote.tier.open_all(missing)
+            for digest, entry in there.items():
+                if copies is not None and self._remote.admits(digest, entry.info.nbytes):
+                    entry.keep()
+                    copies[digest] = entry
+            return [
+                (there[digest], self._remote.tier) if found is None and digest in there else found
+                for digest, found in zip(digests, opened, strict=True)
+            ]
 
     def _placement(self, entry: StoredEntry, tier: ReadTier) -> Placement:
         remote = self.remote

@@ -9,7 +9,7 @@ Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -123,6 +123,22 @@ def read_entry(entry: StoredEntry, tier: ReadTier) -> EncodedEntry | None:
         return None
     finally:
         entry.close()
+
+
+OpenedEntry = tuple[StoredEntry, ReadTier]
+
+
+@contextmanager
+def opening(digests: Iterable[str], open_one: Callable[[str], OpenedEntry | None]) -> Iterator[list[OpenedEntry | None]]:
+    """Open entries one after the other; where one of them, or the block, raises, those that are open are closed."""
+    opened: list[OpenedEntry | None] = []
+    with ExitStack() as closing:
+        for digest in digests:
+            opened.append(found := open_one(digest))
+            if found is not None:
+                closing.callback(found[0].close)
+        yield opened
+        closing.pop_all()
 
 
 class Placement:

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import set_forward_context
 
 from cacheblend.base.errors import UnsupportedModelError
+from cacheblend.base.process import return_freed_memory
 from cacheblend.blend import Fusor, KVGeometry
 from cacheblend.store import KVStore
 
@@ -141,6 +142,7 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
                 check_against_engine(worker, fusor, pages, BlendMetadata)
             controller = self._config.find_controller(keys.model, device)
             openings = self._config.opening_tokens(runner.geometry, runner.ranks)
+            return_freed_memory()  # of the checks and trials, which need more than vLLM's own steps
             self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads, openings, controller)
         except BaseException:
             store.close()
@@ -174,7 +176,9 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         """See `KVConnectorBase_V1`."""
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
-    def precompute(self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None) -> int:
+    def precompute(
+        self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None
+    ) -> tuple[int, int]:
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
         assert self._worker is not None
         with set_forward_context(None, self._vllm_config):

@@ -18,10 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from cacheblend.base.daemon_threads import DaemonThreads
-from cacheblend.base.errors import DamagedEntryError, StoreError
+from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
+from cacheblend.base.process import return_freed_memory
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
+from cacheblend.store.write_queue import QUEUE_BYTES
 
 from .keys import Chunk, ChunkKeys, find_stored
 from .scheduler import BlendJob, MissedChunk
@@ -283,11 +285,11 @@ class BlendWorker:
         return [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)], ResidentLayers()
 
     def _own_heads(self, placement: Placement) -> ChunkKV | None:
-        """The KV of this rank's heads, in memory; None for an entry that is damaged."""
+        """The KV of this rank's heads, in memory; None for an entry that cannot be read."""
         every = range(placement.num_layers)
         try:
             layers = [self._ranks.own_heads(placement.read_layer(layer), self._kv_heads) for layer in every]
-        except DamagedEntryError:
+        except StoreError:
             return None
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
@@ -333,29 +335,44 @@ class BlendWorker:
         """Compute the KV of one missed chunk after its own context, and store it."""
         while self._missed:
             key, chunk = self._missed.popitem(last=False)
-            if self._ranks.agree([key in self._store])[0]:
+            if self._ranks.agree(self._find_stored([key]))[0]:
                 continue
-            try:
+            try:  # where the disk is behind, the chunk is left for a later request to miss again
                 self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)
             except Exception:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return
 
-    def precompute(self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None) -> int:
-        """Compute and store the KV of documents' chunks; gives how many were new.
+    def precompute(
+        self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None
+    ) -> tuple[int, int]:
+        """Compute and store the KV of documents' chunks.
+
+        What of a call all ranks do together does not depend on what one of them stores, or cannot.
 
         Args:
             documents: the token ids of each document's chunks, in its order.
             which: indexes of the chunks wanted of each; None for all.
             cache_salt: whose they are; None for everybody's.
+
+        Returns:
+            How many chunks are stored now that were not; and how many are left, since too much waits to be written: the
+            first rank knows, who writes.
         """
+        # 1. Look up which are stored; all ranks compute the same.
         wanted: list[tuple[Sequence[Chunk], list[int]]] = []
         for chunks in documents:
             earlier = self._keys.context.earlier(chunks)
-            keys = [self._keys.key(chunk, texts, cache_salt) for chunk, texts in zip(chunks, earlier, strict=True)]
-            have = self._ranks.agree(find_stored(self._store, keys))
-            wanted.append((chunks, [i for i, here in enumerate(have) if not here and (which is None or i in which)]))
-        stored = 0
+            asked = [index for index in range(len(chunks)) if which is None or index in which]
+            have = self._ranks.agree(self._find_stored([self._keys.key(chunks[i], earlier[i], cache_salt) for i in asked]))
+            wanted.append((chunks, [index for index, here in zip(asked, have, strict=True) if not here]))
+        count, stored, left = sum(len(new) for _, new in wanted), 0, 0
+        tokens = sum(len(chunks[index]) for chunks, new in wanted for index in new)
+        geometry = self._fusor.runner.geometry
+        kv_bytes = geometry.layers * geometry.layer_bytes(tokens) * self._ranks.ranks
+        if not count or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
+            return 0, count
+        # 2. Compute the others, and hand them to the store.
         for kv in self._fusor.precompute_documents(wanted, self._keys.head, self._keys.context):
             whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
             key = ChunkKey.of(
@@ -366,13 +383,31 @@ class BlendWorker:
                 codec=self._keys.codec,
                 namespace=self._keys.key(whole.token_ids, (), cache_salt).namespace,
             )
-            stored += 1
-            if self._ranks.rank == 0:
-                try:
+            if not self._has_room(sum(x_HTD.nbytes for pair in whole.layers for x_HTD in pair)):
+                left += 1
+                continue
+            try:
+                if self._ranks.rank == 0:
                     self._store.put(key, whole, flush=False)
-                except StoreError as error:  # a full disk: the chunk stays a miss
-                    logger.warning("a chunk's KV is not stored: %s", error)
-        return stored
+                stored += 1
+            except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
+                logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
+        del kv, whole
+        return_freed_memory()  # of the passes, which no request needs
+        return stored, left
+
+    def _has_room(self, kv_bytes: int) -> bool:
+        """Whether this rank's store takes so much without waiting for the disk; the engine's thread must not."""
+        pending_bytes = self._store.stats().pending_bytes
+        return not pending_bytes or pending_bytes + kv_bytes <= QUEUE_BYTES
+
+    def _find_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """`find_stored`; a store that cannot be read has none of them, since the other ranks wait for this one's answer."""
+        try:
+            return find_stored(self._store, keys)
+        except CacheBlendError as error:
+            logger.warning("chunks' KV is not looked up: %s", error)
+            return [False] * len(keys)
 
 
 def _rows(layer: LayerReport, tokens: int) -> int:

@@ -42,7 +42,7 @@ def ask(
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
-    from .model import choose_model, corpus_note, ingest_corpus
+    from .model import begin_corpus, choose_model, corpus_note, ingest_corpus
 
     if model is not None and not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
@@ -55,6 +55,8 @@ def ask(
             config = settings.make(
                 EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens
             )
+            if chosen.wants_corpus:
+                begin_corpus(chosen.store_dir)
             opened = Engine(config)
     except RetrieverError as error:
         if model is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.errors import InputError
+from cacheblend.base.files import make_folder, make_private_file
 from cacheblend.service.engine.config import write_examples
 
 from . import options, terminal
@@ -116,6 +118,7 @@ CORPUS = READER / "corpus.jsonl"
 QUESTIONS = READER / "questions.jsonl"
 # The chunk size that the reader was trained for.
 CHUNK_TOKENS = 96
+UNFINISHED = "corpus-unfinished"  # a file in a store's folder, as long as the store has a part of the corpus alone
 
 
 def default_model() -> str:
@@ -136,7 +139,7 @@ class ModelChoice:
     Attributes:
         model: a directory, GGUF file, hub id or known name.
         chunk_tokens: chunk size of its store.
-        wants_corpus: the store is yet to be made, of the bundled corpus.
+        wants_corpus: the store is yet to be made of the bundled corpus, or that was cut off.
         store_dir: the store's folder; the reader has its own, unless one is named.
     """
 
@@ -152,11 +155,13 @@ def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> Model
     Raises:
         InputError: no reader in this installation.
     """
-    if model is not None:
-        return ModelChoice(model, chunk_tokens, False, store_dir)
+    if model is not None:  # it may be the one that the store was begun with
+        wants_corpus = Path(model).resolve() == READER.resolve() and (store_dir / UNFINISHED).is_file()
+        return ModelChoice(model, chunk_tokens, wants_corpus, store_dir)
     if store_dir == options.DEFAULT_STORE_DIR and not store_dir.is_dir():
         store_dir = store_dir.with_name("reader")  # or its corpus would stand between the documents of the user's first ingest
-    return ModelChoice(default_model(), CHUNK_TOKENS, not store_dir.is_dir(), store_dir)
+    wants_corpus = not store_dir.is_dir() or (store_dir / UNFINISHED).is_file()
+    return ModelChoice(default_model(), CHUNK_TOKENS, wants_corpus, store_dir)
 
 
 def corpus_note(store_dir: Path) -> str:
@@ -168,11 +173,20 @@ def corpus_note(store_dir: Path) -> str:
     )
 
 
+def begin_corpus(store_dir: Path) -> None:
+    """Note that a store which is yet to be made will have the corpus: where a start is cut off, the next one goes on."""
+    with suppress(OSError):  # whoever opens the store says what is in the way
+        make_folder(store_dir)
+    make_private_file(store_dir / UNFINISHED)
+
+
 def ingest_corpus(engine: Engine, progress: Callable[[str, int, int], None]) -> None:
     """Ingest the articles that come with the reader, and note the questions that come with them, for the page to offer."""
     engine.ingest(bundled_corpus(), progress)
     questions = [json.loads(line)["question"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    write_examples(Path(engine.config.store_dir), questions)
+    store_dir = Path(engine.config.store_dir)
+    write_examples(store_dir, questions)
+    (store_dir / UNFINISHED).unlink(missing_ok=True)
 
 
 def bundled_corpus() -> list[dict[str, str]]:

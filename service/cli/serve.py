@@ -21,7 +21,7 @@ from cacheblend.service.http.starting import Starting
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
-from .model import choose_model, corpus_note, ingest_corpus
+from .model import begin_corpus, choose_model, corpus_note, ingest_corpus
 
 logger = logging.getLogger(__name__)
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
@@ -132,6 +132,8 @@ def serve(
         from cacheblend.service.http.run import run
 
         engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
+        if wants_corpus:
+            begin_corpus(chosen.store_dir)
         with in_own_thread(Server, engine, serving, http, tenants) as server:
             if wants_corpus:
                 in_own_thread(ingest_corpus, server.engines[""], starting.note_progress)

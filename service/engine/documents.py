@@ -153,12 +153,15 @@ class Documents:
         """Every document: those in the index in the order of adding, then by id those that the store alone knows."""
         return self.page()[0]
 
-    def page(self, limit: int | None = None, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
+    def page(
+        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
+    ) -> tuple[list[DocumentStatus], bool]:
         """A part of what `ls` gives, at the cost of that part.
 
         Args:
             limit: at most so many, 1 and above; None for all.
             after: those listed after the document of this id; None for the first ones.
+            newest_first: those in the index in the reverse of the order of adding.
 
         Returns:
             The documents, and whether more follow.
@@ -166,15 +169,24 @@ class Documents:
         Raises:
             InputError: there is no document `after`.
         """
-        return _first(limit, self._listed(limit, after, by_file=False))
+        return _first(limit, self._listed(limit, after, by_file=False, newest_first=newest_first))
 
-    def files(self, limit: int | None = None, after: str | None = None) -> tuple[list[DocumentStatus], bool]:
-        """`page` with the parts of a file as one, where its first part is; `after` may be the name of a file, too."""
-        return _first(limit, self._listed(limit, after, by_file=True))
+    def files(
+        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
+    ) -> tuple[list[DocumentStatus], bool]:
+        """`page` with the parts of a file as one, where the first of them is listed; `after` may be the name of a file, too."""
+        return _first(limit, self._listed(limit, after, by_file=True, newest_first=newest_first))
 
-    def _listed(self, limit: int | None, after: str | None, *, by_file: bool) -> Iterator[DocumentStatus]:
+    def _listed(self, limit: int | None, after: str | None, *, by_file: bool, newest_first: bool) -> Iterator[DocumentStatus]:
         """What `page` and `files` list."""
-        last = None if after is None else next(iter(self._ids(after)), "")
+
+        def first_listed(file: str) -> str:
+            """The part of a file that is listed before the others; a document is its only one, empty where there is none."""
+            first, *others = self._ids(file) or [""]
+            newest = (id_ for id_ in reversed(others) if self._index.version(id_) is not None)
+            return next(newest, first) if newest_first else first
+
+        last = None if after is None else first_listed(after)
         if last == "":
             raise _gone(after)
         is_document = functools.cache(self._is_document)
@@ -187,7 +199,7 @@ class Documents:
 
         def parts_from(id_: str, file: str) -> list[DocumentStatus]:
             """A file's parts where a document is the first of them; none where it is another, and at a second look."""
-            is_first = file not in seen and self._ids(file)[:1] == [id_]
+            is_first = file not in seen and first_listed(file) == id_
             seen.add(file)
             return self._known(file) if is_first else []
 
@@ -195,7 +207,7 @@ class Documents:
         in_index = last is None or self._index.version(last) is not None
         batch = None if limit is None else max(limit + 1, LISTED)
         place = last
-        while in_index and (documents := self._indexed(batch, place)):
+        while in_index and (documents := self._indexed(batch, place, newest_first)):
             for document in documents:
                 if (file := file_of(document.id)) == document.id:
                     yield _status(document, self._store.documents.get(document.id))
@@ -210,9 +222,9 @@ class Documents:
             if id_ not in known and (parts := parts_from(id_, file := file_of(id_))):
                 yield _together(file, parts)
 
-    def _indexed(self, limit: int | None, after: str | None) -> list[CatalogedDocument]:
+    def _indexed(self, limit: int | None, after: str | None, newest_first: bool) -> list[CatalogedDocument]:
         try:
-            return self._index.documents(limit, after)
+            return self._index.documents(limit, after, newest_first=newest_first)
         except InputError:  # deleted since it was looked up
             raise _gone(after) from None
 

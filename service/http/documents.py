@@ -60,13 +60,16 @@ async def ls(
     by: Annotated[
         Literal["document", "file"], Query(description="`file` lists the pages, slides and sheets of a file as one.")
     ] = "document",
+    order: Annotated[
+        Literal["asc", "desc"], Query(description="By the time of their adding; `desc`: the newest first.")
+    ] = "asc",
 ) -> Response:
-    """A page of the documents, in the order of adding; `has_more` says whether to ask for the one after `last_id`."""
+    """A page of the documents; `has_more` says whether to ask for the one after `last_id`."""
     engine: Engine = request.state.engine
 
     def list_page() -> Response:  # written out here too: of many documents that takes long
         read = engine.documents.files if by == "file" else engine.documents.page
-        documents, has_more = read(limit, after)
+        documents, has_more = read(limit, after, newest_first=order == "desc")
         ids = [document.id for document in documents]
         return JSONResponse(
             {

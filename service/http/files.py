@@ -1,7 +1,7 @@
 """`/v1/files` in OpenAI's shape: a file is a view of the documents that were read from it, and no table of its own.
 
-The id of a file says when it came, how many bytes it had, and a digest of them. Its documents' ids begin with the file's id,
-its purpose and its name: `file-.../user_data/report.pdf#page=3`.
+The id of a file says when it came, how many bytes it had, and a digest of them, its purpose and its name. Its documents' ids
+begin with the file's id, its purpose and its name: `file-.../user_data/report.pdf#page=3`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ _Result = TypeVar("_Result")
 
 @router.post("", openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}})
 async def create(request: Request) -> dict[str, Any]:
-    """Read a file, and ingest its text as documents; returns when their KV is durable."""
+    """Read a file, and ingest its text as documents; returns when their KV is durable.
+
+    The same bytes once more, under the same name and for the same purpose, are the file that is there, and make it whole.
+    """
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     async with request.app.state.server.reading[request.state.tenant], _form(request) as form:
@@ -65,18 +68,21 @@ async def create(request: Request) -> dict[str, Any]:
     if purpose not in PURPOSES:
         message = f"purpose: must be one of {', '.join(PURPOSES)}"
         raise ApiError(400, message, param="purpose", code="invalid_value")
-    digest = hashlib.sha256(name.encode() + b"\0" + raw).hexdigest()[:16]
-    id_ = f"file-{int(time.time()):08x}{len(raw):08x}{digest}"
-    first = f"{id_}/{purpose}/{name}"
+    digest = hashlib.sha256(f"{purpose}/{name}\0".encode() + raw).hexdigest()[:16]
+    end = f"{len(raw):08x}{digest}/{purpose}/{name}"
 
     with server.ingests.follow(request.state.tenant, name) as progress:
 
-        def ingest(check: Check) -> None:
+        def ingest(check: Check) -> str:
             progress("read", 0, 1)
+            known = (id_.partition("#")[0] for id_ in engine.retriever.ids("file-"))
+            first = next(
+                (id_ for id_ in known if id_[13:] == end), f"file-{int(time.time()):08x}{end}"
+            )  # 13: before is its time
             engine.ingest(_documents(first, name, raw, server.http.max_documents, check), progress, check)
+            return first
 
-        await run_call(server.uploads, request, ingest, until_begun=True)
-    return _body(first)
+        return _body(await run_call(server.uploads, request, ingest, until_begun=True))
 
 
 @router.get("")

@@ -14,7 +14,7 @@ MOST_TOOL_DEPTH = 32  # levels of the same
 
 
 def check_bounds(value: Any) -> None:
-    """Refuse JSON that is too long, too deep, or has text that is no Unicode.
+    """Refuse JSON that is too long, too deep, or has text that is no Unicode or a number that is not finite.
 
     Raises:
         ValueError: it does; the message says what is allowed.
@@ -25,11 +25,13 @@ def check_bounds(value: Any) -> None:
         if depth > MOST_TOOL_DEPTH:
             raise ValueError(f"is more than {MOST_TOOL_DEPTH} levels deep; make it simpler")
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    text = json.dumps(value, ensure_ascii=False)
     try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"is not Unicode: {error.reason}") from None
+    except ValueError:
+        raise ValueError("has NaN or a number beyond 1e308, which JSON has not; leave it out") from None
     if len(text) > MOST_TOOL_CHARACTERS:
         raise ValueError(f"has more than {MOST_TOOL_CHARACTERS} characters as JSON; make it shorter")
 

@@ -188,7 +188,7 @@ class GrammarCompiler:
             field: of the request that asked for it; errors name it.
 
         Raises:
-            InputError: the schema is too long, too deep, or uses what cannot be enforced.
+            InputError: the schema is too long, too deep, has what JSON cannot have, or uses what cannot be enforced.
             MissingExtraError: `llguidance` is not installed.
         """
         with needs_extra("structured"):
@@ -206,7 +206,11 @@ class GrammarCompiler:
                 words = max(self.words, len(self._tokenizer))
                 self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=words, eos_token=ends)
         limits = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+        except ValueError as error:  # NaN, numbers beyond 1e308 and halves of characters are no JSON to it
+            why = "it has a number or a text that JSON cannot have"
+            raise InputError(f"{field}: this schema cannot be read ({why}: {error}); leave that out of it") from None
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             why = matcher.get_error().strip().partition("\n")[0][:200]

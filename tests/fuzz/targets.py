@@ -30,6 +30,7 @@ from cacheblend.retriever import Document, Retriever, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import read_documents
 from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.serving.sampling import GrammarCompiler
 from cacheblend.store import KVStore, StoreConfig
 
 Check = Callable[[st.DataObject], None]
@@ -264,6 +265,13 @@ _PLACES = (
 )
 
 
+_KEYWORDS = (
+    *("type", "enum", "const", "title", "properties", "required", "additionalProperties", "patternProperties", "items"),
+    *("prefixItems", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "multipleOf", "minLength", "maxLength"),
+    *("pattern", "format", "anyOf", "oneOf", "allOf", "not", "$ref", "$defs"),
+)
+
+
 @contextmanager
 def bodies() -> Iterator[Check]:
     """Bodies and paths of requests: an answer, or a 4xx with the promised body; the service answers afterwards."""
@@ -309,11 +317,43 @@ def bodies() -> Iterator[Check]:
         yield check
 
 
+_SCHEMAS = st.recursive(
+    st.fixed_dictionaries({"type": st.sampled_from(["string", "number", "integer", "boolean", "null", "array", "object"])})
+    | JSON,
+    lambda inner: (
+        st.dictionaries(st.sampled_from(_KEYWORDS), inner | JSON | st.lists(inner, max_size=3), max_size=4)
+        | st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(st.text(max_size=8), inner, max_size=3)}
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@contextmanager
+def schemas() -> Iterator[Check]:
+    """JSON schemas of requests: a grammar whose matcher begins, or an error that names the field."""
+    with scratch() as folder:
+        make_model(folder)
+        fusor = Fusor.from_pretrained(str(folder))
+        compiler = GrammarCompiler(fusor.model, fusor.tokenizer)
+
+        def check(data: st.DataObject) -> None:
+            schema = data.draw(_SCHEMAS)
+            try:
+                compiler.json(schema if isinstance(schema, dict) else {"enum": [schema]}).matcher().compute_bitmask()
+            except InputError as error:
+                _check_names(error, "response_format")
+
+        yield check
+
+
 TARGETS: dict[str, Callable[[], AbstractContextManager[Check]]] = {
     "bodies": bodies,
     "entry-files": entry_files,
     "gguf": gguf_files,
     "index-catalogs": index_catalogs,
     "json-lines": json_lines,
+    "schemas": schemas,
     "store-catalogs": store_catalogs,
 }

@@ -3,8 +3,8 @@ import { $, Refused, api, button, element, problem } from "/api.js";
 
 const LISTED = 20;
 const SHOWN = 100; // chunks of an opened document at first, and at each "Show more"
-const TEXT = /\.(txt|text|md|markdown|rst|csv|tsv|json|jsonl|ya?ml|toml|ini|log|tex|py|js|ts|java|c|h|cpp|go|rs|rb|sh|sql)$/i;
-const MOST_BYTES = 8 * 2 ** 20; // of a text; the service says the same
+const MOST_LISTED = 1000; // documents, which the service gives at once
+const UPLOADED = /^file-[0-9a-f]{32}\/[^/]+\/([^#]+)/; // the id of a file that was uploaded, and its name
 const RETRIES = 5;
 let last = null; // id of the last document that is listed
 let lists = 0; // lists asked for: the answer to an earlier one comes too late
@@ -13,7 +13,7 @@ let onChange = () => {};
 const paces = {}; // seconds a byte of the last upload, by kind of file: what the next ones of the kind are expected to take
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
-const named = (document) => document.title || document.id;
+const named = (document) => document.id.match(UPLOADED)?.[1] ?? (document.title || document.id);
 const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 function about(document) {
@@ -91,11 +91,12 @@ function askToDelete(document, item) {
     }));
 }
 
-/** List the documents anew, or those after the ones that are listed. */
+/** List the documents anew, as many as are listed, or those after them; the newest come first. */
 export async function list(further = false) {
   const after = further && last !== null ? `&after=${encodeURIComponent(last)}` : "";
+  const limit = further ? LISTED : Math.min(MOST_LISTED, Math.max(LISTED, $("documents").children.length));
   const number = ++lists;
-  const page = await (await api(`/v1/documents?by=file&limit=${LISTED}${after}`)).json();
+  const page = await (await api(`/v1/documents?by=file&order=desc&limit=${limit}${after}`)).json();
   if (number !== lists) return;
   const rows = page.data.map(row);
   if (further) $("documents").append(...rows);
@@ -119,28 +120,42 @@ async function readProgress(name) {
 
 const wait = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
+/** Have a file read; says whether it was there, and which others have its name. */
 async function send(file) {
-  if (!TEXT.test(file.name) && file.type !== "text/plain") {
-    const form = new FormData();
-    form.append("purpose", "assistants");
-    form.append("file", file, file.name);
-    try {
-      return await api("/v1/files", { method: "POST", body: form });
-    } catch (error) {
-      if (error.status !== 404 && error.status !== 405) throw error;
-      throw new Error("this service takes text files here; add others by `cacheblend ingest FILE`");
-    }
+  const form = new FormData();
+  form.append("purpose", "assistants");
+  form.append("file", file, file.name);
+  const { data } = await (await api("/v1/files")).json();
+  const { id, filename } = await (await api("/v1/files", { method: "POST", body: form })).json();
+  return {
+    isThere: data.some((other) => other.id === id),
+    earlier: data.filter((other) => other.filename === filename && other.id !== id),
+  };
+}
+
+/** Say what became of a file where that is not only that it was added, and offer what can be done about it. */
+function answerUpload(item, file, { isThere, earlier }) {
+  const leave = () => {
+    item.remove();
+    $("documents_title").focus(); // what had the focus is gone
+  };
+  if (!isThere && !earlier.length) return item.remove();
+  const choice = (words, work) => {
+    const made = button(words, work, "plain");
+    made.setAttribute("aria-label", `${words}: ${file.name}`);
+    return made;
+  };
+  const replace = () =>
+    act(async () => {
+      for (const { id } of earlier) await api(`/v1/files/${id}`, { method: "DELETE" });
+      leave();
+      await list();
+    });
+  if (isThere) item.replaceChildren(`${file.name} is there already, unchanged. `, choice("Dismiss", leave));
+  else {
+    const words = `${file.name} is added. An earlier file of this name is there too. `;
+    item.replaceChildren(words, choice("Replace the earlier", replace), choice("Keep both", leave));
   }
-  if (file.size > MOST_BYTES) throw new Error(`it has more than ${MOST_BYTES / 2 ** 20} MiB; split it, or use \`cacheblend ingest\``);
-  const bytes = await file.arrayBuffer();
-  let text;
-  try {
-    text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
-  } catch {
-    text = new TextDecoder("windows-1252").decode(bytes);
-  }
-  if (!text.trim()) throw new Error("it is empty");
-  return api("/v1/documents", { method: "POST", body: JSON.stringify({ documents: [{ id: file.name, title: file.name, text }] }) });
 }
 
 async function upload(file) {
@@ -170,17 +185,18 @@ async function upload(file) {
       asking = false;
     }, 500);
     try {
-      for (let tries = 0; ; tries++) {
+      let sent;
+      for (let tries = 0; !sent; tries++) {
         try {
-          await send(file);
-          break;
+          sent = await send(file);
         } catch (error) {
           if (!(error instanceof Refused) || !error.retryAfterS || tries === RETRIES) throw error;
           await wait(error.retryAfterS); // the service is busy, and says when to come again
         }
       }
-      paces[kind] = taken() / file.size;
-      item.remove();
+      if (!sent.isThere) paces[kind] = taken() / file.size;
+      clearInterval(tick);
+      answerUpload(item, file, sent);
       return true;
     } catch (error) {
       bar.remove();

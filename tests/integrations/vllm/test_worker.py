@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from tiny_models import VOCAB, tiny_model
 
+from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.integrations.vllm.keys import ChunkKeys, find_stored
 from cacheblend.integrations.vllm.marks import Marks
-from cacheblend.integrations.vllm.scheduler import BlendJob
+from cacheblend.integrations.vllm.scheduler import BlendJob, MissedChunk
 from cacheblend.integrations.vllm.worker import BlendWorker
-from cacheblend.store import KVStore, LayerPair, StoreConfig
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, LayerPair, StoreConfig
+from cacheblend.store.write_queue import QUEUE_BYTES
 
 PROMPT = tuple(torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist())
 SPANS = ((8, 30), (30, 52))
@@ -44,6 +47,25 @@ class ManyRanks(OneRank):
     """One of several processes, which has read all heads; the others say what it says."""
 
     ranks = 2
+
+
+class CountedRanks(ManyRanks):
+    """The same; knows how often the others were waited for.
+
+    Attributes:
+        together: numbers of what was asked of all: flags agreed upon, and layers.
+    """
+
+    def __init__(self) -> None:
+        self.together = list[int]()
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        self.together.append(len(flags))
+        return list(flags)
+
+    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
+        self.together.append(-1)
+        return pair
 
 
 class WrittenPages(dict[int, torch.Tensor]):
@@ -117,13 +139,13 @@ def remote(tmp_path: Path) -> str:
 def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remote: str, ranks: OneRank) -> None:
     """Chunks' KV that one worker has computed comes through the remote tier to another's disk; the blends are equal."""
     first, second = open_machine("a", remote, ranks), open_machine("b", remote, ranks)
-    assert first.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == 2
+    assert first.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2, 0)
     assert first.store.flush_remote(30)
     assert first.blend()["hits"] == 2
     keys = [second.keys.key(chunk, (), None) for chunk in CHUNKS]
     assert [key in second.store for key in keys] == [False, False]
     assert find_stored(second.store, keys) == [True, True]
-    assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == 0
+    assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 0)
     assert second.blend()["hits"] == 2
     assert [key in second.store for key in keys] == [True, True]
     assert all(torch.equal(first.pages[layer], second.pages[layer]) for layer in first.pages)
@@ -182,3 +204,93 @@ def test_kept_openings_are_bounded(open_machine: OpenMachine) -> None:
     assert kept(opening(1, 64), opening(3, 64))
     machine.blend(opening(5, 100))
     assert kept(opening(5, 100))
+
+
+def test_chunks_that_are_not_wanted_are_not_looked_up(open_machine: OpenMachine) -> None:
+    """Of a document's chunks, the keys of those that are asked for are made and looked up, and no others."""
+    ranks = CountedRanks()
+    machine = open_machine("a", ranks=ranks)
+    assert machine.worker.precompute([[*CHUNKS, *CHUNKS, *CHUNKS]], [2, 3], None) == (2, 0)
+    assert ranks.together[0] == 2
+
+
+@pytest.mark.parametrize("error", [InputError("planted"), StoreFullError("planted"), RuntimeError("planted")])
+def test_a_chunk_that_one_rank_cannot_store_keeps_no_other_waiting(
+    open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """What the first rank's store raises leaves a miss; of each chunk all ranks still gather each layer."""
+    seen = []
+    for refused in (0, 1):
+        ranks = CountedRanks()
+        machine = open_machine(f"refuses {refused}", ranks=ranks)
+        own = machine.store.put
+
+        def put(key: ChunkKey, kv: ChunkKV, *, refused: int = refused, own: Any = own, **options: Any) -> Any:
+            if refused and tuple(kv.token_ids) == CHUNKS[0]:
+                raise error
+            return own(key, kv, **options)
+
+        monkeypatch.setattr(machine.store, "put", put)
+        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2 - refused, 0)
+        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 0)
+        seen.append(ranks.together[: 2 + 1 + 2 * machine.worker._fusor.runner.geometry.layers])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_step_computes_one_missed_chunk_on_every_rank(
+    open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """The rank that cannot store a missed chunk does not go on to the next one, which the others compute a step later."""
+    machine = open_machine("a", ranks=CountedRanks())
+
+    def put(*_: Any, **__: Any) -> None:
+        if is_refused:
+            raise InputError("planted")
+
+    monkeypatch.setattr(machine.store, "put", put)
+    machine.worker.step([], [MissedChunk(chunk, (), None) for chunk in CHUNKS], 100, is_idle=True)
+    assert machine.worker.waiting_misses == 1
+
+
+def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot look chunks up says that it has none, instead of saying nothing."""
+    ranks = CountedRanks()
+    machine = open_machine("a", ranks=ranks)
+
+    def broken(*_: Any) -> list[bool]:
+        raise StoreFullError("planted")
+
+    monkeypatch.setattr("cacheblend.integrations.vllm.worker.find_stored", broken)
+    assert machine.worker.precompute([CHUNKS], None, None) == (2, 0)
+    assert ranks.together[0] == 2
+
+
+def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where much waits to be written, nothing is computed or put: the caller is told what is left, and misses are dropped."""
+    machine = open_machine("a")
+    stats, behind = machine.store.stats, QUEUE_BYTES
+    monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=behind))
+    monkeypatch.setattr(machine.worker._fusor, "precompute_documents", lambda *_: pytest.fail("computed"))
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 2)
+    machine.worker.step([], [MissedChunk(CHUNKS[0], (), None)], 100, is_idle=True)
+    assert machine.worker.waiting_misses == 0
+    monkeypatch.undo()
+    behind = 0
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2, 0)
+
+
+def test_a_disk_that_falls_behind_leaves_the_others(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fills the queue of writes leaves the chunks after that, and the next call computes those alone."""
+    machine = open_machine("a")
+    stats, own, put = machine.store.stats, machine.store.put, list[Any]()
+
+    def count(key: ChunkKey, kv: ChunkKV, **options: Any) -> Any:
+        put.append(key)
+        return own(key, kv, **options)
+
+    monkeypatch.setattr(machine.store, "put", count)
+    monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=QUEUE_BYTES * len(put)))
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 1)
+    monkeypatch.undo()
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 0)

@@ -322,6 +322,26 @@ def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, m
     assert read_examples(run.store)[0] == "What is the club of Doror Thornley?"
 
 
+def test_a_corpus_that_was_cut_off_is_ingested_next(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start that ends before the corpus is stored is made up for by the next one; the third finds it whole."""
+    corpus, calls = bundled_corpus()[:4], list[int]()
+
+    def cut_off() -> list[dict[str, str]]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return corpus
+
+    monkeypatch.setattr("cacheblend.service.cli.model.bundled_corpus", cut_off)
+    ask = ["ask", f"Who knows {corpus[0]['title']}?", "--store-dir", str(run.store), "--max-tokens", "2", "--json"]
+    assert run(*ask).code not in (0, None)
+    assert run.store.is_dir()
+    for _ in range(2):
+        answer = run(*ask)
+        assert (answer.code, len(calls)) == (0, 2), answer.err
+        assert answer.json["chunks"]
+
+
 def test_an_answer_is_shown_as_it_comes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token's text is written at once, all of it is the answer, and one that is interrupted stays where it was."""
     assert run.on_store("ingest", str(passages)).code == 0

@@ -113,6 +113,22 @@ def test_files_that_the_store_alone_knows(engine: Engine) -> None:
     assert engine.documents.files(after="a.pdf") == ([], False)
 
 
+def test_the_newest_first(engine: Engine) -> None:
+    """In the reverse of the order of adding every file is listed once, page by page, and what was replaced is new."""
+    names = [document["id"] for document in DOCUMENTS]
+    for id_ in ("a.pdf#page=1", "b", "a.pdf#page=2", names[0]):
+        engine.ingest([{"id": id_, "title": "", "text": f"words of {id_} once more"}])
+    expected = [names[0], "a.pdf", "b", *reversed(names[1:])]
+    assert [status.id for status in engine.documents.files(newest_first=True)[0]] == expected
+    listed, after, has_more = list[str](), None, True
+    while has_more:
+        [status], has_more = engine.documents.files(1, after, newest_first=True)
+        listed.append(after := status.id)
+    assert listed == expected
+    page, _ = engine.documents.page(3, newest_first=True)
+    assert [status.id for status in page] == [names[0], "a.pdf#page=2", "b"]
+
+
 def test_a_documents_own_name_is_no_files(engine: Engine) -> None:
     """Where a document has the name of a file itself, the name means that document alone."""
     engine.ingest([{"id": "a", "text": "itself"}, {"id": "a#page=1", "text": "its page"}])

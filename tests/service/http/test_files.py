@@ -43,6 +43,19 @@ def test_openais_client(openai_client: openai.OpenAI, client: httpx.Client) -> N
     assert not [one for one in client.get("/v1/documents").json()["data"] if one["id"].startswith(made.id)]
 
 
+def test_the_same_file_again(openai_client: openai.OpenAI) -> None:
+    """The same bytes under the same name are the file that is there; another text, name or purpose is another file."""
+    made = openai_client.files.create(file=("a.txt", TEXT.encode()), purpose="user_data")
+    assert openai_client.files.create(file=("a.txt", TEXT.encode()), purpose="user_data") == made
+    assert [file.id for file in openai_client.files.list()] == [made.id]
+    lines = b'{"text": "first"}\n{"text": "second"}\n'
+    parts = [openai_client.files.create(file=("a.jsonl", lines), purpose="user_data").id for _ in range(2)]
+    assert len(set(parts)) == 1
+    others = [("a.txt", TEXT[:-1], "user_data"), ("b.txt", TEXT, "user_data"), ("a.txt", TEXT, "batch")]
+    ids = {openai_client.files.create(file=(name, text.encode()), purpose=purpose).id for name, text, purpose in others}
+    assert (len(ids), len(ids | {made.id})) == (3, 4)
+
+
 def test_html_is_converted(openai_client: openai.OpenAI) -> None:
     """A file of a kind that the extra `documents` reads becomes its text."""
     pytest.importorskip("markitdown")

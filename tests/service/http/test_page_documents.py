@@ -13,10 +13,17 @@ from browser import NEEDS_BROWSER, ONCE, fits, open_page
 from engines import OpenEngine
 from waiting import wait_until
 
+from cacheblend.service import Engine
 from cacheblend.service.engine.config import write_examples
 from cacheblend.service.http import HttpConfig, Server
 
 pytestmark = NEEDS_BROWSER
+
+
+def text_of(engine: Engine, name: str) -> str:
+    """The text of the documents of an uploaded file, each with its title."""
+    ids = [document.id for document in engine.documents.ls() if document.id.partition("#")[0].endswith(f"/{name}")]
+    return "".join(chunk.text for id_ in ids for chunk in engine.documents.show(id_)[1])
 
 
 def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
@@ -27,13 +34,14 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
     empty.write_text(" ")
     engine = open_engine()
     with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        page.expected_faults = 1  # the browser's own line about a status of 400
         open_page(page, address)
         assert page.locator("#no_documents").is_visible()
         page.get_by_label("Add files").set_input_files([notes, latin, empty])
         page.get_by_role("button", name="latin.txt", exact=True).wait_for()
-        page.get_by_text("empty.txt: it is empty").wait_for()
+        page.get_by_text("empty.txt: empty; write something into it").wait_for()
         assert page.locator("#documents li").count() == 2
-        assert "Café Müller" in "".join(chunk.text for chunk in engine.documents.show("latin.txt")[1])
+        assert "Café Müller" in text_of(engine, "latin.txt")
         page.get_by_role("button", name="Dismiss").click()
         assert page.locator("#uploads li").count() == 0
         page.get_by_role("button", name="notes.md", exact=True).click()
@@ -41,8 +49,8 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         page.keyboard.press("Escape")
         page.get_by_role("button", name="Pin notes.md").click()
         page.locator("[aria-pressed=true]").wait_for()
-        assert engine.documents.show("notes.md")[0].pinned
-        page.get_by_role("button", name="What is said about notes.md?").click()
+        assert [document.pinned for document in engine.documents.ls() if document.title == "notes"] == [True]
+        page.get_by_role("button", name="What is said about notes?").click()
         page.locator("#summary:not(:empty)").wait_for()
         page.get_by_role("button", name="Delete latin.txt").click()
         page.get_by_role("dialog", name="Delete latin.txt?").get_by_role("button", name="Close").click()
@@ -50,8 +58,83 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         page.get_by_role("button", name="Delete latin.txt").click()
         page.get_by_role("button", name="Delete it").click()
         wait_until(lambda: page.locator("#documents li").count() == 1)
-        assert [document.id for document in engine.documents.ls()] == ["notes.md"]
+        assert [document.title for document in engine.documents.ls()] == ["notes"]
         assert fits(page)
+
+
+@ONCE
+def test_files_of_any_encoding_and_of_lines(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """Texts of other encodings are read as what they are, and every line of a file of JSON lines is a document."""
+    wide, cyrillic, lines = tmp_path / "wide.txt", tmp_path / "cyrillic.txt", tmp_path / "lines.jsonl"
+    wide.write_text("The lamp of the harbour is green.", encoding="utf-16")
+    russian = "Лампа в гавани горит зелёным светом всю ночь, и смотритель маяка записывает это в книгу. "
+    cyrillic.write_bytes((russian * 4).encode("cp1251"))
+    lines.write_text("".join(f'{{"title": "Lamp {number}", "text": "It is green."}}\n' for number in range(3)))
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.get_by_label("Add files").set_input_files([wide, cyrillic, lines])
+        page.get_by_role("button", name="lines.jsonl", exact=True).wait_for()
+        assert text_of(engine, "wide.txt") == "wide\nThe lamp of the harbour is green."
+        assert "гавани горит зелёным" in text_of(engine, "cyrillic.txt")
+        assert [document.title for document in engine.documents.ls()][2:] == ["Lamp 0", "Lamp 1", "Lamp 2"]
+
+
+def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """The same file again adds nothing; another text of the name replaces the earlier one or stands beside it."""
+    path = tmp_path / "notes.txt"
+    path.write_text("The lamp is green.")
+    engine = open_engine()
+
+    def texts() -> list[str]:
+        return [engine.documents.show(document.id)[1][0].text.partition("\n")[2] for document in engine.documents.ls()]
+
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        add = page.get_by_label("Add files")
+        add.set_input_files([path])
+        page.get_by_role("button", name="notes.txt", exact=True).wait_for()
+        add.set_input_files([path])
+        page.get_by_text("notes.txt is there already, unchanged.").wait_for()
+        page.get_by_role("button", name="Dismiss: notes.txt").click()
+        assert (page.locator("#documents li").count(), texts()) == (1, ["The lamp is green."])
+        path.write_text("The lamp is red.")
+        add.set_input_files([path])
+        keep = page.get_by_role("button", name="Keep both: notes.txt")
+        keep.focus()
+        page.keyboard.press("Enter")
+        keep.wait_for(state="detached")
+        assert page.locator("#documents_title").evaluate("one => one === document.activeElement")
+        wait_until(lambda: page.locator("#documents li").count() == 2)
+        assert texts() == ["The lamp is green.", "The lamp is red."]
+        path.write_text("The lamp is blue.")
+        add.set_input_files([path])
+        page.get_by_role("button", name="Replace the earlier: notes.txt").click()
+        wait_until(lambda: page.locator("#documents li").count() == 1)
+        assert (texts(), page.locator("#uploads li").count()) == (["The lamp is blue."], 0)
+        assert fits(page)
+
+
+@ONCE
+def test_the_newest_are_listed_first(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """What is added to many documents shows up, and rows that were asked for stay after an upload and a deletion."""
+    path = tmp_path / "new.txt"
+    path.write_text("The lamp is green.")
+    engine = open_engine()
+    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(45)])
+    rows = page.locator("#documents li")
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.get_by_role("button", name="Show more").click()
+        rows.nth(39).wait_for()
+        page.get_by_label("Add files").set_input_files([path])
+        rows.first.get_by_role("button", name="new.txt", exact=True).wait_for()
+        assert rows.count() == 40
+        page.get_by_role("button", name="Delete new.txt").click()
+        page.get_by_role("button", name="Delete it").click()
+        rows.first.get_by_role("button", name="d44", exact=True).wait_for()
+        page.wait_for_load_state("networkidle")
+        assert rows.count() == 39
 
 
 @ONCE
@@ -68,7 +151,7 @@ def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine
         page.locator("#examples button").nth(2).wait_for()
         page.get_by_role("button", name="Which lamp is green?").wait_for()
         texts = page.locator("#examples button").all_inner_texts()
-        assert texts == ["Which lamp is green?", "<b>Where</b> is it?", "What is said about Lamp 0?"]
+        assert texts == ["Which lamp is green?", "<b>Where</b> is it?", "What is said about Lamp 2?"]
         page.get_by_role("button", name="Which lamp is green?").click()
         page.locator("#summary:not(:empty)").wait_for()
         assert page.locator("#question").input_value() == "Which lamp is green?"
@@ -86,7 +169,7 @@ def test_an_upload_says_how_long_it_takes(page: Any, open_engine: OpenEngine, tm
         page.get_by_label("Add files").set_input_files([short])
         page.get_by_role("button", name="short.txt", exact=True).wait_for()
         held: list[Any] = []
-        page.route("**/v1/documents", lambda route: held.append(route) if route.request.method == "POST" else route.continue_())
+        page.route("**/v1/files", lambda route: held.append(route) if route.request.method == "POST" else route.continue_())
         page.get_by_label("Add files").set_input_files([long])
         page.get_by_text(re.compile(r"^long\.txt: being read, \d+ of about \d+ s$")).wait_for()
         assert 0 <= page.locator("#uploads progress").evaluate("one => one.value") < 1

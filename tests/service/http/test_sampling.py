@@ -270,6 +270,26 @@ def test_schemas_that_mean_harm(client: httpx.Client, schema: dict[str, Any]) ->
 
 
 @needs_grammars
+@pytest.mark.parametrize("part", ['"maximum": 1e400', '"maximum": NaN', '"title": "\\ud800"', f'"maximum": 1{"0" * 400}'])
+def test_schemas_with_what_json_cannot_have(client: httpx.Client, part: str) -> None:
+    """A number that is not finite and half a character are refused by the field's name, in a schema and in a tool's."""
+    schema = f'{{"type": "number", {part}}}'
+    parameters = f'{{"type": "object", "properties": {{"a": {schema}}}}}'
+    for field, rest in (
+        ("response_format", f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}'),
+        (
+            "tools",
+            '"tool_choice": "required", "tools": '
+            f'[{{"type": "function", "function": {{"name": "f", "parameters": {parameters}}}}}]',
+        ),
+    ):
+        body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1, {rest}}}'
+        response = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400, response.text
+        assert field in response.json()["error"]["message"]
+
+
+@needs_grammars
 def test_a_schema_too_long(server: Server) -> None:
     """A schema has a most of characters, whatever a body may have."""
     with pytest.raises(InputError, match="65536 characters"):
