@@ -46,9 +46,9 @@ def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctype
     """
     folder = user_cache_folder() / "compiled"
     name = f"{source.stem}-{_depends_on(compiler, source, defines)}"
-    kept = _find_kept(folder, name)
-    if kept is not None:
-        return ctypes.CDLL(str(kept))
+    found = _find_compiled(folder, name)
+    if found is not None:
+        return ctypes.CDLL(str(found))
     with tempfile.TemporaryDirectory() as directory:  # which is this user's alone
         made = Path(directory) / f"{name}.so"
         _compile([str(compiler), *FLAGS, *defines, str(source), "-o", str(made)])
@@ -59,7 +59,7 @@ def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctype
         return ctypes.CDLL(str(made))
 
 
-def _find_kept(folder: Path, name: str) -> Path | None:
+def _find_compiled(folder: Path, name: str) -> Path | None:
     """An undamaged file under that name, in a folder that others cannot write to."""
     with suppress(OSError):
         folder = folder.resolve(strict=True)
@@ -131,8 +131,8 @@ def _processor() -> str:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
         lines = []
-    told = {line for line in lines if line.partition(":")[0].strip() in _PROCESSOR_LINES}
-    return "\n".join(sorted(told)) or f"{platform.processor()} of {platform.node()}"
+    features = {line for line in lines if line.partition(":")[0].strip() in _PROCESSOR_LINES}
+    return "\n".join(sorted(features)) or f"{platform.processor()} of {platform.node()}"
 
 
 def _digest(content: bytes) -> str:

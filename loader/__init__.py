@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .profile import read_profile as read_profile
     from .profile import write_profile as write_profile
     from .profiler import measure_profile as measure_profile
-    from .storage_plan import DeviceChoice as DeviceChoice
     from .storage_plan import StorageDevice as StorageDevice
     from .storage_plan import compare_devices as compare_devices
     from .storage_plan import read_price_table as read_price_table
@@ -49,6 +48,6 @@ _MODULES = {
         "write_profile",
     ),
     ".profiler": ("measure_profile",),
-    ".storage_plan": ("DeviceChoice", "StorageDevice", "compare_devices", "read_price_table"),
+    ".storage_plan": ("StorageDevice", "compare_devices", "read_price_table"),
 }
 __all__, __getattr__ = lazy_names(__name__, _MODULES)

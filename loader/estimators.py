@@ -239,12 +239,10 @@ class Pipeline:
 
     Args:
         total_s: from the start to the end of the last layer.
-        loaded_s: when the last layer's KV is there.
         waits_for_last: the fusor is at the last layer before its KV is: loading is the longer side.
     """
 
     total_s: float
-    loaded_s: float
     waits_for_last: bool
 
     @classmethod
@@ -266,4 +264,4 @@ class Pipeline:
             waits = load > 0 and loaded > done
             taken.append(max(loaded, done))
             done = taken[-1] + compute
-        return cls(done, loaded, waits)
+        return cls(done, waits)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .embedder import Embedder as Embedder
     from .embedder import SentenceTransformerEmbedder as SentenceTransformerEmbedder
     from .embedder import checked_between_batches as checked_between_batches
-    from .retriever import AddReport as AddReport
     from .retriever import EmbeddedDocument as EmbeddedDocument
     from .retriever import Retriever as Retriever
     from .splitter import PlainTokenizer as PlainTokenizer
@@ -28,7 +27,7 @@ _MODULES = {
     ".document": ("Chunk", "Document", "ScoredChunk", "in_reading_order"),
     ".catalog_rows": ("CatalogedDocument",),
     ".embedder": ("Embedder", "SentenceTransformerEmbedder", "checked_between_batches"),
-    ".retriever": ("AddReport", "EmbeddedDocument", "Retriever"),
+    ".retriever": ("EmbeddedDocument", "Retriever"),
     ".splitter": ("PlainTokenizer", "Splitter"),
 }
 __all__, __getattr__ = lazy_names(__name__, _MODULES, extra="rag")

@@ -14,7 +14,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from cacheblend.base.errors import CacheBlendError as CacheBlendError
     from cacheblend.base.errors import ConfigError as ConfigError
     from cacheblend.base.errors import DamagedEntryError as DamagedEntryError
     from cacheblend.base.errors import InputError as InputError
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from .catalog import CatalogEntry as CatalogEntry
     from .catalog import StoredDocument as StoredDocument
     from .chunk import ChunkKV as ChunkKV
-    from .chunk import EncodedLayer as EncodedLayer
     from .chunk import KVHandle as KVHandle
     from .chunk import LayerPair as LayerPair
     from .config import StoreConfig as StoreConfig
-    from .documents import StoreDocuments as StoreDocuments
     from .eviction import NamespaceShare as NamespaceShare
     from .key import ChunkKey as ChunkKey
     from .key import context_digest as context_digest
@@ -43,17 +40,14 @@ if TYPE_CHECKING:
     from .tiers import CACHE_TIERS as CACHE_TIERS
     from .tiers import REMOTE as REMOTE
     from .tiers import CacheTier as CacheTier
-    from .tiers import KVTier as KVTier
     from .tiers import Placement as Placement
     from .tiers import StoreStats as StoreStats
-    from .tiers import TierStats as TierStats
     from .tiers import tiers_in_memory as tiers_in_memory
     from .verify import VerifyReport as VerifyReport
     from .write_queue import DocumentVersion as DocumentVersion
 
 _MODULES = {
     "cacheblend.base.errors": (
-        "CacheBlendError",
         "ConfigError",
         "DamagedEntryError",
         "InputError",
@@ -62,14 +56,13 @@ _MODULES = {
         "StoreFullError",
     ),
     ".catalog": ("CatalogEntry", "StoredDocument"),
-    ".chunk": ("ChunkKV", "EncodedLayer", "KVHandle", "LayerPair"),
+    ".chunk": ("ChunkKV", "KVHandle", "LayerPair"),
     ".config": ("StoreConfig",),
-    ".documents": ("StoreDocuments",),
     ".eviction": ("NamespaceShare",),
     ".key": ("ChunkKey", "context_digest"),
     ".kv_store": ("KVStore",),
     ".prefix_blocks": ("BLOCK_TOKENS", "BlockChain", "PrefixBlocks", "PrefixRun", "PrefixStats", "chain_root"),
-    ".tiers": ("CACHE_TIERS", "REMOTE", "CacheTier", "KVTier", "Placement", "StoreStats", "TierStats", "tiers_in_memory"),
+    ".tiers": ("CACHE_TIERS", "REMOTE", "CacheTier", "Placement", "StoreStats", "tiers_in_memory"),
     ".verify": ("VerifyReport",),
     ".write_queue": ("DocumentVersion",),
 }

@@ -25,20 +25,7 @@ from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .tiers import (
-    CACHE_TIERS,
-    REMOTE,
-    CacheTier,
-    KVTier,
-    OpenedEntry,
-    Placement,
-    ReadTier,
-    StoredEntry,
-    StoreStats,
-    TierStats,
-    opening,
-    read_entry,
-)
+from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, OpenedEntry, Placement, StoreStats, TierStats, opening, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
@@ -207,7 +194,7 @@ class KVStore:
             try:
                 for found in self._open_all(digests, remote=remote, copies=copies):
                     self._count(_MISSES if found is None else found[1].name)
-                    placements.append(None if found is None else self._placement(*found))
+                    placements.append(None if found is None else self._placement(found))
                 yield placements
             finally:
                 placed = [placement for placement in placements if placement is not None]
@@ -383,8 +370,8 @@ class KVStore:
                 for digest, found in zip(digests, opened, strict=True)
             ]
 
-    def _placement(self, entry: StoredEntry, tier: ReadTier) -> Placement:
-        remote = self.remote
+    def _placement(self, found: OpenedEntry) -> Placement:
+        (entry, tier), remote = found, self.remote
         return Placement(entry, tier, remote.open_stream if remote is not None and tier is remote else None)
 
     def _store_copy(self, entry: EncodedEntry, since: int) -> None:
@@ -401,7 +388,7 @@ class KVStore:
         with self._counting:
             self._counts[name] += 1
 
-    def _open(self, digest: str) -> tuple[StoredEntry, KVTier] | None:
+    def _open(self, digest: str) -> OpenedEntry | None:
         """The entry in the fastest tier that has it, noted as used; None for a miss. One that waits is the first tier's."""
         waiting = self._queue.get(digest)
         for tier in self._caches:

@@ -45,7 +45,7 @@ class _Attention(nn.Module):
         self.layer_pass: LayerPass | None = None
 
     @contextmanager
-    def running(self, layer_pass: _LayerPass) -> Iterator[None]:
+    def running(self, layer_pass: LayerPass) -> Iterator[None]:
         """Set the pass, and let go of it and its tensors afterwards, whatever the layer raises."""
         self.layer_pass = layer_pass
         try:

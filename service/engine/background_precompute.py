@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.process import in_own_thread, lower_priority
@@ -16,19 +16,15 @@ from cacheblend.store.eviction import AdmissionFilter
 
 from .chunk_contexts import ChunkEncoder
 
+if TYPE_CHECKING:
+    from cacheblend.retriever import Retriever
+
 logger = logging.getLogger(__name__)
 MAX_WAITING = 256  # missed chunks; beyond them the longest queue loses its last, which a later request misses again
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at least,
 POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
 MAX_PENDING_BYTES = 128 * 2**20  # that wait to be written
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
-
-
-class DocumentVersions(Protocol):
-    """Knows the ingested documents' versions, as `Retriever` does."""
-
-    def version(self, document_id: str) -> str | None:
-        """The version of a document now; None where there is none of that id."""
 
 
 class Foreground:
@@ -88,7 +84,7 @@ class BackgroundPrecompute:
         foreground: the requests of this model, which come first.
     """
 
-    def __init__(self, encoder: ChunkEncoder, store: KVStore, documents: DocumentVersions, foreground: Foreground) -> None:
+    def __init__(self, encoder: ChunkEncoder, store: KVStore, documents: Retriever, foreground: Foreground) -> None:
         self._encoder, self._store, self._documents, self._foreground = encoder, store, documents, foreground
         self._changed = threading.Condition()
         self._queues: OrderedDict[str, OrderedDict[ChunkKey, _Miss]] = OrderedDict()  # by namespace; the first one is next

@@ -194,7 +194,7 @@ class Prefiller:
                     segments = [*exact, Segment(before), *chunks, Segment(after)]
                     planned += [*_fresh(before), *_planned_chunks(prompt, keys, kvs, placements), *_fresh(after)]
                     prefix.exact_tokens = next((prompt.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
-                    prefix.keep_blended = prompt.cache_suffix
+                    prefix.commit_blended = prompt.cache_suffix
 
                     # 4. Compute the front, a layer a step; the loader reads the others' KV meanwhile.
                     source = prefix.record(ResidentLayers() if full else loader)

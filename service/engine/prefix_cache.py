@@ -72,7 +72,7 @@ class CachedPrefix:
         run: what was found; its KV may be read inside `PrefixCache.find`.
         exact_tokens: so many of the prompt's first tokens get exact KV, provided that the run's is; None for all of them, and
             those that are generated.
-        keep_blended: keep the others too; needless where no later prompt will begin with this one's chunks.
+        commit_blended: commit the others too; needless where no later prompt will begin with this one's chunks.
     """
 
     blocks: PrefixBlocks
@@ -80,7 +80,7 @@ class CachedPrefix:
     chains: Sequence[BlockChain]
     run: PrefixRun | None
     exact_tokens: int | None = None
-    keep_blended: bool = True
+    commit_blended: bool = True
     _layers: list[LayerKV] = field(default_factory=list)
 
     @property
@@ -136,7 +136,7 @@ class CachedPrefix:
         exact = len(self.chains[0].digests) if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS
         if self.run is not None and self.run.first_chain_blocks < len(found):
             exact = len(found)  # what is computed after blended KV is no better
-        blended = self.chains[-1].digests[max(exact, len(found)) :] if self.keep_blended else ()
+        blended = self.chains[-1].digests[max(exact, len(found)) :] if self.commit_blended else ()
         return [*found, *self.chains[0].digests[len(found) : exact], *blended]
 
 

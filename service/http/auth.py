@@ -1,11 +1,11 @@
-"""Tenants, their keys and their parts of the budgets."""
+"""Tenants, the hashes of their keys, and their parts of the budgets."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,45 +57,6 @@ class TenantConfig:
         for budget in BUDGETS:
             if (budget_bytes := getattr(self, budget)) is not None:
                 check_bytes(f"tenants.{self.name}.{budget}", budget_bytes)
-
-
-class ApiKeys:
-    """Finds the tenant of a key.
-
-    Args:
-        tenants: none where the service has one key, or is open to all who reach it.
-        api_key: of a service without tenants; None leaves it open.
-
-    Raises:
-        ConfigError: two tenants share a name or a key, or there are tenants and a key.
-    """
-
-    def __init__(self, tenants: Iterable[TenantConfig], api_key: str | None = None) -> None:
-        self._tenants: dict[str, str] = {} if api_key is None else {hash_key(api_key): ""}
-        names = set[str]()
-        for tenant in tenants:
-            if api_key is not None:
-                remedy = "not beside [tenants.NAME] tables, which have keys of their own"
-                raise ConfigError("api_key", "what is given (not shown)", remedy)
-            if tenant.name in names:
-                raise ConfigError("tenants", tenant.name, "each name once")
-            names.add(tenant.name)
-            for digest in tenant.api_key_sha256:
-                if digest in self._tenants:
-                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of one tenant alone")
-                self._tenants[digest] = tenant.name
-
-    @property
-    def required(self) -> bool:
-        """Whether the service asks for a key."""
-        return bool(self._tenants)
-
-    def tenant(self, authorization: str | None) -> str | None:
-        """The tenant of an `Authorization` header, "" where there are none, None where the key is not known."""
-        if not self._tenants:
-            return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        return self._tenants.get(hash_key(key.strip())) if scheme.lower() == "bearer" else None
 
 
 def new_key() -> str:

@@ -1,18 +1,19 @@
-"""The gate: what a request's headers alone decide, before its body is read."""
+"""The gate: what a request's headers alone decide, before its body is read, by the tenants' keys above all."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.engine import Engine
 
-from .auth import ApiKeys
+from .auth import TenantConfig, hash_key
 from .config import HOST_NAME, HttpConfig
 from .errors import ApiError, error_response, shortened
 from .page import FILES
@@ -22,6 +23,45 @@ PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openap
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})  # what a server on all of a machine's addresses listens on
+
+
+class ApiKeys:
+    """Finds the tenant of a key.
+
+    Args:
+        tenants: none where the service has one key, or is open to all who reach it.
+        api_key: of a service without tenants; None leaves it open.
+
+    Raises:
+        ConfigError: two tenants share a name or a key, or there are tenants and a key.
+    """
+
+    def __init__(self, tenants: Iterable[TenantConfig], api_key: str | None = None) -> None:
+        self._tenants: dict[str, str] = {} if api_key is None else {hash_key(api_key): ""}
+        names = set[str]()
+        for tenant in tenants:
+            if api_key is not None:
+                remedy = "not beside [tenants.NAME] tables, which have keys of their own"
+                raise ConfigError("api_key", "what is given (not shown)", remedy)
+            if tenant.name in names:
+                raise ConfigError("tenants", tenant.name, "each name once")
+            names.add(tenant.name)
+            for digest in tenant.api_key_sha256:
+                if digest in self._tenants:
+                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of one tenant alone")
+                self._tenants[digest] = tenant.name
+
+    @property
+    def required(self) -> bool:
+        """Whether the service asks for a key."""
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """The tenant of an `Authorization` header, "" where there are none, None where the key is not known."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        return self._tenants.get(hash_key(key.strip())) if scheme.lower() == "bearer" else None
 
 
 class Gate:

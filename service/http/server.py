@@ -22,9 +22,10 @@ from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
 
 from ..serving import Call, CallPool, Check, Done, Failed, GrammarCompiler, Observer, Scheduler, ServedRequest, ServingConfig
-from .auth import ApiKeys, TenantConfig, engine_configs
+from .auth import TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError, shortened
+from .gate import ApiKeys
 from .ingests import RunningIngests
 from .observability import Metrics
 

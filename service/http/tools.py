@@ -93,11 +93,11 @@ class CallReader:
 
     Args:
         names: of the tools; without any all is text.
-        most: calls that are taken; what comes after is dropped.
+        max_calls: calls that are taken; what comes after is dropped.
     """
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
-        self._names, self._most = frozenset(names), most
+    def __init__(self, names: Collection[str], max_calls: int | None = None) -> None:
+        self._names, self._max_calls = frozenset(names), max_calls
         self._held: list[str] = []
         self._holds_all = self._has_given = False
 
@@ -143,7 +143,7 @@ class CallReader:
                 at = held.index(CLOSES, at) + len(CLOSES)
             if not held[at:].strip():
                 at = len(held)
-        return kept + held[at:], calls[: self._most]
+        return kept + held[at:], calls[: self._max_calls]
 
     def _call(self, text: str, start: int) -> tuple[dict[str, Any] | None, int]:
         """The call whose JSON begins at a place, after white space, and where it ends; None where there is none."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from .calls import Call as Call
     from .calls import CallPool as CallPool
     from .config import ServingConfig as ServingConfig
-    from .quality_guard import Comparison as Comparison
-    from .quality_guard import QualityStatus as QualityStatus
     from .quality_guard import ShadowReport as ShadowReport
     from .request import Done as Done
     from .request import Event as Event
@@ -25,15 +23,14 @@ if TYPE_CHECKING:
     from .sampling import TokenLogprob as TokenLogprob
     from .scheduler import Observer as Observer
     from .scheduler import Scheduler as Scheduler
-    from .scheduler import SchedulerState as SchedulerState
 
 _MODULES = {
     "cacheblend.service.engine.document_encoder": ("Check",),
     ".calls": ("Call", "CallPool"),
     ".config": ("ServingConfig",),
-    ".quality_guard": ("Comparison", "QualityStatus", "ShadowReport"),
+    ".quality_guard": ("ShadowReport",),
     ".request": ("Done", "Event", "Failed", "Piece", "ServedRequest"),
     ".sampling": ("GrammarCompiler", "Sampling", "TokenLogprob"),
-    ".scheduler": ("Observer", "Scheduler", "SchedulerState"),
+    ".scheduler": ("Observer", "Scheduler"),
 }
 __all__, __getattr__ = lazy_names(__name__, _MODULES)

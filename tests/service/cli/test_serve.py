@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.service.cli import main as cli
 from cacheblend.service.http import HttpConfig, TenantConfig
-from cacheblend.service.http.auth import ApiKeys, hash_key
+from cacheblend.service.http.auth import hash_key
+from cacheblend.service.http.gate import ApiKeys
 from cacheblend.service.serving import ServingConfig
 
 DIGEST = hash_key("cb-key")

@@ -18,8 +18,8 @@ from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.auth import ApiKeys, hash_key
-from cacheblend.service.http.gate import PUBLIC_PATHS
+from cacheblend.service.http.auth import hash_key
+from cacheblend.service.http.gate import PUBLIC_PATHS, ApiKeys
 
 JSON = {"Content-Type": "application/json"}
 KEY = "cb-a-key"
