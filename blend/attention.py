@@ -55,6 +55,11 @@ class Block:
     hidden_from: int
 
 
+def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on a device; through pinned memory, without a wait for what a GPU has to do before."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """The sorted absolute positions of the rows that a layer runs, on the CPU and on the device; see `masked_blocks`."""
@@ -66,7 +71,7 @@ class Rows:
     @classmethod
     def of(cls, positions_S: torch.Tensor, device: torch.device) -> Rows:
         """Rows at these positions, a sorted LongTensor on the CPU."""
-        return cls(positions_S, positions_S.to(device, non_blocking=True))
+        return cls(positions_S, upload(positions_S, device))
 
     def __len__(self) -> int:
         return len(self.positions_S)

@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +23,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from . import packed_linear
-from .attention import Rows, attend
+from .attention import Rows
 from .decode_attention import DecodePass, decode_kernel
 from .generation import SequenceKV
-from .layer_passes import IsolatedPass, QuestionPass, Run, SharedPrefix, prefix_mask, runs
+from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from .layer_source import KVGeometry, LayerKV
 from .model_runner import CosSin, ModelRunner
 from .rms_norm import with_fused_norms
@@ -38,46 +38,12 @@ ROWS_AT_ONCE = 4096
 MLP_ROWS_AT_ONCE = 1024
 
 
-class _LayerPass(Protocol):
-    """What one pass of rows through one layer does with keys, values and attention; handed down as a keyword argument."""
-
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stands in for `Cache.update`."""
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
-        """Attention output (1, S, Q, D)."""
-
-
-def _attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, *, layer_pass: _LayerPass, **kw: Any) -> tuple[Any, None]:
+def _attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, *, layer_pass: LayerPass, **kw: Any) -> tuple[Any, None]:
     return layer_pass.attend(module, q, k, v, mask, **kw), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
-
-
-class RowsPass:
-    """Rows of a prompt through one layer: fresh KV is scattered into the whole layer, attention has the exact mask.
-
-    With `scatter=False` the layer already holds the rows' fresh KV.
-    """
-
-    def __init__(self, whole: LayerKV, rows: Rows, window: int | None, *, scatter: bool) -> None:
-        self._whole, self._rows, self._window, self._scatter = whole, rows, window, scatter
-
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatter the rows' keys and values; hand back the layer's."""
-        if self._scatter:
-            self._whole.put(self._rows.on_device_S, k_1HSD, v_1HSD)
-        return self._whole.k_1HND, self._whole.v_1HND
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
-        """Blocked attention of the rows against the layer."""
-        return attend(q, k, v, self._rows, scaling=kw["scaling"], window=self._window, softcap=kw.get("softcap"))
 
 
 class _RowPieces(nn.Module):
@@ -289,7 +255,7 @@ class Decoder:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         cos_sin: CosSin,
-        layer_pass: _LayerPass,
+        layer_pass: LayerPass,
     ) -> torch.Tensor:
         output: torch.Tensor | tuple[torch.Tensor] = layer(
             hidden,

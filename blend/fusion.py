@@ -11,9 +11,8 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 
 import torch
 
-from .attention import Rows
+from .attention import Rows, upload
 from .decoder import CacheSink
-from .deviation import kv_deviation
 from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
@@ -51,8 +50,7 @@ class Fusion:
         self, runner: ModelRunner, prompt: Prompt, selector: Selector, source: LayerSource, sink: LayerSink | None = None
     ) -> None:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
-        self._deviation_N = torch.zeros(len(prompt))
-        self._measured = False
+        self._deviation: tuple[torch.Tensor, torch.Tensor] | None = None  # the positions measured, and theirs on the device
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
@@ -64,7 +62,7 @@ class Fusion:
         recomputed, projected, reports = list[torch.Tensor](), list[torch.Tensor](), list[LayerReport]()
 
         positions = torch.arange(prompt.exact_tokens, len(prompt))
-        token_ids_N = torch.tensor(prompt.token_ids, device=runner.geometry.device)
+        token_ids_N = upload(torch.tensor(prompt.token_ids), runner.geometry.device)
         everywhere_N = torch.arange(len(prompt), device=runner.geometry.device)
         rotary = runner.rotary(everywhere_N, runner.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
@@ -106,13 +104,16 @@ class Fusion:
             reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
 
+        deviation_N = torch.zeros(len(prompt))
+        if self._deviation is not None:  # not before: the host would wait for the layer
+            deviation_N[self._deviation[0]] = self._deviation[1].cpu()
         return FusionResult(
             runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
             cache.cache,
             prompt.token_ids,
             tuple(recomputed),
             tuple(projected),
-            self._deviation_N,
+            deviation_N,
             prompt.reusable_tokens,
             prompt.exact_tokens,
             tuple(reports),
@@ -140,7 +141,7 @@ class Fusion:
         hidden_1SM = runner.embed(token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()
         attention_LN = torch.zeros(runner.geometry.layers - 1, len(prompt), device=runner.geometry.device)
-        reusable_N = prompt.reusable_N.to(runner.geometry.device)
+        reusable_N = upload(prompt.reusable_N, runner.geometry.device)
         for layer in range(runner.geometry.layers - 1):
             whole, wait_s = yield from self._arrival(layer)
             arrived = time.perf_counter()
@@ -182,7 +183,7 @@ class Fusion:
         """Some of the rows, and their hidden states."""
         device = self._runner.geometry.device
         rows = Rows.of(self._rows.positions_S[mask_S], device)
-        return rows, self._hidden_1SM.index_select(1, mask_S.nonzero()[:, 0].to(device))
+        return rows, self._hidden_1SM.index_select(1, upload(mask_S.nonzero()[:, 0], device))
 
     def _choose(self, layer: int, positions_S: torch.Tensor, deviation_C: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
@@ -227,10 +228,9 @@ class Fusion:
             whole.put(at_P, k_1HPD, v_1HPD)
         deviation_S = self._runner.reduce(torch.cat(deviations))
         reusable_S = self._prompt.reusable_N[self._rows.positions_S]
-        deviation_C = deviation_S[reusable_S.to(deviation_S.device)]
-        if not self._measured:
-            self._measured = True
-            self._deviation_N[self._rows.positions_S[reusable_S]] = deviation_C.cpu()
+        deviation_C = deviation_S.index_select(0, upload(reusable_S.nonzero()[:, 0], deviation_S.device))
+        if self._deviation is None:
+            self._deviation = self._rows.positions_S[reusable_S], deviation_C.clone()
         if reusable_S[-1]:
             deviation_C[-1] = torch.inf  # runs in any case, so it counts as the first of the chosen
         return deviation_C
@@ -252,3 +252,16 @@ def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.T
 
 def _nothing_ran() -> torch.Tensor:
     raise RuntimeError("deviation is not known at layer 0: no token has run yet")
+
+
+def kv_deviation(
+    fresh_k_1HCD: torch.Tensor, fresh_v_1HCD: torch.Tensor, stored_k_1HCD: torch.Tensor, stored_v_1HCD: torch.Tensor
+) -> torch.Tensor:
+    """Squared difference of keys plus squared difference of values, a token: float32 (C,).
+
+    Keys are compared rotated to the same positions. A rotation keeps distances, so this is the distance before it, times the
+    square of the rope's attention scaling where there is one (yarn) and on the rotated part alone where that is a part: the
+    difference that attention sees. Summed over KV heads H and head size D in float32.
+    """
+    k_C = (fresh_k_1HCD.float() - stored_k_1HCD.float()).square().sum(dim=(0, 1, 3))
+    return k_C + (fresh_v_1HCD.float() - stored_v_1HCD.float()).square().sum(dim=(0, 1, 3))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -257,21 +257,25 @@ class Fusor:
         return (yield from Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
     @torch.no_grad()
-    def front_steps(self, segments: Iterable[Segment]) -> Generator[LayerReport, None, PrefixRun]:
+    def front_steps(
+        self, segments: Iterable[Segment], device: torch.device | None = None
+    ) -> Generator[LayerReport, None, PrefixRun]:
         """Compute what a prompt begins with exactly, one layer a step: no token depends on those after it.
 
         Args:
             segments: the first of the prompt; exact ones may bring their KV, all others are computed.
+            device: where the KV is to lie; None for the model's.
 
         Returns:
             The KV of all of them, for an exact segment in their place.
         """
         own = [segment if segment.exact else Segment(segment.token_ids) for segment in segments]
         token_ids = tuple(token for segment in own for token in segment.token_ids)
-        kept = _KeptLayers()
-        yield from self.fuse_steps(own, sink=kept)
-        kv_L2HTD = torch.stack([whole.kv_21HND[:, 0] for whole in kept.layers])
-        return PrefixRun(token_ids, (), 0, self.fingerprint, (None,) * len(kept.layers), {None: [kv_L2HTD]})
+        geometry = self.runner.geometry
+        shape = (geometry.layers, 2, geometry.kv_heads, len(token_ids), geometry.head_dim)
+        front = _Front(torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device))
+        yield from self.fuse_steps(own, sink=front)
+        return PrefixRun(token_ids, (), 0, self.fingerprint, (None,) * geometry.layers, {None: [front.kv_L2HTD]})
 
     @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusionResult:
@@ -363,15 +367,15 @@ class Fusor:
         return off
 
 
-class _KeptLayers:
-    """A sink that keeps the layers."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Front:
+    """A sink that copies each layer to its place as it is finished."""
 
-    def __init__(self) -> None:
-        self.layers: list[LayerKV] = []
+    kv_L2HTD: torch.Tensor
 
     def put(self, layer: int, whole: LayerKV) -> None:
         """See `LayerSink.put`."""
-        self.layers.append(whole)
+        self.kv_L2HTD[layer].copy_(whole.kv_21HND[:, 0])
 
 
 def _apart(kv: ChunkKV) -> ChunkKV:

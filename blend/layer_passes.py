@@ -1,4 +1,4 @@
-"""Two kinds of passes through a layer, beside a blend's rows: isolated sequences, and the question over stored KV.
+"""Passes of rows through a layer: a blend's rows, isolated sequences, and the question over stored KV.
 
 Isolated encoding is a packed batch: sequences that do not see each other, without padding. All but attention works token by
 token; attention is called once for every run of sequences of one length. The KV of a prefix that all of them stand after is
@@ -17,17 +17,51 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .attention import Block, Rows, attention_weights
+from .attention import Block, Rows, attend, attention_weights, upload
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .layer_source import LayerKV
     from .prompt import Prompt
+
+
+class LayerPass(Protocol):
+    """What one pass of rows through one layer does with keys, values and attention; handed down as a keyword argument."""
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stands in for `Cache.update`."""
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Attention output (1, S, Q, D)."""
+
+
+class RowsPass:
+    """Rows of a prompt through one layer: fresh KV is scattered into the whole layer, attention has the exact mask.
+
+    With `scatter=False` the layer already holds the rows' fresh KV.
+    """
+
+    def __init__(self, whole: LayerKV, rows: Rows, window: int | None, *, scatter: bool) -> None:
+        self._whole, self._rows, self._window, self._scatter = whole, rows, window, scatter
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatter the rows' keys and values; hand back the layer's."""
+        if self._scatter:
+            self._whole.put(self._rows.on_device_S, k_1HSD, v_1HSD)
+        return self._whole.k_1HND, self._whole.v_1HND
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Blocked attention of the rows against the layer."""
+        return attend(q, k, v, self._rows, scaling=kw["scaling"], window=self._window, softcap=kw.get("softcap"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +188,7 @@ class Question:
         readable_N[rows.positions_S] = True
         self.rows = rows
         self._key_K = readable_N.nonzero()[:, 0]
-        self.readable_K = None if bool(readable_N.all()) else self._key_K.to(device)
+        self.readable_K = None if bool(readable_N.all()) else upload(self._key_K, device)
         self._blocks: dict[object, list[Block]] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
@@ -177,7 +211,7 @@ class Question:
                 hidden_BT = key_T > row_B1
                 if window is not None:
                     hidden_BT |= key_T <= row_B1 - window
-                bias_BT = torch.zeros(hidden_BT.shape, dtype=dtype).masked_fill_(hidden_BT, -torch.inf).to(device)
+                bias_BT = upload(torch.zeros(hidden_BT.shape, dtype=dtype).masked_fill_(hidden_BT, -torch.inf), device)
                 blocks.append(Block(slice(first, stop), 0, seen, bias_BT[:, None], hidden_from))
         return self._blocks[kind]
 

@@ -5,21 +5,21 @@ As in `integrations/langchain.py`: chunks that the retriever found are looked fo
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from cacheblend.base.extras import needs_extra
 
 with needs_extra("haystack"):
     from haystack import Document, component
-    from haystack.dataclasses import ChatMessage, StreamingCallbackT, StreamingChunk
+    from haystack.dataclasses import ChatMessage, StreamingCallbackT, StreamingChunk, select_streaming_callback
 
 from cacheblend.base.errors import InputError
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message
 
-from .chat import EngineChat, report, with_end
+from .chat import EngineChat, in_threads, report, with_end
 
 __all__ = ["CacheBlendChatGenerator", "CacheBlendGenerator", "CacheBlendRetriever"]
 
@@ -67,24 +67,53 @@ class _Generating:
         self._callback = streaming_callback
 
     def _answer(
-        self, messages: list[Message], generation_kwargs: Mapping[str, Any] | None, callback: Any
+        self,
+        messages: list[Message],
+        generation_kwargs: Mapping[str, Any] | None,
+        streaming_callback: StreamingCallbackT | None,
     ) -> tuple[str, dict[str, Any]]:
-        """The whole text, and its metadata; `callback` gets each piece."""
+        """The whole text, and its metadata; the callback gets each piece.
+
+        Raises:
+            ValueError: the callback is a coroutine.
+        """
+        callback = select_streaming_callback(self._callback, streaming_callback, requires_async=False)
+        chunks = []
+        for chunk in self._chunks(messages, generation_kwargs):
+            chunks.append(chunk)
+            if callback is not None:
+                callback(chunk)
+        return self._whole(chunks)
+
+    async def _answer_async(
+        self,
+        messages: list[Message],
+        generation_kwargs: Mapping[str, Any] | None,
+        streaming_callback: StreamingCallbackT | None,
+    ) -> tuple[str, dict[str, Any]]:
+        """See `_answer`; the callback runs on the event loop, and one that is a coroutine is awaited before the next piece."""
+        callback = select_streaming_callback(self._callback, streaming_callback, requires_async=True)
+        chunks = []
+        async with aclosing(in_threads(self._chunks(messages, generation_kwargs))) as coming:
+            async for chunk in coming:
+                chunks.append(chunk)
+                if callback is not None and (waiting := callback(chunk)) is not None:
+                    await waiting
+        return self._whole(chunks)
+
+    def _chunks(self, messages: list[Message], generation_kwargs: Mapping[str, Any] | None) -> Iterator[StreamingChunk]:
+        """The answer's pieces; the last one has what the answer came of."""
         options = {**self._options, **(generation_kwargs or {})}
         stop, documents = options.pop("stop", None), options.pop("documents", None)
-        callback, text, meta = callback or self._callback, "", dict[str, Any]()
-        for index, (piece, done) in enumerate(self._chat_pieces(messages, options, stop, documents)):
-            text += piece
-            if done is not None:
-                meta = report(done)
-            if callback is not None:
-                reason = None if done is None else done.finish_reason
-                callback(StreamingChunk(content=piece, index=0, start=index == 0, finish_reason=reason))
-        usage = {name: meta.pop(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")}
-        return text, {"model": self._chat.engine.config.model, "index": 0, "usage": usage, **meta}
+        for index, (piece, done) in enumerate(with_end(self._chat.stream(messages, options, stop=stop, documents=documents))):
+            reason, meta = (None, {}) if done is None else (done.finish_reason, report(done))
+            yield StreamingChunk(content=piece, meta=meta, index=0, start=index == 0, finish_reason=reason)
 
-    def _chat_pieces(self, messages: list[Message], options: Mapping[str, Any], stop: Any, documents: Any) -> Any:
-        return with_end(self._chat.stream(messages, options, stop=stop, documents=documents))
+    def _whole(self, chunks: Sequence[StreamingChunk]) -> tuple[str, dict[str, Any]]:
+        meta = dict(chunks[-1].meta)
+        usage = {name: meta.pop(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")}
+        text = "".join(chunk.content for chunk in chunks)
+        return text, {"model": self._chat.engine.config.model, "index": 0, "usage": usage, **meta}
 
 
 @component
@@ -94,7 +123,7 @@ class CacheBlendGenerator(_Generating):
     Args:
         engine: open.
         generation_kwargs: options of every call: those of `integrations/chat.py`, `stop` and `documents`.
-        streaming_callback: called with each piece.
+        streaming_callback: called with each piece; `run_async` awaits one that is a coroutine, `run` refuses it.
     """
 
     @component.output_types(replies=list[str], meta=list[dict[str, Any]])
@@ -110,7 +139,8 @@ class CacheBlendGenerator(_Generating):
         self, prompt: str, generation_kwargs: dict[str, Any] | None = None, streaming_callback: StreamingCallbackT | None = None
     ) -> dict[str, list[Any]]:
         """Answer; the event loop goes on meanwhile."""
-        return await asyncio.to_thread(CacheBlendGenerator.run, self, prompt, generation_kwargs, streaming_callback)
+        text, meta = await self._answer_async([Message("user", prompt)], generation_kwargs, streaming_callback)
+        return {"replies": [text], "meta": [meta]}
 
 
 @component
@@ -136,7 +166,8 @@ class CacheBlendChatGenerator(_Generating):
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, list[ChatMessage]]:
         """Answer; the event loop goes on meanwhile."""
-        return await asyncio.to_thread(CacheBlendChatGenerator.run, self, messages, generation_kwargs, streaming_callback)
+        text, meta = await self._answer_async([_turn(message) for message in messages], generation_kwargs, streaming_callback)
+        return {"replies": [ChatMessage.from_assistant(text, meta=meta)]}
 
 
 def _turn(message: ChatMessage) -> Message:

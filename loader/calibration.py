@@ -96,7 +96,7 @@ class Calibration:
         ratio: r*, the recompute ratio, 0..1.
         measures: of this setting.
         thresholds: that it was chosen by. Where no setting was within them, the one of least KL was.
-        curve: the measured ratios of this context and selector, rising, each with its mean first-token KL in nats.
+        curve: the measured ratios of this context and selector, rising, each with its mean first-token KL in nats, of raw KV.
 
     Raises:
         ProfileError: an unknown selector, a ratio outside 0..1, or a curve that is none.

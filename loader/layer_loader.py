@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -154,7 +154,7 @@ class LayerLoader:
             self._allocate(layer)
         streamed = sum(kv.stream is not None for _, _, kv in stored)
         threads = min(self._config.reads_in_flight, len(stored) - len(copied) - streamed)
-        load_all = functools.partial(_load_all, weakref.ref(self), self._changed)
+        load_all = functools.partial(_work, weakref.ref(self), self._changed, LayerLoader._may_read, LayerLoader._read_on)
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
         for lane in self._lanes:  # nobody waits for their end: a thread may hang in its network
             STREAM_THREADS.run(functools.partial(_stream_all, weakref.ref(self), self._changed, lane))
@@ -411,34 +411,32 @@ def copied_tiers(device: torch.device) -> Collection[str]:
 
 
 def _stream_all(reference: weakref.ref[LayerLoader], changed: threading.Condition, lane: Lane) -> None:
-    """A thread of a lane; it holds the loader as `_load_all` does."""
-
-    def may_go_on() -> bool:
-        loader = reference()
-        return loader is None or loader._may_stream(lane)
-
-    going_on = True
-    while going_on:
-        with changed:
-            changed.wait_for(may_go_on)
-        loader = reference()
-        going_on = loader is not None and loader._stream_on(lane)
-        del loader
+    """Run a lane's thread."""
+    may, step = (functools.partial(method, lane=lane) for method in (LayerLoader._may_stream, LayerLoader._stream_on))
+    _work(reference, changed, may, step)
     if lane.opened is not None:
         lane.opened.close()
 
 
-def _load_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:
-    """A thread: it holds the loader only while it reads, so that one that was dropped unclosed is collected, and warns."""
+def _work(
+    reference: weakref.ref[LayerLoader],
+    changed: threading.Condition,
+    may: Callable[[LayerLoader], bool],
+    step: Callable[[LayerLoader], bool],
+) -> None:
+    """Run a thread: a step whenever it may, until one says that nothing is left.
+
+    It holds the loader only during a step, so that one that was dropped unclosed is collected, and warns.
+    """
 
     def may_go_on() -> bool:
         loader = reference()
-        return loader is None or loader._may_read()
+        return loader is None or may(loader)
 
     going_on = True
     while going_on:
         with changed:
             changed.wait_for(may_go_on)
         loader = reference()
-        going_on = loader is not None and loader._read_on()
+        going_on = loader is not None and step(loader)
         del loader

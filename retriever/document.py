@@ -16,6 +16,7 @@ HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chanc
 # C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.
 NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
 MAX_TITLE_CHARACTERS = 1000
+MAX_ID_BYTES = 2048  # in UTF-8: the longest URL that is fetched and its page fit, and an id fits a page of PostgreSQL's indexes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,15 @@ class Document:
     """A document to split and index.
 
     Args:
-        id: the caller's name for it, without control characters; adding the same id again replaces it.
+        id: the caller's name for it, without control characters, at most `MAX_ID_BYTES`; adding the same id again replaces it.
         title: may be empty, at most `MAX_TITLE_CHARACTERS`; stands in front of the first chunk only.
         text: must hold more than white space.
 
     `version` is the hash of title and text: another version under the same id is another document.
 
     Raises:
-        InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, an id has a control character, or a
-            title is too long.
+        InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, an id has a control character, or an
+            id or a title is too long.
 
     """
 
@@ -51,6 +52,11 @@ class Document:
                 raise InputError(f"document {self.id!r}: {name} is not Unicode ({error.reason}); clean it first") from None
         if NO_ID.search(self.id):
             raise InputError(f"document {self.id!r}: id has a control character or U+FFFD; take one without")
+        if (id_bytes := len(self.id.encode())) > MAX_ID_BYTES:
+            raise InputError(
+                f"document {self.id[:60]!r}...: its id has {id_bytes} bytes, and {MAX_ID_BYTES} are allowed; "
+                "give it a shorter one"
+            )
         if not self.id.strip():
             raise InputError(f"document {self.id!r} has an empty id; give it one, or leave id out to have its content's hash")
         if not self.text.strip():

@@ -23,6 +23,7 @@ MARKDOWN_SUFFIXES = (
     ".epub",
 )  # of ids; "# " elsewhere is a comment
 CONVERTED_SUFFIXES = (".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".html", ".htm")  # a line of their text is none of the file
+_URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)", re.IGNORECASE)
 MAX_HEADING_CHARACTERS = 80
 _LINE = re.compile(r"^ {0,3}(?:(?P<fence>```|~~~)|(?P<marks>#{1,6})[ \t]+(?P<heading>\S.*))", re.MULTILINE)
 _CLOSING = re.compile(r"[ \t]+#*[ \t]*$")
@@ -55,12 +56,12 @@ def chunk_places(document_id: str, title: str, texts: Iterable[str], *, has_over
     """The place of each chunk of a document.
 
     Args:
-        document_id: says by its suffix what kind of file it is of.
+        document_id: says by its suffix what kind of file it is of; a URL is of a page that was converted.
         title: stands in the first chunk's text, and not in the file.
         texts: of all its chunks, in order.
         has_overlap: chunks repeat the ends of those before, so that lines cannot be counted.
     """
-    suffix = PurePosixPath(document_id.partition("#")[0]).suffix.lower()
+    suffix = _suffix(document_id)
     has_lines = not has_overlap and suffix not in CONVERTED_SUFFIXES
     line = 1 - (title.count("\n") + 1 if title else 0)
     open_headings, fence = dict[int, str](), ""
@@ -80,6 +81,13 @@ def chunk_places(document_id: str, title: str, texts: Iterable[str], *, has_over
                     above = {each: above[each] for each in above if each < level}
         headings = tuple(heading for heading in above.values() if heading.casefold() != title.casefold())
         yield ChunkPlace((max(first, 1), max(last, 1)) if has_lines else None, headings)
+
+
+def _suffix(document_id: str) -> str:
+    """The suffix of a document's file; of a page of the web ".html", whatever its address ends with."""
+    url = _URL.match(document_id)
+    suffix = PurePosixPath(url["path"] if url else document_id.partition("#")[0]).suffix.lower()
+    return ".html" if url and suffix not in CONVERTED_SUFFIXES else suffix
 
 
 def places_of(chunks: Sequence[Chunk], *, has_overlap: bool) -> list[ChunkPlace]:

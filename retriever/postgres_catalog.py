@@ -19,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.string import StrDumper, TextLoader
 
 from cacheblend.base.checks import check_user_info
-from cacheblend.base.errors import ConfigError, IndexUnreachableError, RetrieverError, StoreFullError
+from cacheblend.base.errors import ConfigError, IndexUnreachableError, InputError, RetrieverError, StoreFullError
 
 from .catalog import Catalog, Change
 from .catalog_rows import INSERT_CHUNK
@@ -65,6 +65,7 @@ CREATE INDEX IF NOT EXISTS chunks_generation ON chunks (generation);
 CREATE TABLE IF NOT EXISTS removed (generation BIGINT NOT NULL, chunk_id BIGINT NOT NULL, document_id TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS removed_generation ON removed (generation);
 """
+TOO_LARGE = "54"  # class of the errors of what is above a limit of the server, and will be the next time
 
 
 class _Escape(StrDumper):
@@ -254,6 +255,8 @@ class PostgresCatalog(Catalog):
         except psycopg.errors.DiskFull as error:
             raise StoreFullError(f"no room on the disk of {self._where}; free space") from error
         except psycopg.OperationalError as error:
+            if (error.sqlstate or "").startswith(TOO_LARGE):
+                raise InputError(f"{self._where} cannot hold this: {_first_line(error)}; give it a shorter id") from error
             raise IndexUnreachableError(
                 f"{self._where} cannot be reached: {_first_line(error)}; start it, or check --index"
             ) from error

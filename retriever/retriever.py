@@ -20,12 +20,11 @@ from .catalog_rows import CatalogedDocument
 from .config import RetrieverConfig
 from .document import Chunk, Document, ScoredChunk
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
-from .index import SyncedIndex, VectorIndex
+from .index import SyncedIndex, VectorIndex, WordIndex, fuse_rankings, names
 from .index_folder import open_catalog
 from .places import ChunkPlace, chunk_places, found_texts, places_of
 from .reranker import CrossEncoderReranker, Reranker
 from .splitter import Splitter
-from .words import KEPT, WordIndex, fuse_rankings, names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
 CANDIDATES = 50  # of each ranking that is fused
+FIRST_ROUND_SHARE = 2 / 3  # of the chunks that the first round of two decides
 MAX_PLACES = 100_000  # that are remembered, each of a chunk
 RERANKED = 4  # candidates for each chunk that is wanted
 # Of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most.
@@ -65,9 +65,10 @@ class EmbeddedDocument:
 class Retriever:
     """Splits, embeds and stores documents, and finds the best chunks for a question. Thread-safe; a context manager.
 
-    In its directory, `catalogue.sqlite` is the truth and `index.faiss` a copy of its vectors, written on `close`. The index is
-    built anew from the catalog where the copy is missing, damaged or older, or when another process has added documents. With
-    `RetrieverConfig.index` the truth is in a server, and the index takes over what other replicas have changed there.
+    In its directory, `catalogue.sqlite` is the source of truth and `index.faiss` a copy of its vectors, written on `close`. The
+    index is built anew from the catalog where the copy is missing, damaged or older, or when another process has added
+    documents. With `RetrieverConfig.index` the source of truth is a server, and the index takes over what other replicas have
+    changed there.
 
     Args:
         config: how to split, which embedder, where to store.
@@ -424,7 +425,7 @@ class Retriever:
         best = fuse_rankings(rankings)
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
         if self._words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
-            kept = best[: max(1, round(KEPT * count))]
+            kept = best[: max(1, round(FIRST_ROUND_SHARE * count))]
             chunks = [chunk for id_ in kept if (chunk := self._catalog.chunk(id_)) is not None]
             if len(chunks) < len(kept):
                 return None

@@ -64,7 +64,8 @@ def main() -> int:
     question = tokenizer("\n\nQuestion: what is said of names?\nAnswer:", add_special_tokens=False)["input_ids"]
     pool = [text[i * options.chunk_tokens : (i + 1) * options.chunk_tokens] for i in range(options.chunks)]
     if not options.plain:
-        llm.collective_rpc("cacheblend_precompute", args=([[chunk] for chunk in pool], None, None))
+        while llm.collective_rpc("cacheblend_precompute", args=([[chunk] for chunk in pool], None, None))[0][1]:
+            time.sleep(0.1)  # the disk is behind, and some are left
 
     def prompt(order: list[int]) -> tuple[list[int], list[list[int]]]:
         ids, spans = list(head), list[list[int]]()

@@ -150,7 +150,8 @@ def main() -> int:
     cases = read_cases(options.cases, llm.get_tokenizer(), count)
     chunks = sorted({tuple(chunk) for case in cases for chunk in case.chunks})
     for number, chunk in enumerate(chunks):
-        llm.collective_rpc("cacheblend_precompute", args=([[list(chunk)]], None, None))
+        while llm.collective_rpc("cacheblend_precompute", args=([[list(chunk)]], None, None))[0][1]:
+            time.sleep(0.1)  # the disk is behind, and it is left
         if number % 50 == 49:
             print(f"{number + 1} of {len(chunks)} passages stored", file=sys.stderr, flush=True)
     uses = sum(len(case.spans) for case in cases)

@@ -1,10 +1,17 @@
 """Recall of the ways to search: dense, hybrid, and hybrid with a second round, over the passages of a data set.
 
     python scripts/measure_retrieval.py 2wikimqa_sharedcorpus1000.jsonl.gz --cases 300
+    python scripts/measure_retrieval.py FILE --answers --model smollm2-135m --chunk-tokens 512 --out rows.jsonl
 
-All passages of all cases are one corpus, a document each. Gold passages of a question are those of its own case that hold an
-answer or whose title the question names. `recall`: their share among the `--top-k` chunks found; `answer`: whether one that
-holds an answer is; `all`: whether all gold ones are; in the mean. The last line on stdout is a JSON object.
+All passages of all cases are one corpus, a document each. A document is one chunk, or with `--chunk-tokens` split as the
+service does. Gold passages of a question are those of its own case that hold an answer or whose title the question names.
+`recall`: their share among the documents of the `--top-k` chunks found; `answer`: whether one of these chunks is of a gold
+passage and holds an answer; `all`: whether chunks of all gold passages are there; in the mean.
+
+With `--answers` the model answers each question from what was found, by full recompute and by blending at r*, the KV of all
+chunks stored. `f1` is SQuAD's; `contains`: whether a right answer stands in the model's, both as SQuAD compares them;
+`gold_nll_nats`: of the right answer that full recompute finds likeliest. The first line of `--out` is the set-up, then comes a
+line a case; the same call goes on after the last one. The last line on stdout is a JSON object.
 """
 
 from __future__ import annotations
@@ -15,72 +22,278 @@ import re
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer
-
+from cacheblend.base.checks import GIB
+from cacheblend.base.errors import InputError
+from cacheblend.blend import Fusor
+from cacheblend.blend.models import load_tokenizer
+from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
-from cacheblend.eval.data.request import Example
-from cacheblend.retriever import Document, Retriever, RetrieverConfig, SentenceTransformerEmbedder
+from cacheblend.eval.data.request import Example, Passage
+from cacheblend.eval.data.source import SHORT_ANSWER
+from cacheblend.eval.metrics import answer_nll_nats, f1, normalize
+from cacheblend.retriever import (
+    Document,
+    Retriever,
+    RetrieverConfig,
+    ScoredChunk,
+    SentenceTransformerEmbedder,
+    in_reading_order,
+)
 from cacheblend.service.cli.model import READER
+from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.engine import Engine
+from cacheblend.store import StoreConfig
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "dense": {"retrieval": "dense"},
     "hybrid": {"search_rounds": 1},
     "hybrid, 2 rounds": {"search_rounds": 2},
 }
+METHODS = ("full_recompute", "blend")
+WHOLE = 8192  # chunk_tokens that no passage exceeds
+ANSWER_TOKENS = 32
+STORE_BYTES = 8 * GIB  # of the chunks used last; others are computed anew where they are found again
 NO_ANSWER = {"", "yes", "no"}  # stand in no passage
 
 
-def plain(text: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A question, and what a search for it should find.
+
+    Args:
+        example: the question, and its right answers.
+        gold: documents to be found.
+        holding: those of them that hold an answer.
+    """
+
+    example: Example
+    gold: frozenset[str]
+    holding: frozenset[str]
+
+    @classmethod
+    def of(cls, example: Example) -> Case:
+        """The case of an example."""
+        answers = _answers(example)
+        holding = {_id_of(one) for one in example.passages if any(answer in _plain(one.text) for answer in answers)}
+        names = {_id_of(one): _plain(re.sub(r"\(.*?\)", "", one.title)) for one in example.passages}
+        named = {id_ for id_, name in names.items() if name.strip() and name in _plain(example.question)}
+        return cls(example, frozenset(holding | named), frozenset(holding))
+
+    def marks(self, found: Sequence[ScoredChunk]) -> dict[str, float | bool | None]:
+        """What was found of it; no `answer` where no passage holds one."""
+        ids, answers = {one.chunk.document_id for one in found}, _answers(self.example)
+        texts = [_plain(one.chunk.text) for one in found if one.chunk.document_id in self.holding]
+        return {
+            "recall": len(ids & self.gold) / len(self.gold),
+            "answer": any(answer in text for answer in answers for text in texts) if self.holding else None,
+            "all": self.gold <= ids,
+        }
+
+
+def _plain(text: str) -> str:
     """Lower-case words between single spaces, with one at either end."""
     return f" {re.sub(r'[^0-9a-z]+', ' ', text.lower()).strip()} "
 
 
-def gold(example: Example) -> tuple[set[str], set[str]]:
-    """Ids of the gold passages, and of those among them that hold an answer."""
-    question = plain(example.question)
-    answers = [plain(answer) for answer in example.answers if plain(answer).strip() not in NO_ANSWER]
-    holding = {id_of(one) for one in example.passages if any(answer in plain(one.text) for answer in answers)}
-    names = {id_of(one): plain(re.sub(r"\(.*?\)", "", one.title)) for one in example.passages}
-    return holding | {id_ for id_, name in names.items() if name.strip() and name in question}, holding
+def _answers(example: Example) -> list[str]:
+    return [plain for answer in example.answers if (plain := _plain(answer)).strip() not in NO_ANSWER]
 
 
-def id_of(passage: object) -> str:
-    """A passage's document."""
-    return Document.of({"title": passage.title, "text": passage.text}).id  # type: ignore[attr-defined]
+def _id_of(passage: Passage) -> str:
+    return Document.of({"title": passage.title, "text": passage.text}).id
 
 
-def main() -> None:
+class Answerer:
+    """Has the model answer from what was found.
+
+    Args:
+        engine: has the corpus in its index.
+        corpus: its documents by id.
+    """
+
+    def __init__(self, engine: Engine, corpus: Mapping[str, Mapping[str, str]]) -> None:
+        self._engine, self._corpus = engine, corpus
+
+    def marks(self, example: Example, found: Sequence[ScoredChunk]) -> dict[str, dict[str, Any]]:
+        """What each method answers, and how good that is."""
+        engine, fusor = self._engine, self._engine.fusor
+        # 1. Have the KV of the chunks stored; only what some question finds is computed.
+        engine.ingest([self._corpus[id_] for id_ in dict.fromkeys(one.chunk.document_id for one in found)])
+        # 2. Answer from the same chunks by each method, full recompute first: it says which right answer is meant.
+        marks: dict[str, dict[str, Any]] = {}
+        golds = [ids for answer in example.answers if (ids := engine.prompts.answer_ids(answer))]
+        for method in METHODS:
+            request = engine.prepare(
+                SHORT_ANSWER.question.format(question=example.question),
+                documents=[one.chunk for one in in_reading_order(found)],
+                method=method,
+                recompute_ratio=engine.config.loader.quality_ratio,
+                max_tokens=ANSWER_TOKENS,
+            )
+            plan = engine.complete(request).plan
+            nll, gold = min((answer_nll_nats(fusor, request.fused, ids), ids) for ids in golds)
+            golds = [gold]
+            text = SHORT_ANSWER.answer_in(request.text)
+            marks[method] = {
+                "text": text,
+                "f1": f1(text, example.answers),
+                "contains": any(f" {normalize(answer)} " in f" {normalize(text)} " for answer in example.answers),
+                "gold_nll_nats": nll,
+                "prompt_tokens": plan.prompt_tokens,
+                "hits": plan.hits,
+                "misses": plan.misses,
+            }
+        return marks
+
+
+@contextmanager
+def opened(
+    options: argparse.Namespace, way: str, folder: Path, fusor: Fusor | None, corpus: Mapping[str, Mapping[str, str]]
+) -> Iterator[tuple[Retriever, Answerer | None]]:
+    """The retriever of a way to search, with the corpus in it, and what answers, if anything shall."""
+    chunk_tokens, embedder = options.chunk_tokens or WHOLE, CachingEmbedder(SentenceTransformerEmbedder())
+    config = RetrieverConfig(chunk_tokens=chunk_tokens, reranker=options.reranker, **WAYS[way])
+
+    def report(done: int, total: int) -> None:
+        if done % 500 == 0 or done == total:
+            print(f"{way}: {done} of {total} passages in the index", file=sys.stderr)
+
+    if fusor is None:
+        tokenizer = load_tokenizer(options.model)
+        with Retriever(replace(config, directory=folder), tokenizer, embedder) as retriever:
+            retriever.add(corpus.values(), report)
+            yield retriever, None
+        return
+    has_template = fusor.tokenizer.chat_template is not None
+    engine_config = EngineConfig(
+        model=options.model,
+        store_dir=folder,
+        instruction=SHORT_ANSWER.instruction if has_template else SHORT_ANSWER.text_instruction,
+        retriever=config,
+        store=StoreConfig(nvme_budget_bytes=STORE_BYTES),
+    )
+    with Engine(engine_config, fusor=fusor, embedder=embedder) as engine:
+        engine.retriever.add(corpus.values(), report)
+        yield engine.retriever, Answerer(engine, corpus)
+
+
+class Rows:
+    """The cases of a run, in a file if one is named, so that a later call goes on with it.
+
+    Args:
+        path: the file; None for memory.
+        setup: what the run depends on.
+
+    Raises:
+        InputError: the file is of another set-up.
+    """
+
+    def __init__(self, path: Path | None, setup: Mapping[str, Any]) -> None:
+        self._path, self.rows = path, list[dict[str, Any]]()
+        if path is None:
+            return
+        if not path.exists():
+            path.write_text(json.dumps(setup) + "\n", encoding="utf-8")
+        first, *others = path.read_text(encoding="utf-8").split("\n")
+        if json.loads(first) != json.loads(json.dumps(setup)):
+            raise InputError(f"{path} is of another set-up: {first}; choose another --out")
+        self.rows = [json.loads(line) for line in others[:-1]]  # after the last line break stands what was cut off
+        whole = "\n".join([first, *others[:-1], ""])
+        path.write_text(whole, encoding="utf-8")
+
+    def __contains__(self, case: tuple[str, str]) -> bool:
+        return any((row["way"], row["id"]) == case for row in self.rows)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Keep a case."""
+        self.rows.append(row)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def figures(self, way: str) -> dict[str, Any]:
+        """The means of a way to search."""
+        own = [row for row in self.rows if row["way"] == way]
+        figures: dict[str, Any] = {}
+        for name in ("recall", "answer", "all"):
+            marks = [row[name] for row in own if row[name] is not None]
+            figures[name] = round(statistics.fmean(marks), 3) if marks else None
+        if own and own[0]["answers"]:
+            for method in METHODS:
+                answers = [row["answers"][method] for row in own]
+                names = ("f1", "contains", "gold_nll_nats", "prompt_tokens")
+                figures[method] = {name: round(statistics.fmean(one[name] for one in answers), 3) for name in names}
+        return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--top-k", type=int, default=6)
-    options = parser.parse_args()
+    parser.add_argument("--way", action="append", choices=WAYS, help="one to measure, may be repeated; left out, all")
+    parser.add_argument("--model", default=str(READER), help="whose tokens chunks have, and which answers")
+    parser.add_argument("--answers", action="store_true", help="have the model answer from what was found")
+    parser.add_argument("--chunk-tokens", type=int, help="split passages into chunks of so many; left out, they stay whole")
+    parser.add_argument("--reranker", default="none", help="a CrossEncoder that orders what was found, or none")
+    parser.add_argument("--out", type=Path, help="a line a case; a file that is there is gone on with")
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON object on stdout: no table before it")
+    options = parser.parse_args(arguments)
+    options.reranker = None if options.reranker == "none" else options.reranker
+    ways = options.way or list(WAYS)
+
+    # 1. The corpus, and what should be found in it.
     examples = list(read_examples(options.file))
-    corpus = {id_of(one): {"title": one.title, "text": one.text} for example in examples for one in example.passages}
-    wanted = [(example.question, *gold(example)) for example in examples[: options.cases]]
-    wanted = [case for case in wanted if case[1]]
-    tokenizer, embedder = AutoTokenizer.from_pretrained(READER), SentenceTransformerEmbedder()
-    print(f"{len(corpus)} passages, {len(wanted)} questions", file=sys.stderr)
-    figures: dict[str, dict[str, float]] = {}
+    corpus = {_id_of(one): {"title": one.title, "text": one.text} for example in examples for one in example.passages}
+    cases = [case for case in map(Case.of, examples[: options.cases]) if case.gold]
+    setup = {"file": options.file.name, "passages": len(corpus), "questions": len(cases)} | {
+        name: getattr(options, name) for name in ("top_k", "model", "answers", "chunk_tokens", "reranker")
+    }
+    rows = Rows(options.out, setup)
+    print(f"{len(corpus)} passages, {len(cases)} questions", file=sys.stderr)
+
+    # 2. Each way to search; texts are embedded and KV is computed once.
+    fusor = Fusor.from_pretrained(options.model, dtype="auto") if options.answers else None
     with tempfile.TemporaryDirectory() as folder:
-        for way, settings in WAYS.items():
-            config = RetrieverConfig(directory=Path(folder), chunk_tokens=8192, **settings)  # type: ignore[arg-type]
-            with Retriever(config, tokenizer, embedder) as retriever:
-                retriever.add(corpus.values())  # embedded once: the next ones find it there
-                found = [
-                    {hit.chunk.document_id for hit in retriever.search(question, options.top_k)} for question, *_ in wanted
-                ]
-            pairs = [(ids, of, holding) for ids, (_, of, holding) in zip(found, wanted, strict=True)]
-            figures[way] = {
-                "recall": round(statistics.fmean(len(ids & of) / len(of) for ids, of, _ in pairs), 3),
-                "answer": round(statistics.fmean(bool(ids & holding) for ids, _, holding in pairs if holding), 3),
-                "all": round(statistics.fmean(of <= ids for ids, of, _ in pairs), 3),
-            }
-            print(way, figures[way], file=sys.stderr)
-    print(json.dumps({"passages": len(corpus), "questions": len(wanted), "top_k": options.top_k, **figures}))
+        for way in ways:
+            missing = [case for case in cases if (way, case.example.id) not in rows]
+            if missing:
+                with opened(options, way, Path(folder), fusor, corpus) as (retriever, answerer):
+                    for place, case in enumerate(missing, start=1):
+                        found = retriever.search(case.example.question, options.top_k)
+                        answers = answerer.marks(case.example, found) if answerer else {}
+                        rows.append({"way": way, "id": case.example.id, **case.marks(found), "answers": answers})
+                        print(f"{way}: {place} of {len(missing)} questions", end="\r", file=sys.stderr)
+            print(f"{way}: {rows.figures(way)}", file=sys.stderr)
+
+    # 3. The figures.
+    figures = {way: rows.figures(way) for way in ways}
+    if not options.json:
+        print(table(figures))
+    print(json.dumps({**setup, **figures}))
+
+
+def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures as Markdown: what was found, and with answers a row for each method."""
+    lines = [
+        "| found by | recall | answer | all | answered by | F1 | contains | gold NLL |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for way, own in figures.items():
+        found = f"| {way} | {own['recall']} | {own['answer']} | {own['all']} "
+        methods = [(method, own[method]) for method in METHODS if method in own] or [("", dict[str, Any]())]
+        lines += [
+            f"{found}| {method} | {one.get('f1', '')} | {one.get('contains', '')} | {one.get('gold_nll_nats', '')} |"
+            for method, one in methods
+        ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations" / "vllm"))
 
-from vllm_engines import FAMILIES, VOCAB, Served, TinyModels, open_engine
+from vllm_engines import FAMILIES, VOCAB, Served, TinyModels, open_engine, store_chunks
 
 DTYPES = ("float32", "bfloat16")
 # Two answers may part where the two likeliest tokens are as close as rounding. Such places are counted; so are those where
@@ -103,7 +103,7 @@ def prove_equality(folder: Path, dtype: str, ranks: int, prompts: int, store: Pa
     drawn = [maker.draw() for _ in range(prompts)]
     with open_engine(folder, store, dtype=dtype, tensor_parallel_size=ranks) as served:
         plain = [[chunk] for chunk in maker.stored]
-        served.llm.collective_rpc("cacheblend_precompute", args=(plain, None, None))
+        store_chunks(served.llm, plain)
         wait_until_stored(served, maker.stored)
         exact = served.ask_all([(prompt.token_ids, None) for prompt in drawn], new_tokens=new_tokens)
         served.llm.reset_prefix_cache()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cacheblend.base.lazy_names import lazy_names
+
 if TYPE_CHECKING:
-    from .engine.config import EngineConfig
-    from .engine.engine import Engine
-    from .engine.ingest import IngestReport
-    from .engine.request import Answer, AnswerPlan, PlannedSegment, Timings
+    from .engine.config import EngineConfig as EngineConfig
+    from .engine.engine import Engine as Engine
+    from .engine.ingest import IngestReport as IngestReport
+    from .engine.request import Answer as Answer
+    from .engine.request import AnswerPlan as AnswerPlan
+    from .engine.request import PlannedSegment as PlannedSegment
+    from .engine.request import Timings as Timings
 
-__all__ = ["Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "PlannedSegment", "Timings"]
-
-_MODULES = {"Engine": ".engine.engine", "EngineConfig": ".engine.config", "IngestReport": ".engine.ingest"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES.get(name, ".engine.request"), __name__), name)
-    globals()[name] = value
-    return value
+_MODULES = {
+    ".engine.config": ("EngineConfig",),
+    ".engine.engine": ("Engine",),
+    ".engine.ingest": ("IngestReport",),
+    ".engine.request": ("Answer", "AnswerPlan", "PlannedSegment", "Timings"),
+}
+__all__, __getattr__ = lazy_names(__name__, _MODULES)

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from .prefix_blocks import PrefixRun as PrefixRun
     from .prefix_blocks import PrefixStats as PrefixStats
     from .prefix_blocks import chain_root as chain_root
-    from .stats import StoreStats as StoreStats
-    from .stats import TierStats as TierStats
     from .tiers import CACHE_TIERS as CACHE_TIERS
     from .tiers import REMOTE as REMOTE
     from .tiers import CacheTier as CacheTier
     from .tiers import KVTier as KVTier
     from .tiers import Placement as Placement
+    from .tiers import StoreStats as StoreStats
+    from .tiers import TierStats as TierStats
     from .tiers import tiers_in_memory as tiers_in_memory
     from .verify import VerifyReport as VerifyReport
     from .write_queue import DocumentVersion as DocumentVersion
@@ -69,8 +69,7 @@ _MODULES = {
     ".key": ("ChunkKey", "context_digest"),
     ".kv_store": ("KVStore",),
     ".prefix_blocks": ("BLOCK_TOKENS", "BlockChain", "PrefixBlocks", "PrefixRun", "PrefixStats", "chain_root"),
-    ".stats": ("StoreStats", "TierStats"),
-    ".tiers": ("CACHE_TIERS", "REMOTE", "CacheTier", "KVTier", "Placement", "tiers_in_memory"),
+    ".tiers": ("CACHE_TIERS", "REMOTE", "CacheTier", "KVTier", "Placement", "StoreStats", "TierStats", "tiers_in_memory"),
     ".verify": ("VerifyReport",),
     ".write_queue": ("DocumentVersion",),
 }

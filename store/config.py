@@ -12,12 +12,10 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
 from .eviction import NamespaceShare, RecentNamespaces, TierBudget
-from .ram_tier import RamTier
 from .remote.address import RemoteAddress
-from .tiers import CACHE_TIERS, NVME
+from .tiers import CACHE_TIERS, NVME, RAM
 
-RAM = RamTier.name
-REMOTE = "Remote tier"  # the options' heading
+REMOTE_PANEL = "Remote tier"  # the options' heading
 MIN_SECRET = 16  # characters
 
 
@@ -62,31 +60,31 @@ class StoreConfig:
         None,
         "URL of a tier behind the disk that machines share: redis://, rediss:// (TLS), unix://, s3://bucket/prefix, gs://, "
         "az://, file:///folder. Others of the machine see a flag with a password in it, and no variable.",
-        panel=REMOTE,
+        panel=REMOTE_PANEL,
         secret=True,
     )
     remote_secret: str | None = option(
         None,
         "Secret of the deployment, 16 characters or more: entries in the remote tier have names and checksums that nobody can "
         "make without it. Others of the machine see a flag, and no variable.",
-        panel=REMOTE,
+        panel=REMOTE_PANEL,
         secret=True,
     )
-    remote_secret_file: str | None = option(None, "File that holds the deployment's secret.", panel=REMOTE)
+    remote_secret_file: str | None = option(None, "File that holds the deployment's secret.", panel=REMOTE_PANEL)
     remote_tenant: str | None = option(
         None,
         "Tenant whose entries in the remote tier are meant, for commands at the folder of one (tenants/NAME); a service names "
         "its tenants by itself.",
-        panel=REMOTE,
+        panel=REMOTE_PANEL,
     )
     remote_timeout_s: float = option(
-        1.0, "Seconds without an answer after which a call to the remote tier has failed.", panel=REMOTE
+        1.0, "Seconds without an answer after which a call to the remote tier has failed.", panel=REMOTE_PANEL
     )
     remote_ttl_s: int | None = option(
-        None, "Seconds after which the remote server may drop what was written; left out, never (redis).", panel=REMOTE
+        None, "Seconds after which the remote server may drop what was written; left out, never (redis).", panel=REMOTE_PANEL
     )
     remote_queue_bytes: int = option(
-        256 * MIB, "Bytes of KV that wait to be written to the remote tier; more is not sent.", panel=REMOTE
+        256 * MIB, "Bytes of KV that wait to be written to the remote tier; more is not sent.", panel=REMOTE_PANEL
     )
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -25,8 +25,20 @@ from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .stats import StoreStats, TierStats
-from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, Placement, ReadTier, StoredEntry, read_entry
+from .tiers import (
+    CACHE_TIERS,
+    REMOTE,
+    CacheTier,
+    KVTier,
+    OpenedEntry,
+    Placement,
+    ReadTier,
+    StoredEntry,
+    StoreStats,
+    TierStats,
+    opening,
+    read_entry,
+)
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
@@ -60,8 +72,7 @@ class KVStore:
         self._pins = Pins()
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
-        self._remote: RemoteTier | None = None
-        self._read_through: ReadThrough | None = None
+        self._remote: ReadThrough | None = None
         folder = StoreFolder(Path(config.directory))
         if (address := config.remote_address()) is not None:
             self._open_remote(address, folder)
@@ -131,8 +142,8 @@ class KVStore:
         if found is not None and (entry := read_entry(*found)) is not None:
             _, tier = found
             self._count(tier.name)
-            if self._read_through is not None and tier.name == REMOTE and self._read_through.admits(key.digest, entry.nbytes):
-                self._read_through.offer(entry.nbytes, lambda: entry, since)
+            if self._remote is not None and tier.name == REMOTE and self._remote.admits(key.digest, entry.nbytes):
+                self._remote.offer(entry.nbytes, lambda: entry, since)
                 return entry.chunk(copy=True)
             return entry.chunk(copy=tier.in_memory or (tier.name != REMOTE and self._cache(entry)))
         self._count(_MISSES)
@@ -154,18 +165,20 @@ class KVStore:
         missing = [key.digest for key in keys if key not in self]
         if self._remote is None or not missing:
             return 0
-        return self.store_copies(self._remote.load_all(missing))
+        return self.store_copies(self._remote.tier.load_all(missing))
 
     def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
         """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
-        writes = []
+        results, stored = deque[Future[bool]](), 0  # not the writes: each holds its entry, as an error's traceback does
         since = self._queue.time()
         for entry in entries:
             with self._nvme.exclusive():
                 if not self._queue.was_discarded(entry.info.key.digest, since):
-                    writes.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting))
+                    results.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting).stored)
             self._queue.wait_for_room()
-        return sum(write.stored.result() for write in writes)
+            while results and results[0].done():
+                stored += results.popleft().result()
+        return stored + sum(result.result() for result in results)
 
     def load(self, key: ChunkKey) -> EncodedEntry | None:
         """An entry of NVMe as it is stored, which is no use of it; None for a miss."""
@@ -201,8 +214,8 @@ class KVStore:
                 for placement in placed:
                     placement.release()
                 for entry in copies.values():
-                    assert self._read_through is not None, "only that admits copies"
-                    self._read_through.offer(entry.info.nbytes, entry.load, since)
+                    assert self._remote is not None, "only its entries are copied"
+                    self._remote.offer(entry.info.nbytes, entry.load, since)
         local = [placement for placement in placed if placement.tier != REMOTE]
         if wanted := [placement.key.digest for placement in local if self._is_worth_a_copy(placement)]:
             self._queue.offer(partial(self._promote, wanted))
@@ -260,7 +273,7 @@ class KVStore:
     def remote(self) -> RemoteTier | None:
         """The remote tier; None where the configuration has none."""
         self._check_open()
-        return self._remote
+        return None if self._remote is None else self._remote.tier
 
     def ls(self) -> list[CatalogEntry]:
         """Every entry on NVMe, the least recently used first."""
@@ -285,7 +298,7 @@ class KVStore:
         self._check_open()
         counts = self._counts
         tiers = {one.name: TierStats(*one.size(), one.budget.bytes, counts[one.name], one.evictions) for one in self._tiers}
-        remote = None if self._remote is None else self._remote.stats()
+        remote = None if self._remote is None else self._remote.tier.stats()
         return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES], remote)
 
     def flush(self) -> None:
@@ -294,14 +307,14 @@ class KVStore:
         Waits for copies of what was read from the remote tier, too.
         """
         self._check_open()
-        if self._read_through is not None:
-            self._read_through.flush()
+        if self._remote is not None:
+            self._remote.flush()
         self._queue.flush()
 
     def flush_remote(self, timeout_s: float | None = None) -> bool:
         """Wait until the remote tier has what was put before, or was given up; False after the time. See `RemoteStats`."""
         self.flush()
-        return self._remote is None or self._remote.uploads.flush(timeout_s)
+        return self._remote is None or self._remote.tier.uploads.flush(timeout_s)
 
     def close(self) -> None:
         """Write what waits, and close. A second call does nothing.
@@ -337,9 +350,8 @@ class KVStore:
             tier.close()
 
     def _close_remote(self) -> None:
-        if self._remote is not None and self._read_through is not None:
-            self._read_through.close(self.config.remote_timeout_s)
-            self._remote.close()
+        if self._remote is not None:
+            self._remote.close(self.config.remote_timeout_s)
 
     def _open_remote(self, address: RemoteAddress, folder: StoreFolder) -> None:
         from .remote.backend import BackendLimits  # not loaded where there is no remote tier
@@ -349,7 +361,7 @@ class KVStore:
 
         config, budget_bytes = self.config, self.config.nvme_budget_bytes
         limits = BackendLimits(timeout_s=config.remote_timeout_s, ttl_s=config.remote_ttl_s)
-        self._remote = RemoteTier(
+        tier = RemoteTier(
             address,
             limits,
             ObjectFormat(config.read_secret(), config.remote_tenant),
@@ -360,28 +372,28 @@ class KVStore:
         def has_room(nbytes: int) -> bool:
             return self._nvme.size()[1] + nbytes <= budget_bytes
 
-        self._read_through = ReadThrough(self._store_copy, has_room, budget_bytes)
+        self._remote = ReadThrough(tier, self._store_copy, has_room, budget_bytes)
 
     def _open_all(
         self, digests: Sequence[str], *, remote: bool = True, copies: dict[str, RemoteEntry] | None = None
-    ) -> list[tuple[StoredEntry, ReadTier] | None]:
+    ) -> list[OpenedEntry | None]:
         """Each entry in the fastest tier that has it; `copies` gets those that are to be copied from the remote tier."""
-        opened: list[tuple[StoredEntry, ReadTier] | None] = list(map(self._open, digests))
-        missing = [digest for digest, found in zip(digests, opened, strict=True) if found is None]
-        if self._remote is None or self._read_through is None or not remote or not missing:
-            return opened
-        there = self._remote.open_all(missing)
-        for digest, entry in there.items():
-            if copies is not None and self._read_through.admits(digest, entry.info.nbytes):
-                entry.keep()
-                copies[digest] = entry
-        return [
-            (there[digest], self._remote) if found is None and digest in there else found
-            for digest, found in zip(digests, opened, strict=True)
-        ]
+        with opening(digests, self._open) as opened:
+            missing = [digest for digest, found in zip(digests, opened, strict=True) if found is None]
+            if self._remote is None or not remote or not missing:
+                return opened
+            there = self._remote.tier.open_all(missing)
+            for digest, entry in there.items():
+                if copies is not None and self._remote.admits(digest, entry.info.nbytes):
+                    entry.keep()
+                    copies[digest] = entry
+            return [
+                (there[digest], self._remote.tier) if found is None and digest in there else found
+                for digest, found in zip(digests, opened, strict=True)
+            ]
 
     def _placement(self, entry: StoredEntry, tier: ReadTier) -> Placement:
-        remote = self._remote
+        remote = self.remote
         return Placement(entry, tier, remote.open_stream if remote is not None and tier is remote else None)
 
     def _store_copy(self, entry: EncodedEntry, since: int) -> None:
@@ -437,7 +449,7 @@ class KVStore:
         digests = list(digests)
         self._forget(digests)
         if self._remote is not None:
-            self._remote.delete(digests)
+            self._remote.tier.delete(digests)
 
     def _is_worth_a_copy(self, placement: Placement) -> bool:
         """Whether a tier before the one that a placement was read from admits the entry; each of them notes the read."""
@@ -460,7 +472,7 @@ class KVStore:
             if write.digest in self._nvme:
                 self._cache(write.entry)
                 if self._remote is not None and not write.is_copy:
-                    self._remote.put(write.entry)
+                    self._remote.tier.put(write.entry)
                 self._queue.end(write.digest, True)
             else:  # its document is gone
                 self._forget([write.digest])

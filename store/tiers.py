@@ -1,4 +1,4 @@
-"""Tiers: `KVTier`, what each of them offers, the registry of those that hold copies, and `Placement`, a pinned entry's KV.
+"""Tiers: the interface `KVTier`, the registry of those that hold copies, `Placement`, a pinned entry's KV, and statistics.
 
 A store has one durable tier, NVMe, and before it caches, the fastest first, which hold copies of its entries. A cache tier is a
 class with the interface `CacheTier` and its line in `CACHE_TIERS`. Behind NVMe may stand a remote tier (`store/remote/`).
@@ -8,10 +8,11 @@ Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from .entry import EncodedEntry, EntryInfo
 from .eviction import Pins, TierBudget
 from .key import ChunkKey
 from .ram_tier import RamTier
+
+if TYPE_CHECKING:
+    from .remote.remote_tier import RemoteStats
 
 
 class StoredEntry(Protocol):
@@ -100,7 +104,7 @@ class CacheTier(KVTier, Protocol):
 
 
 CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
-NVME, REMOTE = "nvme", "remote"
+RAM, NVME, REMOTE = RamTier.name, "nvme", "remote"
 
 
 def tiers_in_memory() -> tuple[str, ...]:
@@ -119,6 +123,22 @@ def read_entry(entry: StoredEntry, tier: ReadTier) -> EncodedEntry | None:
         return None
     finally:
         entry.close()
+
+
+OpenedEntry = tuple[StoredEntry, ReadTier]
+
+
+@contextmanager
+def opening(digests: Iterable[str], open_one: Callable[[str], OpenedEntry | None]) -> Iterator[list[OpenedEntry | None]]:
+    """Open entries one after the other; where one of them, or the block, raises, those that are open are closed."""
+    opened: list[OpenedEntry | None] = []
+    with ExitStack() as closing:
+        for digest in digests:
+            opened.append(found := open_one(digest))
+            if found is not None:
+                closing.callback(found[0].close)
+        yield opened
+        closing.pop_all()
 
 
 class Placement:
@@ -256,3 +276,54 @@ class Placement:
         except DamagedEntryError:
             self._tier.set_aside(self.key.digest, [layer])
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier: what it holds now, and hits and evictions since the store was opened by this process."""
+
+    entries: int
+    bytes: int
+    budget_bytes: int
+    hits: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A store's tiers, and what happened since it was opened by this process.
+
+    Args:
+        tiers: by name, the fastest first; RAM's hits include entries that wait to be written.
+        misses: keys that `get` and `pin` did not find.
+        damaged: entries that were set aside.
+        pending_writes: entries that wait to be written in the background.
+        pending_bytes: their bytes.
+        failed_writes: entries that the background could not write.
+        remote: what the remote tier did; None where there is none.
+    """
+
+    tiers: Mapping[str, TierStats]
+    misses: int
+    damaged: int
+    pending_writes: int
+    pending_bytes: int
+    failed_writes: int
+    remote: RemoteStats | None = None
+
+    @property
+    def ram(self) -> TierStats:
+        """Copies in RAM."""
+        return self.tiers[RAM]
+
+    @property
+    def nvme(self) -> TierStats:
+        """Entries on NVMe, whichever process wrote them."""
+        return self.tiers[NVME]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain numbers and dicts, for JSON: a tier by its name."""
+        plain = asdict(self)
+        tiers: dict[str, object] = plain.pop("tiers")
+        remote = plain.pop(REMOTE)
+        return tiers | ({} if remote is None else {REMOTE: remote}) | plain

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from cacheblend.base.extras import needs_extra
 from cacheblend.blend import FusionConfig, FusionResult, Fusor
-from cacheblend.blend.deviation import kv_deviation
+from cacheblend.blend.fusion import kv_deviation
 from cacheblend.eval.data import Wording
 from cacheblend.eval.methods import CONTEXTS, ResidentRequest, make_methods, plan_methods
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from cacheblend.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from cacheblend.blend.deviation import first_token_kl_nats as first_token_kl_nats
-    from cacheblend.blend.deviation import relative_kv_error as relative_kv_error
+    from cacheblend.service.serving.quality_guard import first_token_kl_nats as first_token_kl_nats
+    from cacheblend.service.serving.quality_guard import relative_kv_error as relative_kv_error
 
     from .answers import exact_match as exact_match
     from .answers import f1 as f1
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .fidelity import paired_difference as paired_difference
 
 _MODULES = {
-    "cacheblend.blend.deviation": (
+    "cacheblend.service.serving.quality_guard": (
         "first_token_kl_nats",
         "relative_kv_error",
     ),

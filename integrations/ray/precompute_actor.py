@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError, RemoteError
-from cacheblend.blend import Fusor
 from cacheblend.retriever import Retriever
 from cacheblend.service.engine.chunk_contexts import ChunkEncoder
-from cacheblend.service.engine.config import EngineConfig, torch_dtype
+from cacheblend.service.engine.config import EngineConfig, load_fusor
 from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import ChunkKey, KVStore
@@ -67,9 +66,7 @@ class PrecomputeActor:
     def __init__(self, config: EngineConfig, versions: list[ray.ObjectRef[dict[str, str]]], embedder: Embedder | None) -> None:
         import ray
 
-        fusor = Fusor.from_pretrained(
-            config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
-        )
+        fusor = load_fusor(config)
         prompts = PromptRenderer(fusor.tokenizer, config.instruction, max_positions=fusor.max_positions)
         in_memory = replace(config.retriever_config(), directory=None, index=None)
         retriever = Retriever(in_memory, fusor.tokenizer, embedder)

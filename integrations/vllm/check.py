@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,17 +42,32 @@ def check_against_engine(worker: Any, fusor: Fusor, pages: Pages, metadata: Call
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(fusor.runner.vocab_size, (tokens,), generator=generator).tolist()
     name = type(runner.get_model()).__name__
-    exact = _run(worker, ids, 0, metadata)
     try:
-        half = tokens // 2
-        prefix, chunk, rest = ids[:8], ids[8:half], ids[half:]
-        stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
-        for ratio in (1.0, 0.0):
-            _write(fusor, [Segment(prefix), stored, Segment(rest)], ratio, pages, _blocks(worker, tokens))
-            blended = _run(worker, ids, tokens - 1, metadata)
-            _compare(name, fusor.runner.geometry.dtype, exact, blended, f"ratio {ratio}")
+        with _without_graphs(runner):
+            exact = _run(worker, ids, 0, metadata)
+            half = tokens // 2
+            prefix, chunk, rest = ids[:8], ids[8:half], ids[half:]
+            stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
+            for ratio in (1.0, 0.0):
+                _write(fusor, [Segment(prefix), stored, Segment(rest)], ratio, pages, _blocks(worker, tokens))
+                blended = _run(worker, ids, tokens - 1, metadata)
+                _compare(name, fusor.runner.geometry.dtype, exact, blended, f"ratio {ratio}")
     except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise UnsupportedModelError(f"{name} does not run layer by layer in this vLLM: {error!r}") from error
+
+
+@contextmanager
+def _without_graphs(runner: Any) -> Iterator[None]:
+    """Have the engine's model runner use no CUDA graph: none may be asked for before they are captured, after the check."""
+    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
+    if dispatcher is None:
+        yield
+        return
+    initialized, dispatcher.keys_initialized = dispatcher.keys_initialized, False
+    try:
+        yield
+    finally:
+        dispatcher.keys_initialized = initialized
 
 
 def _write(fusor: Fusor, segments: Sequence[Segment], ratio: float, pages: Pages, block_ids: Sequence[int]) -> None:

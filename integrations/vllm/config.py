@@ -13,7 +13,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.base.options import from_options, options_of
-from cacheblend.blend import DEFAULT_RATIO, FusionConfig
+from cacheblend.blend import DEFAULT_RATIO, FusionConfig, KVGeometry
 from cacheblend.loader import LoaderConfig, LoadingController, copied_tiers, describe_device, read_profile
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.store import StoreConfig
@@ -21,6 +21,8 @@ from cacheblend.store import StoreConfig
 logger = logging.getLogger(__name__)
 _ENGINE = EngineConfig(model="any", store_dir="any")
 # Options that the environment may have instead, as it may for the other commands: vLLM logs the ones that it is given.
+# What prompts begin with (a system message) has so large a part of the RAM budget, one over this.
+OPENINGS_PART = 8
 REMOTE_TEXTS = ("remote", "remote_secret", "remote_secret_file")
 REMOTE_NUMBERS = ("remote_timeout_s", "remote_ttl_s", "remote_queue_bytes")
 
@@ -33,7 +35,7 @@ class ConnectorConfig:
         store_dir: a store folder, as `cacheblend ingest --store-dir` makes it; made when missing. Chunks that were ingested
             offline with the same model, dtype and instruction are hits here.
         recompute_ratio: share of the reusable tokens to recompute, 0..1, where a request does not say; see `FusionConfig`.
-        ram_budget_bytes: see `StoreConfig`; the workers of one engine share it.
+        ram_budget_bytes: see `StoreConfig`; the workers of one engine share it, and an eighth is for what prompts begin with.
         nvme_budget_bytes: see `StoreConfig`.
         codec: how chunks' KV is stored; see `EngineConfig`.
         instruction: what chunks' KV is computed after, with the chat template's opening; see `EngineConfig`.
@@ -97,11 +99,16 @@ class ConnectorConfig:
         variables = {name: os.environ.get(known_to_all[name].variable) for name in REMOTE_TEXTS}
         return cls(**{**{name: value for name, value in variables.items() if value}, **options})
 
+    def opening_tokens(self, geometry: KVGeometry, workers: int) -> int:
+        """Tokens of prompts' openings whose KV, of this shape, a worker keeps in memory: a part of the RAM budget."""
+        token_bytes = geometry.layers * geometry.layer_bytes(1)
+        return self.ram_budget_bytes // OPENINGS_PART // workers // token_bytes
+
     def store_config(self, workers: int = 1) -> StoreConfig:
-        """The store of one of so many workers."""
+        """The store of one of so many workers; the rest of its RAM budget is for `opening_tokens`."""
         return StoreConfig(
             directory=Path(self.store_dir) / KV_FOLDER,
-            ram_budget_bytes=max(1, self.ram_budget_bytes // workers),
+            ram_budget_bytes=max(1, (self.ram_budget_bytes - self.ram_budget_bytes // OPENINGS_PART) // workers),
             nvme_budget_bytes=self.nvme_budget_bytes,
             **self._remote,
         )

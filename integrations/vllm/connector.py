@@ -22,7 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import set_forward_context
 
 from cacheblend.base.errors import UnsupportedModelError
-from cacheblend.blend import Fusor
+from cacheblend.base.process import return_freed_memory
+from cacheblend.blend import Fusor, KVGeometry
 from cacheblend.store import KVStore
 
 from .check import check_against_engine
@@ -80,7 +81,9 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
             keys = ChunkKeys.for_engine(self._config, vllm_config)
-            self._scheduler = BlendScheduler(keys, partial(find_stored, self._store), self._config.recompute_ratio, hashed)
+            openings = self._config.opening_tokens(_geometry(vllm_config), vllm_config.parallel_config.tensor_parallel_size)
+            stored = partial(find_stored, self._store)
+            self._scheduler = BlendScheduler(keys, stored, self._config.recompute_ratio, hashed, openings)
 
     # The scheduler's side, in the order in which vLLM calls it.
 
@@ -138,7 +141,9 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             with set_forward_context(None, self._vllm_config):
                 check_against_engine(worker, fusor, pages, BlendMetadata)
             controller = self._config.find_controller(keys.model, device)
-            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads, controller)
+            openings = self._config.opening_tokens(runner.geometry, runner.ranks)
+            return_freed_memory()  # of the checks and trials, which need more than vLLM's own steps
+            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads, openings, controller)
         except BaseException:
             store.close()
             raise
@@ -171,7 +176,9 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         """See `KVConnectorBase_V1`."""
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
-    def precompute(self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None) -> int:
+    def precompute(
+        self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None
+    ) -> tuple[int, int]:
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
         assert self._worker is not None
         with set_forward_context(None, self._vllm_config):
@@ -227,6 +234,13 @@ class _Pages:
         if self._device.type != "cpu":  # where backends read heads that stand side by side
             k_THD, v_THD = k_THD.contiguous(), v_THD.contiguous()
         attention.impl.do_kv_cache_update(attention, k_THD, v_THD, attention.kv_cache, slots_T)
+
+
+def _geometry(vllm_config: Any) -> KVGeometry:
+    """Shape of a layer's KV in one worker, as vLLM's configuration has it."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
+    return KVGeometry(layers, heads, model.get_head_size(), model.dtype, torch.device("cpu"))
 
 
 def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:

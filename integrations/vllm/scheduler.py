@@ -77,13 +77,22 @@ class BlendScheduler:
         stored: whether the KV of each key is stored; reads none.
         ratio: where a request does not say.
         block_size: tokens of a block hash.
+        opening_tokens: of the longest opening whose KV the workers keep.
 
     Attributes:
         counts: since the last `take_counts`, by name: "blended", "exact:REASON", ...
     """
 
-    def __init__(self, keys: ChunkKeys, stored: Callable[[list[ChunkKey]], list[bool]], ratio: float, block_size: int) -> None:
+    def __init__(
+        self,
+        keys: ChunkKeys,
+        stored: Callable[[list[ChunkKey]], list[bool]],
+        ratio: float,
+        block_size: int,
+        opening_tokens: int,
+    ) -> None:
         self._keys, self._stored, self._ratio, self._block_size = keys, stored, ratio, block_size
+        self._opening_tokens = opening_tokens
         self._marked: dict[str, _Marked] = {}
         self._reports: dict[str, dict[str, Any]] = {}  # of requests that are left to vLLM
         self._jobs: list[BlendJob] = []
@@ -160,8 +169,9 @@ class BlendScheduler:
         marked = self._marked.get(request.request_id)
         if marked is None or marked.tried == request.num_preemptions:
             return 0
-        tokens, opening = request.num_prompt_tokens, min(computed, marked.marks.chunks[0][0])
-        # What vLLM's prefix cache leaves to compute; the opening is in the workers' memory then, too.
+        tokens, first = request.num_prompt_tokens, marked.marks.chunks[0][0]
+        # What vLLM's prefix cache leaves to compute; an opening that is not too long is in the workers' memory then, too.
+        opening = min(computed, first) if first <= self._opening_tokens else 0
         if _rows(tokens, marked.marks, marked.ratio) - opening > LARGEST_SHARE * (tokens - computed):
             if not marked.report:
                 marked.report = {"blended": True, "reason": "prefix_cache", "cached_tokens": computed}

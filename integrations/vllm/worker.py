@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -18,10 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from cacheblend.base.daemon_threads import DaemonThreads
-from cacheblend.base.errors import DamagedEntryError, StoreError
+from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
+from cacheblend.base.process import return_freed_memory
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
-from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement
+from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
+from cacheblend.store.write_queue import QUEUE_BYTES
 
 from .keys import Chunk, ChunkKeys, find_stored
 from .scheduler import BlendJob, MissedChunk
@@ -34,8 +36,7 @@ BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no 
 # time of one row.
 TOKENS_OF_A_ROW = 16
 SLOW_LOADING = "slow_loading"  # why a prompt is left to vLLM whose stored KV would come no sooner than it is computed
-# What stands before the first chunk is the same for many requests (a system message): its KV is computed once.
-KEPT_OPENINGS = 4
+# What stands before the first chunk is the same for many requests (a system message): its KV is kept where it is worth it.
 MIN_OPENING_TOKENS = 64
 
 
@@ -101,6 +102,7 @@ class BlendWorker:
         pages: where blended KV goes.
         ranks: this process among those that hold the model.
         kv_heads: of all ranks together.
+        opening_tokens: how many tokens' KV is kept of what prompts begin with.
         controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV
             before the first layer, so there is no loading to hide behind.
     """
@@ -113,15 +115,17 @@ class BlendWorker:
         pages: Pages,
         ranks: Ranks,
         kv_heads: int,
+        opening_tokens: int,
         controller: LoadingController | None = None,
     ) -> None:
         self._fusor, self._keys, self._store, self._pages, self._ranks = fusor, keys, store, pages, ranks
+        self._opening_tokens = opening_tokens
         self._kv_heads, self._controller = kv_heads, controller if ranks.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
         self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
         self._missed: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
-        self._openings: OrderedDict[Chunk, ChunkKV] = OrderedDict()
+        self._openings: OrderedDict[Chunk, PrefixRun] = OrderedDict()
         self._progress, self._busy_steps = Progress(), 0
 
     @property
@@ -230,7 +234,7 @@ class BlendWorker:
         with ExitStack() as held:
             found, source = self._find(self._keys_of(job), held)
             # 2. Lay the prompt out: what stands before the first chunk, the chunks, and what stands between and after them.
-            segments = [self._opening(ids[: job.marks.chunks[0][0]])]
+            segments = [(yield from self._opening(ids[: job.marks.chunks[0][0]]))]
             after = [start for start, _ in job.marks.chunks[1:]] + [len(ids)]
             for (_, stop), chunk, kv, next_start in zip(job.marks.chunks, chunks, found, after, strict=True):
                 segments += [Segment(chunk, kv), Segment(ids[stop:next_start])]
@@ -239,7 +243,6 @@ class BlendWorker:
             if plan is not None and plan.full_recompute:
                 return {"blended": False, "reason": SLOW_LOADING}
             # 4. Blend it, each finished layer straight into the pages.
-            fixed = -(-len(ids) // TOKENS_OF_A_ROW)
             config = FusionConfig(recompute_ratio=job.ratio if plan is None else plan.ratio)
             steps = self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))
             held.callback(steps.close)
@@ -249,7 +252,7 @@ class BlendWorker:
                 except StopIteration as done:
                     blended = done.value
                     break
-                yield layer.recomputed + fixed
+                yield _rows(layer, len(ids))
         if self._controller is not None and plan is not None and isinstance(source, LayerLoader):
             computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
             on_cpu = self._fusor.runner.geometry.device.type == "cpu"  # a GPU computes while the host waits
@@ -282,11 +285,11 @@ class BlendWorker:
         return [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)], ResidentLayers()
 
     def _own_heads(self, placement: Placement) -> ChunkKV | None:
-        """The KV of this rank's heads, in memory; None for an entry that is damaged."""
+        """The KV of this rank's heads, in memory; None for an entry that cannot be read."""
         every = range(placement.num_layers)
         try:
             layers = [self._ranks.own_heads(placement.read_layer(layer), self._kv_heads) for layer in every]
-        except DamagedEntryError:
+        except StoreError:
             return None
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
@@ -301,14 +304,25 @@ class BlendWorker:
         layer = self._fusor.runner.geometry.layers - 1
         return self._controller.plan([(kv.tier, kv.layer_bytes(layer)) for kv in stored], reusable, fresh, exact)
 
-    def _opening(self, ids: Chunk) -> Segment:
-        """What stands before the first chunk: exact KV where it is worth to be kept."""
-        if len(ids) < MIN_OPENING_TOKENS:
+    def _opening(self, ids: Chunk) -> Generator[int, None, Segment]:
+        """What stands before the first chunk, with its exact KV where that is kept; yields what each layer cost in rows.
+
+        It is computed by itself, not in the blend: its rows are neighbours then, which vLLM's own kernel runs as vLLM does.
+        """
+        if not MIN_OPENING_TOKENS <= len(ids) <= self._opening_tokens:
             return Segment(ids)
         if ids not in self._openings:
-            self._openings[ids] = self._fusor.precompute(ids)
-            while len(self._openings) > KEPT_OPENINGS:
+            while len(ids) + sum(map(len, self._openings)) > self._opening_tokens:
                 self._openings.popitem(last=False)
+            steps = self._fusor.front_steps([Segment(ids)], torch.device("cpu"))
+            with closing(steps):
+                while True:
+                    try:
+                        layer = next(steps)
+                    except StopIteration as done:
+                        self._openings[ids] = done.value
+                        break
+                    yield _rows(layer, len(ids))
         self._openings.move_to_end(ids)
         return Segment(ids, self._openings[ids], exact=True)
 
@@ -321,29 +335,44 @@ class BlendWorker:
         """Compute the KV of one missed chunk after its own context, and store it."""
         while self._missed:
             key, chunk = self._missed.popitem(last=False)
-            if self._ranks.agree([key in self._store])[0]:
+            if self._ranks.agree(self._find_stored([key]))[0]:
                 continue
-            try:
+            try:  # where the disk is behind, the chunk is left for a later request to miss again
                 self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)
             except Exception:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return
 
-    def precompute(self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None) -> int:
-        """Compute and store the KV of documents' chunks; gives how many were new.
+    def precompute(
+        self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None
+    ) -> tuple[int, int]:
+        """Compute and store the KV of documents' chunks.
+
+        What of a call all ranks do together does not depend on what one of them stores, or cannot.
 
         Args:
             documents: the token ids of each document's chunks, in its order.
             which: indexes of the chunks wanted of each; None for all.
             cache_salt: whose they are; None for everybody's.
+
+        Returns:
+            How many chunks are stored now that were not; and how many are left, since too much waits to be written: the
+            first rank knows, who writes.
         """
+        # 1. Look up which are stored; all ranks compute the same.
         wanted: list[tuple[Sequence[Chunk], list[int]]] = []
         for chunks in documents:
             earlier = self._keys.context.earlier(chunks)
-            keys = [self._keys.key(chunk, texts, cache_salt) for chunk, texts in zip(chunks, earlier, strict=True)]
-            have = self._ranks.agree(find_stored(self._store, keys))
-            wanted.append((chunks, [i for i, here in enumerate(have) if not here and (which is None or i in which)]))
-        stored = 0
+            asked = [index for index in range(len(chunks)) if which is None or index in which]
+            have = self._ranks.agree(self._find_stored([self._keys.key(chunks[i], earlier[i], cache_salt) for i in asked]))
+            wanted.append((chunks, [index for index, here in zip(asked, have, strict=True) if not here]))
+        count, stored, left = sum(len(new) for _, new in wanted), 0, 0
+        tokens = sum(len(chunks[index]) for chunks, new in wanted for index in new)
+        geometry = self._fusor.runner.geometry
+        kv_bytes = geometry.layers * geometry.layer_bytes(tokens) * self._ranks.ranks
+        if not count or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
+            return 0, count
+        # 2. Compute the others, and hand them to the store.
         for kv in self._fusor.precompute_documents(wanted, self._keys.head, self._keys.context):
             whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
             key = ChunkKey.of(
@@ -354,10 +383,33 @@ class BlendWorker:
                 codec=self._keys.codec,
                 namespace=self._keys.key(whole.token_ids, (), cache_salt).namespace,
             )
-            stored += 1
-            if self._ranks.rank == 0:
-                try:
+            if not self._has_room(sum(x_HTD.nbytes for pair in whole.layers for x_HTD in pair)):
+                left += 1
+                continue
+            try:
+                if self._ranks.rank == 0:
                     self._store.put(key, whole, flush=False)
-                except StoreError as error:  # a full disk: the chunk stays a miss
-                    logger.warning("a chunk's KV is not stored: %s", error)
-        return stored
+                stored += 1
+            except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
+                logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
+        del kv, whole
+        return_freed_memory()  # of the passes, which no request needs
+        return stored, left
+
+    def _has_room(self, kv_bytes: int) -> bool:
+        """Whether this rank's store takes so much without waiting for the disk; the engine's thread must not."""
+        pending_bytes = self._store.stats().pending_bytes
+        return not pending_bytes or pending_bytes + kv_bytes <= QUEUE_BYTES
+
+    def _find_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """`find_stored`; a store that cannot be read has none of them, since the other ranks wait for this one's answer."""
+        try:
+            return find_stored(self._store, keys)
+        except CacheBlendError as error:
+            logger.warning("chunks' KV is not looked up: %s", error)
+            return [False] * len(keys)
+
+
+def _rows(layer: LayerReport, tokens: int) -> int:
+    """What a layer of a prompt of so many tokens cost, in rows."""
+    return layer.recomputed - (-tokens // TOKENS_OF_A_ROW)

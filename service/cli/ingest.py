@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import groupby
@@ -17,15 +18,15 @@ import typer
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
-from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
 from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
-from cacheblend.service.engine.ingest import IngestProgress, IngestReport, ReadingProgress
+from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
-from .terminal import counted
+from .terminal import IngestProgress, ReadingProgress, counted
 
 if TYPE_CHECKING:
     from cacheblend.blend import KVGeometry
@@ -114,8 +115,13 @@ def ingest(
 
         check_folders(sources, store_dir, shard)
     stream = DocumentStream(sources, Shard.parse(shard), allow_private_urls=allow_private_urls)
-    with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
-        _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)
+    try:
+        with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
+            _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)
+    except KeyboardInterrupt:
+        _tell_interrupted()
+        if not watch:  # which ends by a signal and in no other way
+            raise
 
 
 @contextmanager
@@ -149,24 +155,23 @@ def _ingest(
         from cacheblend.service.engine.config import remember_settings
         from cacheblend.service.engine.engine import Engine
 
-        from .profile import load_fusor
-
         # Nobody reads here, and memory that is used again costs less than new.
         config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
         fusor = load_fusor(config)
     config = _agreed(config, fusor.decoder.geometry, size, codec_is_free=_codec_is_free(context), yes=yes)
-    try:
-        with Engine(config, fusor=fusor) as engine:
-            remember_settings(config)
-            with IngestProgress(terminal.stderr, stream, size) as progress:
-                documents = stream if size != StreamSize(0, 0) else ()
-                report = engine.ingest_stream(documents, progress.update, progress.check, progress.note_batch)
-            if folders:
-                report += _follow(engine, folders, stream.report)
-    except KeyboardInterrupt:
-        _tell_interrupted()
-        raise
-    _tell_end(report, stream.report, as_json=as_json)
+    with Engine(config, fusor=fusor) as engine:
+        remember_settings(config)
+        with IngestProgress(terminal.stderr, stream, size) as progress:
+            documents = stream if size != StreamSize(0, 0) else ()
+            report = engine.ingest_stream(documents, progress.update, progress.check, progress.note_batch)
+        if folders:
+            _print_faults(stream.report)
+            followed, stream.report.faults = _follow(engine, folders, stream.report.faults)
+            report += followed
+    if folders:
+        _print_end(report, stream.report, as_json=as_json)  # faults were listed when they came
+    else:
+        _tell_end(report, stream.report, as_json=as_json)
 
 
 def _measured(stream: DocumentStream) -> StreamSize | None:
@@ -248,27 +253,40 @@ def _tell_interrupted() -> None:
 
 def _tell_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
     """Say what was ingested, and what could not be used."""
-    if as_json:
-        terminal.print_json({**report.as_dict(), **found.as_dict()})
-    else:
-        _print_ingested(report)
+    _print_end(report, found, as_json=as_json)
     _tell_faults(found)
 
 
 def _tell_faults(found: SourceReport) -> None:
     """Say what could not be used, which makes the exit code 1."""
+    _print_faults(found)
+    if found.faults:
+        raise typer.Exit(1)
+
+
+def _print_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
+    if as_json:
+        terminal.print_json({**report.as_dict(), **found.as_dict()})
+    else:
+        _print_ingested(report)
+
+
+def _print_faults(found: SourceReport) -> None:
     if faults := found.faults:
         terminal.stderr.print(f"{counted(len(faults), 'file')} could not be used:", highlight=False)
         for why in faults.values():
             terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1)
 
 
-def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> IngestReport:
-    """Follow folders until a signal; what that ingested."""
+def _follow(engine: Engine, folders: Sequence[str], told: Mapping[str, str]) -> tuple[IngestReport, dict[str, str]]:
+    """Follow folders until a signal; what that ingested, and the faults that there are then.
+
+    Faults by file that were told before are not told again.
+    """
     from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
 
-    total = IngestReport.empty()
+    total, watch = IngestReport.empty(), FolderWatch(engine, folders)
+    told_files = {os.path.abspath(name) for name in told}
 
     def show_report(report: FollowReport) -> None:
         nonlocal total
@@ -278,15 +296,15 @@ def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> Inge
             terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
 
     try:
-        watch = FolderWatch(engine, folders)
-        if report := watch.follow():
-            report.faults = {name: why for name, why in report.faults.items() if name not in found.faults}
+        report = watch.follow()
+        report.faults = {name: why for name, why in report.faults.items() if name not in told_files}
+        if report:
             show_report(report)
         terminal.stderr.print(f"watching {', '.join(folders)}; Ctrl-C ends it", highlight=False, soft_wrap=True)
         watch.run(show_report)
     except KeyboardInterrupt:
         terminal.stderr.print("stopped watching; the same command goes on from there", highlight=False)
-    return total
+    return total, watch.faults
 
 
 def _print_skipped(report: SourceReport) -> None:

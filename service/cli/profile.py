@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -13,14 +12,9 @@ from rich.table import Table
 from cacheblend.base.errors import InputError, ProfileError
 from cacheblend.loader import LoaderConfig, Profile, compare_devices, load_profile, read_price_table
 from cacheblend.loader.profiler import LENGTHS, RATIOS
-from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.config import EngineConfig, load_fusor
 
 from . import options, terminal
-
-if TYPE_CHECKING:
-    from cacheblend.blend import Fusor
-
-logger = logging.getLogger(__name__)
 
 
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens", *options.OF_REMOTES))
@@ -172,14 +166,3 @@ def _profile_of(config: EngineConfig) -> Profile:
             f"run `cacheblend profile {config.model}` first"
         )
     return found
-
-
-def load_fusor(config: EngineConfig) -> Fusor:
-    """Load the model of a configuration, without a store."""
-    logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
-    from cacheblend.blend import Fusor
-    from cacheblend.service.engine.config import torch_dtype
-
-    return Fusor.from_pretrained(
-        config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
-    )

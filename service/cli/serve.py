@@ -15,7 +15,7 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.base.process import hold_freed_memory, in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
-from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.config import LOOPBACK, HttpConfig
 from cacheblend.service.http.log import log_json
 from cacheblend.service.http.starting import Starting
 from cacheblend.service.serving.config import ServingConfig
@@ -24,7 +24,6 @@ from . import options, terminal
 from .model import begin_corpus, choose_model, corpus_note, ingest_corpus
 
 logger = logging.getLogger(__name__)
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
 
 

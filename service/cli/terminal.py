@@ -1,4 +1,4 @@
-"""Consoles that show the text of others: nothing in it is markup, and no control character in it reaches the terminal.
+"""Consoles for the text of others, and lines of progress: nothing is markup, and no control character reaches the terminal.
 
 Documents, ids, models and server answers are written by others. Without this a title such as `[link=...]` becomes a link, and
 an escape sequence clears the screen or writes to the clipboard, also when the output is piped and shown later.
@@ -11,9 +11,13 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -24,7 +28,11 @@ from rich.text import Text
 
 from cacheblend.base.errors import InputError
 
+if TYPE_CHECKING:
+    from cacheblend.service.engine.document_sources import DocumentStream, StreamSize
+
 LOADING = "loading libraries"
+LINE_EVERY_S = 10.0  # of progress, where there is no terminal
 OnProgress = Callable[[str, int, int], None]
 
 # C0 but for tab and line feed, DEL, C1, what turns the direction of writing, and halves of surrogate pairs.
@@ -154,3 +162,113 @@ def progress_bars() -> Iterator[OnProgress]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield report
+
+
+class LiveLine:
+    """A line that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
+
+    Args:
+        console: where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next_line = time.monotonic() + LINE_EVERY_S
+        self._opened = ExitStack()
+        self._status = self._opened.enter_context(console.status("reading")) if console.is_terminal else None
+
+    def show(self, line: str, now: float) -> None:
+        """Show a line, at a time of `time.monotonic`."""
+        if self._status is not None:
+            self._status.update(self._console.render_str(line))
+        elif now >= self._next_line:
+            self._next_line = now + LINE_EVERY_S
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.close()
+
+
+class IngestProgress(LiveLine):
+    """Documents and tokens done, the speed, and the time that is left.
+
+    The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
+    is done is counted in characters: documents are read a batch at a time, and of a batch the share of its computed chunks is
+    done.
+
+    Args:
+        console: where to.
+        stream: the documents being read; None where others read them, and whole documents are what is known to be done.
+        size: of the stream; None where that is not known, and no time left can be shown.
+    """
+
+    def __init__(self, console: Console, stream: DocumentStream | None, size: StreamSize | None) -> None:
+        super().__init__(console)
+        self._stream, self._size = stream, size
+        self._skipped_characters = self._done_characters = 0
+        self._done_documents = self._done_tokens = self._tokens = 0
+        self._batch_share, self._embedding = 0.0, ""
+        self._started = time.monotonic()
+
+    def update(self, documents: int, tokens: int) -> None:
+        """What was done so far; `StreamProgress`."""
+        now, self._tokens = time.monotonic(), tokens
+        if not tokens:
+            self._skipped_characters, self._started = self._characters * (documents > 0), now
+        if documents != self._done_documents:  # a batch ended, and the next one is not read yet
+            self._done_documents, self._done_tokens = documents, tokens
+            self._done_characters = self._characters
+            self._batch_share, self._embedding = 0.0, ""
+        self.show(self.line(documents, tokens, now), now)
+
+    def note_batch(self, stage: str, done: int, total: int) -> None:
+        """What of the batch is embedded or computed; see `Engine.ingest_stream`."""
+        if stage == "precompute":
+            self._batch_share = done / total
+        else:
+            self._embedding = f"embedding {done:,} of {total:,} windows"
+            self.check()
+
+    def check(self) -> None:
+        """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
+        if self._tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
+            now = time.monotonic()
+            line = self.line(self._done_documents, self._tokens, now)
+            self.show(f"{line}, {self._embedding or f'splitting {characters:,} characters'}", now)
+
+    @property
+    def _characters(self) -> int:
+        """Characters of the documents that were read."""
+        if self._stream is not None:
+            return self._stream.characters
+        return round(self._size.characters * self._done_documents / max(1, self._size.documents)) if self._size else 0
+
+    def line(self, documents: int, tokens: int, now: float) -> str:
+        """The line, at a time of `time.monotonic`."""
+        of = f" of {self._size.documents:,}" if self._size else ""
+        parts = [f"{documents:,}{of} documents", f"{tokens:,} tokens"]
+        if tokens and (seconds := now - self._started) > 0:
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+            done = self._done_characters + self._batch_share * (self._characters - self._done_characters)
+            if self._size is not None and done > self._skipped_characters:
+                left_s = seconds * (self._size.characters - done) / (done - self._skipped_characters)
+                parts.append(f"{timedelta(seconds=round(left_s))} left")
+        return ", ".join(parts)
+
+
+class ReadingProgress(LiveLine):
+    """How many files were read, and which one is being read.
+
+    Attributes:
+        files: how many there were.
+    """
+
+    files = 0
+
+    def update(self, file: Path) -> None:
+        """A file is read now."""
+        self.show(f"reading: {self.files:,} files, now {file}", time.monotonic())
+        self.files += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,8 +26,10 @@ from cacheblend.store.codecs import CODECS
 from cacheblend.store.eviction import RecentNamespaces, TierBudget
 
 if TYPE_CHECKING:
+    from cacheblend.blend import Fusor
     from cacheblend.blend.models import DTypeOption
 
+logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 UNSALTED = ""  # ingested documents, and requests without a salt
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
@@ -238,3 +241,18 @@ def check_max_tokens(value: object) -> None:
         ConfigError: so.
     """
     check_whole("max_tokens", value)
+
+
+def load_fusor(config: EngineConfig) -> Fusor:
+    """Load the model of a configuration.
+
+    Raises:
+        InputError: no model there.
+        UnsupportedModelError: blending is not right on the model.
+    """
+    logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
+    from cacheblend.blend import Fusor  # which a configuration alone does not need
+
+    return Fusor.from_pretrained(
+        config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
+    )

@@ -23,7 +23,7 @@ from cacheblend.store import DocumentVersion, KVStore
 from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_contexts import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
-from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, remember_settings, torch_dtype
+from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .document_encoder import Check, Progress
 from .documents import Documents, DocumentWriter
 from .index_follower import IndexFollower
@@ -62,11 +62,7 @@ class Engine:
         foreground: Foreground | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
-        if fusor is None:
-            logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
-        self.fusor = fusor or Fusor.from_pretrained(
-            config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
-        )
+        self.fusor = fusor or load_fusor(config)
         tokenizer = self.fusor.tokenizer
         if tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")

@@ -6,12 +6,9 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError
 from cacheblend.retriever import Document, RetrieverConfig
@@ -22,22 +19,18 @@ from .config import INDEX_FOLDER, KV_FOLDER
 from .document_encoder import Check, DocumentEncoder, EncodingWatch, Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from cacheblend.retriever import Retriever
     from cacheblend.store import KVStore
     from cacheblend.store.merge import MergeReport
 
     from .chunk_contexts import ChunkEncoder
     from .document_encoder import EncodedDocuments
-    from .document_sources import DocumentStream, StreamSize
     from .documents import DocumentWriter, PutReport
 
 logger = logging.getLogger(__name__)
 StreamProgress = Callable[[int, int], None]
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
-LINE_EVERY_S = 10.0  # of progress, where there is no terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,121 +205,6 @@ def batches(documents: Iterable[Document], batch_documents: int | None = None) -
             batch = []
     if batch:
         yield batch
-
-
-class IngestProgress:
-    """A line that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
-
-    The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
-    is done is counted in characters: documents are read a batch at a time, and of a batch the share of its computed chunks is
-    done.
-
-    Args:
-        console: where to.
-        stream: the documents being read; None where others read them, and whole documents are what is known to be done.
-        size: of the stream; None where that is not known, and no time left can be shown.
-    """
-
-    def __init__(self, console: Console, stream: DocumentStream | None, size: StreamSize | None) -> None:
-        self._console, self._stream, self._size = console, stream, size
-        self._skipped_characters = self._done_characters = 0
-        self._done_documents = self._done_tokens = self._tokens = 0
-        self._batch_share, self._embedding = 0.0, ""
-        self._started = time.monotonic()
-        self._next_line = time.monotonic() + LINE_EVERY_S
-        self._opened = ExitStack()
-        self._status = self._opened.enter_context(console.status("reading")) if console.is_terminal else None
-
-    def update(self, documents: int, tokens: int) -> None:
-        """What was done so far; `StreamProgress`."""
-        now, self._tokens = time.monotonic(), tokens
-        if not tokens:
-            self._skipped_characters, self._started = self._characters * (documents > 0), now
-        if documents != self._done_documents:  # a batch ended, and the next one is not read yet
-            self._done_documents, self._done_tokens = documents, tokens
-            self._done_characters = self._characters
-            self._batch_share, self._embedding = 0.0, ""
-        self._show(self.line(documents, tokens, now), now)
-
-    def note_batch(self, stage: str, done: int, total: int) -> None:
-        """What of the batch is embedded or computed; see `Engine.ingest_stream`."""
-        if stage == "precompute":
-            self._batch_share = done / total
-        else:
-            self._embedding = f"embedding {done:,} of {total:,} windows"
-            self.check()
-
-    def check(self) -> None:
-        """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
-        if self._tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
-            now = time.monotonic()
-            line = self.line(self._done_documents, self._tokens, now)
-            self._show(f"{line}, {self._embedding or f'splitting {characters:,} characters'}", now)
-
-    @property
-    def _characters(self) -> int:
-        """Characters of the documents that were read."""
-        if self._stream is not None:
-            return self._stream.characters
-        return round(self._size.characters * self._done_documents / max(1, self._size.documents)) if self._size else 0
-
-    def _show(self, line: str, now: float) -> None:
-        if self._status is not None:
-            self._status.update(line)
-        elif now >= self._next_line:
-            self._next_line = now + LINE_EVERY_S
-            self._console.print(line, highlight=False, markup=False)
-
-    def line(self, documents: int, tokens: int, now: float) -> str:
-        """The line, at a time of `time.monotonic`."""
-        of = f" of {self._size.documents:,}" if self._size else ""
-        parts = [f"{documents:,}{of} documents", f"{tokens:,} tokens"]
-        if tokens and (seconds := now - self._started) > 0:
-            parts.append(f"{tokens / seconds:,.0f} tokens/s")
-            done = self._done_characters + self._batch_share * (self._characters - self._done_characters)
-            if self._size is not None and done > self._skipped_characters:
-                left_s = seconds * (self._size.characters - done) / (done - self._skipped_characters)
-                parts.append(f"{timedelta(seconds=round(left_s))} left")
-        return ", ".join(parts)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._opened.close()
-
-
-class ReadingProgress:
-    """How many files were read and which one is: a line that changes on a terminal, else one every ten seconds.
-
-    Args:
-        console: where to.
-
-    Attributes:
-        files: how many there were.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console, self.files = console, 0
-        self._next_line = time.monotonic() + LINE_EVERY_S
-        self._opened = ExitStack()
-        self._status = self._opened.enter_context(console.status("reading")) if console.is_terminal else None
-
-    def update(self, file: Path) -> None:
-        """A file is read now."""
-        line, now = f"reading: {self.files:,} files, now {file}", time.monotonic()
-        self.files += 1
-        if self._status is not None:
-            self._status.update(self._console.render_str(line))
-        elif now >= self._next_line:
-            self._next_line = now + LINE_EVERY_S
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._opened.close()
 
 
 def merge_stores(

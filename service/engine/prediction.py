@@ -92,10 +92,14 @@ class Prediction:
 def find_loss(config: EngineConfig, calibration: Calibration | None) -> LossCurve | None:
     """The loss by ratio: the calibration's, else a known model's, where it is of the engine's context and selector.
 
+    Both are of raw KV, after the filler that "auto" stands for or none: of another codec or filler nobody has measured it.
+
     Args:
         config: the engine's, with the calibration's settings in it.
         calibration: that stands beside the store.
     """
+    if config.kv_cache_dtype != "raw" or config.context_filler not in ("auto", "none"):
+        return None
     context, selector = context_name(config), config.fusion.selector or DEFAULT_SELECTOR
     if calibration is not None and calibration.curve and (calibration.context, calibration.selector) == (context, selector):
         return LossCurve.of(f"on {calibration.measures.cases} questions by `cacheblend calibrate`", calibration.curve)

@@ -317,9 +317,9 @@ class Prefiller:
         return reusable, len(prompt.token_ids) - reusable - exact_tokens, [len(chunk) for chunk in computed]
 
     def _synchronized(self) -> float:
-        """Seconds of `time.perf_counter` when a GPU has done all it was asked for; the first token waits for that anyway."""
-        if self._fusor.decoder.device.type == "cuda":
-            torch.cuda.synchronize(self._fusor.decoder.device)
+        """Seconds of `time.perf_counter` when a GPU has run the prefill; the first token waits for that anyway."""
+        if self._fusor.decoder.device.type == "cuda":  # not the whole device: others' layers are being copied to it
+            torch.cuda.current_stream(self._fusor.decoder.device).synchronize()
         return time.perf_counter()
 
     def _observe(

@@ -34,6 +34,7 @@ SUFFIXES = {
     "application/json": ".txt",
     "application/xml": ".txt",
 }
+BINARY_SUFFIXES = (".pdf", ".epub", ".docx", ".pptx", ".xlsx", ".parquet", ".gz")
 VAGUE_TYPES = ("", "text/plain", "application/octet-stream", "binary/octet-stream")  # whose kind is the URL's suffix
 MAX_BYTES = 64 * 2**20
 MAX_URL_CHARACTERS = 2000
@@ -217,7 +218,9 @@ def _saved(answer: HTTPResponse, url: str, parts: SplitResult, folder: Path) -> 
     if answer.length:  # of what was announced something is left
         raise OSError("the connection ended early")
     raw = b"".join(parts_read)
-    if _CHARSET.match(charset := answer.headers.get_content_charset("")):
+    # Some servers name a charset with every file: of what is no text it means nothing.
+    is_text = (kind.startswith("text/") or kind.endswith(("json", "xml"))) and suffix not in BINARY_SUFFIXES
+    if is_text and _CHARSET.match(charset := answer.headers.get_content_charset("")):
         with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes decide
             raw = raw.decode(charset).encode()
     stem = PurePosixPath(name).stem or parts.hostname or "page"

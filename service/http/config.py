@@ -9,6 +9,7 @@ from cacheblend.base.checks import MIB, check_whole, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that this machine alone reaches
 API_KEY = r"[!-~]{8,}"
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
 

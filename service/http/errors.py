@@ -38,6 +38,18 @@ UNSUPPORTED = {
     "echo": "false",
     "suffix": "null",
 }
+# HTTP status and code of an error, by the first line that is of its kind.
+KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
+    (QueueFullError, 429, "queue_full"),
+    (ShuttingDownError, 503, None),
+    (DeadlineError, 504, "deadline_exceeded"),
+    (StoreFullError, 507, "store_full"),
+    (DocumentChangedError, 409, "document_changed"),
+    (IndexUnreachableError, 503, "index_unreachable"),
+    (ConfigError, 400, "invalid_value"),
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (InputError, 400, None),
+)
 
 
 class ApiError(CacheBlendError):
@@ -52,17 +64,7 @@ def status_of(error: Exception) -> int:
     """The HTTP status of an error."""
     if isinstance(error, ApiError):
         return error.status
-    known: tuple[tuple[type[Exception], int], ...] = (
-        (QueueFullError, 429),
-        (ShuttingDownError, 503),
-        (DeadlineError, 504),
-        (StoreFullError, 507),
-        (DocumentChangedError, 409),
-        (IndexUnreachableError, 503),
-        (ConfigError, 400),
-        (InputError, 400),
-    )
-    return next((status for kind, status in known if isinstance(error, kind)), 500)
+    return _status_and_code(error)[0]
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -74,19 +76,14 @@ def error_body(error: Exception) -> dict[str, Any]:
         return _body(500, "an error inside the service; its log has it under the request's id", None, "internal_error")
     if isinstance(error, ApiError):
         return _body(status, str(error), error.param, error.code)
-    if isinstance(error, ConfigError):
-        return _body(status, str(error), error.field, "invalid_value")
-    codes: tuple[tuple[type[Exception], str], ...] = (
-        (PromptTooLongError, "context_length_exceeded"),
-        (QueueFullError, "queue_full"),
-        (DeadlineError, "deadline_exceeded"),
-        (StoreFullError, "store_full"),
-        (DocumentChangedError, "document_changed"),
-        (IndexUnreachableError, "index_unreachable"),
-    )
+    param = error.field if isinstance(error, ConfigError) else None
     has_path = isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError)
     message = NO_ROOM if has_path else NO_INDEX if isinstance(error, IndexUnreachableError) else str(error)
-    return _body(status, message, None, next((code for kind, code in codes if isinstance(error, kind)), None))
+    return _body(status, message, param, _status_and_code(error)[1])
+
+
+def _status_and_code(error: Exception) -> tuple[int, str | None]:
+    return next(((status, code) for kind, status, code in KNOWN if isinstance(error, kind)), (500, None))
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

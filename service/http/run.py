@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cacheblend.base.process import in_own_thread
 
 from .app import create_app
+from .config import LOOPBACK
 from .errors import ApiError, error_body
 from .server import Server
 from .starting import Starting
@@ -186,7 +187,7 @@ def run(server: Server, starting: Starting | None = None) -> None:
         server: what is served.
         starting: whose sockets are taken over; None listens anew.
     """
-    if server.http.host not in ("127.0.0.1", "::1", "localhost") and not server.keys.required:
+    if server.http.host not in LOOPBACK and not server.keys.required:
         logger.warning(
             "the API is open to everybody who reaches %s; give it an --api-key, or [tenants.NAME] tables", server.http.host
         )

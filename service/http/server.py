@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -117,23 +118,16 @@ class Server:
                 ready=lambda tenant: scheduler.waiting(tenant) < PREPARED_AHEAD,
                 low_priority=lambda tenant: self.preparing.asks_most(tenant),
             )
-            self.uploads = CallPool(
-                "uploads",
-                limits.max_uploads,
+            background = partial(
+                CallPool,
                 one_at_a_time=True,
                 gives_way=lambda: scheduler.is_busy or preparing.is_busy,
                 share=limits.ingest_share,
                 low_priority=lambda _: True,
             )
+            self.uploads = background("uploads", limits.max_uploads)
             self.document_calls = CallPool("calls about documents", limits.max_document_calls, per_tenant=2)
-            self.texts = CallPool(
-                "embeddings and tokenisations",
-                limits.max_document_calls,
-                one_at_a_time=True,
-                gives_way=lambda: scheduler.is_busy or preparing.is_busy,
-                share=limits.ingest_share,
-                low_priority=lambda _: True,
-            )
+            self.texts = background("embeddings and tokenisations", limits.max_document_calls)
             self.scrapes = CallPool("scrapes", MAX_SCRAPES)
             self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
             for pool in self._pools:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from cacheblend.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from cacheblend.service.engine.document_encoder import Check as Check
+
     from .calls import Call as Call
     from .calls import CallPool as CallPool
-    from .calls import Check as Check
     from .config import ServingConfig as ServingConfig
     from .quality_guard import Comparison as Comparison
     from .quality_guard import QualityStatus as QualityStatus
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from .scheduler import SchedulerState as SchedulerState
 
 _MODULES = {
-    ".calls": ("Call", "CallPool", "Check"),
+    "cacheblend.service.engine.document_encoder": ("Check",),
+    ".calls": ("Call", "CallPool"),
     ".config": ("ServingConfig",),
     ".quality_guard": ("Comparison", "QualityStatus", "ShadowReport"),
     ".request": ("Done", "Event", "Failed", "Piece", "ServedRequest"),

@@ -14,12 +14,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
 from cacheblend.base.process import lower_priority
+from cacheblend.service.engine.document_encoder import Check
 
 LOOK_EVERY_S = 0.02  # for the end of what work in a pool gives way to
 PRESENT_S = 10.0  # a tenant counts as there for so long after it called
 TURN_S = 2.0  # a turn that takes longer, in a read of a disk that hangs, say, is no reason for others to wait
 _Result = TypeVar("_Result")
-Check = Callable[[], None]
 
 
 class Waiting(Protocol):

@@ -86,7 +86,7 @@ class ServedRequest:
         as_run: `prepared`, or the same with the ratio that the quality guard has raised.
         level: the guard's level that it runs at; see `QualityGuard`.
         sampled: its prompt's KV outlives it, for a shadow evaluation.
-        prefill_s: seconds that its layers took.
+        prefill_s: seconds that its layers took on the device; the scheduler adds them up.
         waits: its last step only waited for stored KV to come.
     """
 
@@ -170,14 +170,12 @@ class ServedRequest:
 
     def prefill_layer(self) -> bool:
         """Run the next layer; after the last one, prefilling becomes decoding, with the first token. True where that is all."""
-        began, self.waits = time.perf_counter(), False
+        self.waits = False
         try:
             self.waits = next(self._layers) is WAITING
             return False
         except StopIteration:
             fused = self.as_run.fused
-        finally:
-            self.prefill_s += time.perf_counter() - began
         self._tokens = NextToken(
             self.engine.fusor.model,
             fused.token_ids,

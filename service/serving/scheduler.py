@@ -9,16 +9,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
-
-import torch
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.blend import Fusor
 
 from .calls import FairQueue
 from .config import ServingConfig
+from .device_clock import DeviceClock
 from .quality_guard import QualityStatus, ShadowEvaluation, ShadowReport
 from .request import Done, Failed, ServedRequest
 
@@ -135,6 +135,7 @@ class Scheduler:
         self._closing = self._aborted = False
         self._prefill_s: dict[str, float] = {}  # a running mean by tenant, for Retry-After
         self._turns = PrefillTurns()
+        self._device = DeviceClock.of(fusor.decoder.device)
         self._stepped = self._left_s = time.perf_counter()
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
@@ -316,14 +317,14 @@ class Scheduler:
             return False
         tenant = self._turns.next(prefilling)
         running = prefilling[tenant]
-        before_s = running.prefill_s
         try:
-            complete = running.prefill_layer()
+            with self._device.measure(partial(self._spend, running)):
+                complete = running.prefill_layer()
+            if running.is_prefilled:
+                self._device.now()  # all its layers count; on a GPU the first token has waited for them
         except Exception as error:
             self._leave(running, Failed(error))
             return False
-        finally:
-            self._turns.spend(tenant, running.prefill_s - before_s)
         if running.is_prefilled:
             mean_s = self._prefill_s.get(tenant, 0.5)
             self._prefill_s[tenant] = mean_s + 0.2 * (running.prefill_s - mean_s)
@@ -331,27 +332,26 @@ class Scheduler:
             self._finish(running)
         return running.waits
 
+    def _spend(self, running: ServedRequest, seconds: float) -> None:
+        running.prefill_s += seconds
+        self._turns.spend(running.tenant, seconds)
+
     def _decode(self, *, nobody_computes: bool) -> None:
         batch = [running for running in self._running if running.is_prefilled]
         if not batch:
             return
-        began = self._now()
         sequences = Counter(running.tenant for running in batch)
         if prefilling := {running.tenant for running in self._running if not running.is_prefilled}:
             gives_way = self._turns.is_before(self._turns.next(prefilling), sequences)
-            if not nobody_computes and not self._pace.is_due(began, gives_way=gives_way):
+            # By the host's clock: the device's would wait for the layer that was just launched.
+            if not nobody_computes and not self._pace.is_due(time.perf_counter(), gives_way=gives_way):
                 return
+        began = self._device.now()
         self._step(batch)
-        ended = self._now()
+        ended = self._device.now()
         self._pace.stepped(began, ended)
         for tenant, count in sequences.items():
             self._turns.spend(tenant, (ended - began) * count / len(batch))
-
-    def _now(self) -> float:
-        """Seconds of `time.perf_counter` when all is done that was asked for; a GPU's host is ahead of it."""
-        if self._fusor.decoder.device.type == "cuda":
-            torch.cuda.synchronize(self._fusor.decoder.device)
-        return time.perf_counter()
 
     def _step(self, batch: list[ServedRequest]) -> None:
         try:

@@ -29,7 +29,7 @@ class RemoteAddress:
         url: of a scheme in `REMOTE_BACKENDS`. Its user, password and query are in no text of this object.
 
     Raises:
-        ConfigError: another scheme, nothing after it, or a password that is not percent-encoded.
+        ConfigError: another scheme, nothing after it, or a password or a folder's name that is not percent-encoded.
     """
 
     url: str = field(repr=False)
@@ -43,6 +43,9 @@ class RemoteAddress:
         schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_BACKENDS)
         if parts.scheme not in REMOTE_BACKENDS or not (parts.netloc or parts.path.strip("/")):
             raise ConfigError("remote", "what is given (not shown)", f"a URL that begins with one of {schemes}")
+        if parts.scheme == "file" and (parts.netloc or "?" in url or "#" in url):  # another folder would be taken
+            allowed = "file:///folder; percent-encode % (%25), ? (%3F) and # (%23) in its name"
+            raise ConfigError("remote", "what is given (not shown)", allowed)
         host = parts.netloc.rpartition("@")[2]
         object.__setattr__(self, "shown", urlunsplit((parts.scheme, host, parts.path, "", "")))
 

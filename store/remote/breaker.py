@@ -65,12 +65,14 @@ class CircuitBreaker:
             return True
 
     def wait_s(self) -> float:
-        """Seconds until a call may be allowed; 0 for now."""
+        """Seconds until a call may be allowed; 0 for now. While one tries the remote, those until it counts as given up."""
         with self._lock:
-            return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._pause_s - self._clock())
+            return self._pause_left_s()
 
     def _may_probe(self) -> bool:
         """Whether the pause is over, and nobody tries the remote; who tried it longer ago than a pause has given up."""
-        now = self._clock()
+        return self._opened_at is not None and self._pause_left_s() == 0
+
+    def _pause_left_s(self) -> float:
         since = self._opened_at if self._probing_since is None else self._probing_since
-        return since is not None and now - since >= self._pause_s
+        return 0.0 if since is None else max(0.0, since + self._pause_s - self._clock())

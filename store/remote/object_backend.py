@@ -16,10 +16,11 @@ from contextvars import Context
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
+from obstore.exceptions import GenericError
 from obstore.store import LocalStore, from_url
 
 from cacheblend.base.errors import ConfigError, RemoteError
@@ -69,6 +70,32 @@ class _EventLoop(asyncio.SelectorEventLoop):
             self.handing_over.discard(threading.get_ident())
 
 
+class _Requests:
+    """Requests of a kind: so many are under way at once, and where the remote is silent those that wait are not tried too."""
+
+    def __init__(self) -> None:
+        self._slots = asyncio.Semaphore(REQUESTS)
+        self._answered = self._silent = 0
+
+    async def bounded(self, request: Callable[[], Awaitable[T]], bound_s: float) -> T:
+        """What a request gives, once fewer than `REQUESTS` others are under way; raises `TimeoutError` after the time."""
+        answered, silent = self._answered, self._silent
+        async with self._slots:
+            if self._silent > silent and self._answered == answered:  # all that were before it: do not wait as long again
+                raise TimeoutError
+            try:
+                async with asyncio.timeout(bound_s):
+                    result = await request()
+            except (TimeoutError, GenericError):  # the library's for connections, too
+                self._silent += 1
+                raise
+            except Exception:  # a refusal is an answer
+                self._answered += 1
+                raise
+            self._answered += 1
+            return result
+
+
 class _Loop:
     """An asyncio loop in a thread of its own, for requests that are under way together."""
 
@@ -76,8 +103,8 @@ class _Loop:
         self._loop = _EventLoop()
         self._thread = threading.Thread(target=self._run, name="cacheblend-objects", daemon=True)
         self._thread.start()
-        self._slots = asyncio.Semaphore(REQUESTS)
-        self._answered = self._failed = 0
+        # A remote that takes no writes, since it is full or they are not allowed, may answer reads.
+        self.reads, self.writes = _Requests(), _Requests()
         self._changing = threading.Lock()
         self._closed = False
         _OPEN.add(self)
@@ -117,21 +144,6 @@ class _Loop:
         self._loop.call_soon(self._loop.stop)
         return len(tasks)
 
-    async def bounded(self, request: Callable[[], Awaitable[T]], bound_s: float) -> T:
-        """What a request gives, once fewer than `REQUESTS` others are under way; raises `TimeoutError` after the time."""
-        answered, failed = self._answered, self._failed
-        async with self._slots:
-            if self._failed > failed and self._answered == answered:  # all that were before it: do not wait as long again
-                raise TimeoutError
-            try:
-                async with asyncio.timeout(bound_s):
-                    result = await request()
-            except Exception:
-                self._failed += 1
-                raise
-            self._answered += 1
-            return result
-
 
 _OPEN: weakref.WeakSet[_Loop] = weakref.WeakSet()
 
@@ -164,7 +176,7 @@ class ObjectBackend:
         async def put() -> None:
             await obstore.put_async(self._writes, path_of(name), data)
 
-        self.result(self._loop.begin(self._loop.bounded(put, self._limits.bound_s(len(data)))))
+        self.result(self._loop.begin(self._loop.writes.bounded(put, self._limits.bound_s(len(data)))))
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """See `RemoteBackend`."""
@@ -175,7 +187,7 @@ class ObjectBackend:
             except FileNotFoundError:
                 return None
 
-        return self._each(size, names)
+        return self._each(self._loop.reads, size, names)
 
     def delete(self, names: Iterable[str]) -> None:
         """See `RemoteBackend`."""
@@ -184,7 +196,7 @@ class ObjectBackend:
             with suppress(FileNotFoundError):
                 await obstore.delete_async(self._store, path_of(name))
 
-        self._each(delete, names)
+        self._each(self._loop.writes, delete, names)
 
     def ls(self) -> Iterator[tuple[str, int]]:
         """See `RemoteBackend`."""
@@ -210,7 +222,7 @@ class ObjectBackend:
                 return None
 
         # As many others may share the network with it.
-        return self._loop.begin(self._loop.bounded(get, self._limits.bound_s(REQUESTS * (one.stop - one.start))))
+        return self._loop.begin(self._loop.reads.bounded(get, self._limits.bound_s(REQUESTS * (one.stop - one.start))))
 
     def result(self, future: Future[T]) -> T:
         """What a request gave; raises `RemoteError` for what it raised, or its end."""
@@ -220,12 +232,12 @@ class ObjectBackend:
             except (TimeoutError, CancelledError):
                 raise RemoteError(f"{self._address} did not answer in time") from None
 
-    def _each(self, request: Callable[[str], Awaitable[T]], names: Iterable[str]) -> list[T]:
+    def _each(self, kind: _Requests, request: Callable[[str], Awaitable[T]], names: Iterable[str]) -> list[T]:
         """What a request gives for each object, many at once."""
 
         async def requests() -> list[T]:
             timeout_s = self._limits.timeout_s
-            return await asyncio.gather(*(self._loop.bounded(partial(request, name), timeout_s) for name in names))
+            return await asyncio.gather(*(kind.bounded(partial(request, name), timeout_s) for name in names))
 
         return self.result(self._loop.begin(requests()))
 
@@ -236,11 +248,11 @@ class ObjectBackend:
         """
         url = urlsplit(self._address.url)
         if url.scheme == "file":
-            return LocalStore(url.path, mkdir=True)
+            return LocalStore(unquote(url.path), mkdir=True)
         timeout = timedelta(seconds=self._limits.timeout_s)
         options: ClientConfig = {
             "connect_timeout": timeout,
-            "timeout": timedelta(days=1),  # of a whole request, 30 s by default; `_Loop.bounded` has it by its bytes
+            "timeout": timedelta(days=1),  # of a whole request, 30 s by default; `_Requests.bounded` has it by its bytes
             "allow_http": True,  # an end point of the environment says which; TLS is the default of all providers
         }
         if silence_s is not None:

@@ -12,6 +12,8 @@ from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.eviction import AdmissionFilter
 
+from .remote_tier import RemoteTier
+
 logger = logging.getLogger(__name__)
 WAITING_BYTES = 256 * 2**20  # of entries that are read, or wait to be
 
@@ -23,18 +25,26 @@ class _Copy(NamedTuple):
 
 
 class ReadThrough:
-    """Copies entries to the tiers before the remote one, in a thread. Thread-safe.
+    """A store's remote tier, of which entries are copied to the tiers before it, in a thread. Thread-safe.
 
     An entry is admitted where NVMe has room for it, or it was read not long ago as well, as the RAM tier has it. What finds no
     room among the waiting is not copied this time.
 
     Args:
+        tier: the remote one; closed with this.
         store: stores a copy that was found at a time of the `WriteQueue`; raises `StoreError` where it cannot.
         has_room: whether NVMe has room for so many bytes.
         limit_bytes: NVMe's budget, and so what "not long ago" is.
     """
 
-    def __init__(self, store: Callable[[EncodedEntry, int], None], has_room: Callable[[int], bool], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        tier: RemoteTier,
+        store: Callable[[EncodedEntry, int], None],
+        has_room: Callable[[int], bool],
+        limit_bytes: int,
+    ) -> None:
+        self.tier = tier
         self._store, self._has_room, self._limit_bytes = store, has_room, limit_bytes
         self._recent_reads = AdmissionFilter(limit_bytes)
         self._changed = threading.Condition()
@@ -71,13 +81,14 @@ class ReadThrough:
             self._changed.wait_for(lambda: not self._copies and not self._busy)
 
     def close(self, timeout_s: float) -> None:
-        """Make no further copy, and end the thread; a read that is under way is left after the time."""
+        """Make no further copy, end the thread, and close the tier; a read that is under way is left after the time."""
         with self._changed:
             self._stopping = True
             self._copies.clear()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
+        self.tier.close()
 
     def _run(self) -> None:
         while True:

@@ -135,19 +135,26 @@ class RemoteTier:
         return {digest: RemoteEntry(self, found[digest]) for digest in wanted if digest in found}
 
     def contains(self, digests: Sequence[str]) -> set[str]:
-        """Those of the entries that are there, by a round trip for `LOAD_ENTRIES`; none where the remote does not answer."""
+        """Those of the entries that are there, by a round trip for `LOAD_ENTRIES`; none where the remote does not answer.
+
+        Takes a time-out at most, in all: where there is no time for another round trip, the rest is not looked up.
+        """
         asked = [digest for digest in dict.fromkeys(digests) if not self._is_out(digest)]
         if not asked or not self.reads.allows():
             return set()
         sizes: list[int | None] = []
+        left_s, took_s = self._limits.timeout_s, 0.0
         try:
             with self._guarding():
-                for at in range(0, len(asked), LOAD_ENTRIES):
-                    names = [self.format.name(digest) for digest in asked[at : at + LOAD_ENTRIES]]
-                    sizes += self._within(self._limits.timeout_s, partial(self.backend.sizes, names))
+                while len(sizes) < len(asked) and left_s > took_s:
+                    started = time.monotonic()
+                    names = [self.format.name(digest) for digest in asked[len(sizes) : len(sizes) + LOAD_ENTRIES]]
+                    sizes += self._within(left_s, partial(self.backend.sizes, names))
+                    took_s = time.monotonic() - started
+                    left_s -= took_s
         except RemoteError:
             return set()
-        return {digest for digest, size in zip(asked, sizes, strict=True) if size is not None}
+        return {digest for digest, size in zip(asked, sizes, strict=False) if size is not None}
 
     def open_stream(self) -> RemoteStream:
         """A connection over which layers of several entries come one after the other."""

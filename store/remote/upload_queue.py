@@ -117,7 +117,7 @@ class UploadQueue:
         """Send what waits, for so long, and end the thread; gives how many entries were not sent, for removals are noted."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: not self._changes or self._breaker.wait_s() > 0, timeout_s)
+            self._changed.wait_for(lambda: not self._changes or self._breaker.state == "open", timeout_s)
             self._stopping = True
             left = sum(change.entry is not None for change in self._changes.values())
             self.dropped += left
@@ -188,6 +188,7 @@ class UploadQueue:
                 self._fail(*next(iter(group.items())))
             return
         except Exception:  # the thread must go on with the others
+            self._breaker.fail()  # whoever was allowed a call says how it ended; out of memory, it waits as well
             if len(entries) > 1:
                 self._one_by_one = len(entries)
                 return

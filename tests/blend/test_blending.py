@@ -47,7 +47,7 @@ def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
     if fault == "mask shifted by one":
         shifted = lambda q, k, v, rows, **kw: own_attend(q, k, v, moved((rows.positions_S - 1).clamp(min=0)), **kw)  # noqa: E731  # a one-line fault
-        monkeypatch.setattr("cacheblend.blend.decoder.attend", shifted)
+        monkeypatch.setattr("cacheblend.blend.layer_passes.attend", shifted)
     elif fault == "bottom-right mask":
 
         def bottom_right(
@@ -55,7 +55,7 @@ def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
         ) -> torch.Tensor:
             return own_attend(q, k, v, moved(torch.arange(k.shape[2] - len(rows), k.shape[2])), **kw)
 
-        monkeypatch.setattr("cacheblend.blend.decoder.attend", bottom_right)
+        monkeypatch.setattr("cacheblend.blend.layer_passes.attend", bottom_right)
     elif fault == "rotation off by one":
         monkeypatch.setattr(
             fusor.decoder, "rotate", lambda k, cos_sin: own_rotate(k, (cos_sin[0].roll(1, 1), cos_sin[1].roll(1, 1)))

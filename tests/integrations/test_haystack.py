@@ -57,3 +57,27 @@ def test_pipeline_with_a_chat_generator(engine: Engine) -> None:
     assert asyncio.run(generator.run_async(messages))["replies"][0].text == whole
     stop = whole[3:6]
     assert generator.run(messages, {"stop": [stop]})["replies"][0].text == whole.partition(stop)[0]
+
+
+def test_async_streaming(engine: Engine) -> None:
+    """A coroutine is awaited on the event loop with each piece before the next, of both generators; `run` refuses it."""
+    pieces: list[StreamingChunk] = []
+
+    async def take(chunk: StreamingChunk) -> None:
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is loop[0]
+        pieces.append(chunk)
+
+    async def answer(generator: Any, asked: Any) -> Any:
+        loop[:] = [asyncio.get_running_loop()]
+        return (await generator.run_async(asked, {"max_tokens": 9}, take))["replies"][0]
+
+    loop: list[asyncio.AbstractEventLoop] = []
+    assert asyncio.run(answer(CacheBlendGenerator(engine), "When?")) == "".join(piece.content for piece in pieces)
+    assert len(pieces) > 3
+    assert [piece.finish_reason for piece in pieces].count(None) == len(pieces) - 1
+    pieces.clear()
+    reply = asyncio.run(answer(CacheBlendChatGenerator(engine, streaming_callback=take), [ChatMessage.from_user("When?")]))
+    assert reply.text == "".join(piece.content for piece in pieces)
+    with pytest.raises(ValueError, match="cannot be a coroutine"):
+        CacheBlendGenerator(engine).run("When?", streaming_callback=take)

@@ -41,6 +41,7 @@ def test_version_follows_title_and_text() -> None:
         ({"id": "a\nb", "text": "x"}, "'a\\nb': id has a control character"),
         ({"id": "\x9b2J", "text": "x"}, "id has a control character"),
         ({"id": "\ufffd", "text": "x"}, "id has a control character"),
+        ({"id": "é" * 1025, "text": "x"}, "its id has 2050 bytes, and 2048 are allowed; give it a shorter one"),
     ],
 )
 def test_bad_document_is_refused(raw: object, says: str) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -19,12 +20,13 @@ PAGES = "Every request goes to the desk and is answered there within some days. 
 GUIDE = f"# Guide\n\nOf the house.\n\n## Travel abroad\n\n{PAGES}\n\n{PAGES}\n\n## Kitchen\n\n{PAGES}\n\n{PAGES}\n"
 
 
-def places(text: str, id_: str = "guide.md", title: str = "", **settings: object) -> tuple[list[str], list[ChunkPlace]]:
-    config = RetrieverConfig(**{"chunk_tokens": 24, **settings})  # type: ignore[arg-type]
+def places(text: str, id_: str = "guide.md", title: str = "", **options: object) -> tuple[list[str], list[ChunkPlace]]:
+    config = RetrieverConfig(**{"chunk_tokens": 24, **options})  # type: ignore[arg-type]
     chunks = Splitter(tiny_tokenizer(), config).split(Document(id_, title, text))
     return [chunk.text for chunk in chunks], places_of(chunks, has_overlap=config.chunk_overlap_tokens > 0)
 
 
+@settings(deadline=None)
 @given(
     text=st.text(st.sampled_from("ab .\n"), min_size=1, max_size=400).filter(str.strip),
     title=st.sampled_from(["", "Title", "Two\nlines"]),
@@ -55,6 +57,14 @@ def test_lines_of_what_has_none() -> None:
         ", line 2, under A > B",
         ", under A > B",
     ]
+
+
+@pytest.mark.parametrize("url", ["https://a.org/", "http://a.org/index.php?b=c.py", "HTTPS://a.org/guide", "https://[::1/#b"])
+def test_a_page_of_the_web(url: str) -> None:
+    """It was converted, whatever its address ends with: it has headings and no lines."""
+    found = places(GUIDE, url)[1]
+    assert {place.lines for place in found} == {None}
+    assert found[-1].headings == ("Guide", "Kitchen")
 
 
 def test_headings() -> None:

@@ -22,6 +22,7 @@ from cacheblend.base.errors import (
 )
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
 from cacheblend.retriever import catalog as catalog_module
+from cacheblend.retriever.document import MAX_ID_BYTES
 from cacheblend.retriever.index_folder import IndexedDocuments, merge_indexes
 
 CATS = {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof."}
@@ -315,3 +316,17 @@ def test_vectors_of_other_lengths_are_refused(replica: Open) -> None:
     with pytest.raises(RetrieverError, match="built with dimensions"):
         retriever._catalog.put([(one.document, one.chunks, np.zeros((len(one.chunks), 3), np.float32)) for one in wrong])
     assert ids(retriever) == ["cats"]
+
+
+def test_what_the_server_cannot_hold(replica: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest id that is allowed is taken; one above the server's own limit is the caller's fault, not an outage."""
+    letters = np.random.default_rng(0).integers(0x4E00, 0x9000, MAX_ID_BYTES)  # which cannot be compressed
+    id_ = "".join(map(chr, letters))
+    retriever = replica()
+    longest = {**CATS, "id": id_[: MAX_ID_BYTES // 3]}
+    retriever.add([longest])
+    assert ids(retriever) == [longest["id"]]
+    monkeypatch.setattr("cacheblend.retriever.document.MAX_ID_BYTES", 10**6)
+    with pytest.raises(InputError, match="cannot hold this"):
+        retriever.add([{**DOGS, "id": id_}])
+    assert ids(retriever) == [longest["id"]]

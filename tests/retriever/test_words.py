@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.words import MAX_WORDS, fuse_rankings
+from cacheblend.retriever.index import MAX_WORDS, fuse_rankings
 
 
 class BlindEmbedder(FakeEmbedder):

@@ -7,10 +7,11 @@ import threading
 
 import pytest
 import torch
-from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk
+from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk, same
 from waiting import wait_until
 
 from cacheblend.store import StoreError
+from cacheblend.store.entry_file import EntryFile
 
 KEY, KV = make_chunk(1)
 
@@ -29,6 +30,32 @@ def test_what_a_placement_tells(open_store) -> None:
         assert (nvme.token_ids, nvme.prefix_ids, nvme.model) == (KV.token_ids, KV.prefix_ids, KV.model)
         assert [nvme.layer_bytes(i) for i in range(3)] == [2 * 4 * 5 * h * d for h, d in HEADS]
         assert sum(ram.layer_bytes(i) for i in range(3)) == RAM_BYTES
+
+
+def test_a_look_up_that_raises_leaves_no_file_open(open_store, monkeypatch) -> None:
+    """Where the third of three look-ups raises, the files of the first two are closed, and the entries are read later."""
+    pairs = [make_chunk(seed) for seed in (1, 2, 3)]
+    with open_store() as store:
+        for pair in pairs:
+            store.put(*pair)
+    store = open_store()
+    opened = []
+
+    def failing(digest: str) -> EntryFile | None:
+        if len(opened) == 2:
+            raise MemoryError
+        opened.append(open_file(digest))
+        return opened[-1]
+
+    open_file = store._nvme.open
+    with monkeypatch.context() as patch:
+        patch.setattr(store._nvme, "open", failing)
+        with pytest.raises(MemoryError), store.pin([key for key, _ in pairs]):
+            pass
+    for file in opened:
+        with pytest.raises(StoreError, match="closed"):
+            file.read_layer(0)
+    assert all(same(store.get(key), kv) for key, kv in pairs)
 
 
 @pytest.mark.parametrize("tier", ["ram", "nvme"])

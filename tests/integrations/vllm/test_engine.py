@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,26 +244,24 @@ def test_the_loading_controller_picks_the_ratio(
 
 
 def test_a_failed_blend_is_computed_by_vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a blend raises, at whatever layer, the answer is vLLM's own, it says so, and no page stays."""
+    """Whatever a blend raises, at whatever layer, the answer is vLLM's own, it says so, and neither page nor tensor stays."""
     served.precompute(*([chunk] for chunk in CHUNKS))
     tokens, spans = prompt(1, 0, 2)
     exact = served.ask(tokens)
     served.llm.reset_prefix_cache()
     free = served.free_blocks()
     runner = served.connector._worker._fusor.runner
-    own = runner.run_rows
 
-    def fail(layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if layer == 2:
-            raise RuntimeError("planted")
-        return own(layer, *args, **kwargs)
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("planted")
 
-    monkeypatch.setattr(runner, "run_rows", fail)
+    monkeypatch.setattr(runner._stubs[2], "_heads", fail)
     failed = served.ask(tokens, spans)
     assert failed.kv_transfer_params["cacheblend"] == {"blended": False, "reason": "failed: RuntimeError"}
     assert failed.outputs[0].token_ids == exact.outputs[0].token_ids
     assert float((first_logprobs(failed) - first_logprobs(exact)).abs().max()) < 1e-3
     assert served.free_blocks() == free
+    assert [stub.layer_pass for stub in runner._stubs] == [None] * len(runner._stubs)
 
 
 def test_a_damaged_entry_is_a_miss(make_model: MakeModel, open_served: OpenServed) -> None:
@@ -320,7 +319,7 @@ def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, 
     folder = make_model("llama")
     with open_served(folder, tensor_parallel_size=2) as served:
         plain = [[[int(token) for token in chunk]] for chunk in CHUNKS]
-        assert served.llm.collective_rpc("cacheblend_precompute", args=(plain, None, None)) == [3, 3]
+        assert served.llm.collective_rpc("cacheblend_precompute", args=(plain, None, None)) == [[3, 0], [3, 0]]
         stored = served.scheduler.connector._scheduler._stored
         keys = served.scheduler.connector._scheduler._keys
         deadline = time.monotonic() + 60
@@ -413,6 +412,29 @@ def test_models_that_blending_is_wrong_on_are_refused(
 
     monkeypatch.setattr(VllmRunner, "rotate", shifted)
     with pytest.raises(UnsupportedModelError, match="where blending must be exact"), open_served(make_model("llama")):
+        pass
+
+
+def test_the_check_asks_for_no_cuda_graph(
+    make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check at start-up runs before CUDA graphs are captured, and uses none; what its steps raise refuses the model."""
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    own = CudagraphDispatcher.dispatch
+
+    def dispatch(self: CudagraphDispatcher, *args: Any, **kwargs: Any) -> Any:
+        if self.keys_initialized:
+            raise RuntimeError("CUDA graph capturing detected at an inappropriate time")
+        return own(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CudagraphDispatcher, "dispatch", dispatch)
+        with open_served(make_model("llama")) as served:
+            assert served.llm.llm_engine.engine_core is not None
+    monkeypatch.setattr("cacheblend.integrations.vllm.check._without_graphs", lambda _: nullcontext())
+    monkeypatch.setattr(CudagraphDispatcher, "dispatch", dispatch)
+    with pytest.raises(UnsupportedModelError, match="inappropriate time"), open_served(make_model("llama")):
         pass
 
 

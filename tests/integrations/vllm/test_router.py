@@ -18,8 +18,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from cacheblend.base.errors import InputError
+from cacheblend.blend import ChunkContext
 from cacheblend.integrations.vllm.config import ConnectorConfig
-from cacheblend.integrations.vllm.router import CHAT, COMPLETIONS, DOCUMENTS, BlendRoutes, PromptMarker
+from cacheblend.integrations.vllm.router import CHAT, COMPLETIONS, DOCUMENTS, BlendRoutes, PromptMarker, WindowPrecomputes
 
 DOCS = [
     {"title": "Travel", "text": "Trains are booked by the office. </s> A night away is paid. " * 6},
@@ -105,7 +106,7 @@ def test_what_is_vllms_as_it_is(marker: PromptMarker, path: str, body: dict[str,
     assert marker.mark(path, body) is None
 
 
-@pytest.mark.parametrize("documents", [["text"], [{"title": "no text"}], [{"text": "  "}]])
+@pytest.mark.parametrize("documents", [["text"], [{"title": "no text"}], [{"text": "  "}], 5, "text", {"text": "a text"}])
 def test_bad_documents_are_refused(marker: PromptMarker, documents: Any) -> None:
     """Documents that are none are refused with a message."""
     with pytest.raises(InputError):
@@ -123,7 +124,7 @@ def client(marker: PromptMarker) -> TestClient:
 
     async def collective_rpc(method: str, args: Any) -> list[int]:
         calls.append((method, *args))
-        return [len(args[1])]
+        return [[len(args[1]), 0]]
 
     calls: list[Any] = []
     app = Starlette(routes=[Route(path, echo, methods=["POST"]) for path in (CHAT, COMPLETIONS, "/v1/other")])
@@ -141,18 +142,55 @@ def test_bodies_pass_the_middleware(client: TestClient) -> None:
     assert marked["kv_transfer_params"]["prompt_token_ids"]
     for path, body in ((CHAT, b"{not json"), (CHAT, b"[1]"), ("/v1/other", json.dumps({"documents": DOCS}).encode())):
         assert client.post(path, content=body).json()["got"].encode() == body
-    refused = client.post(CHAT, json={"messages": [QUESTION], "documents": [3]})
-    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
+    for documents in ([3], 5):
+        refused = client.post(CHAT, json={"messages": [QUESTION], "documents": documents})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
 
 
 def test_documents_are_stored_window_by_window(client: TestClient) -> None:
-    """Each call to the workers computes the chunks of one window of one document."""
+    """Each call to the workers has the chunks of one window of one document, and computes those that are new in it."""
+    routes: Any = client.routes  # type: ignore[attr-defined]
+    routes._precomputes = WindowPrecomputes((), ChunkContext(document_tokens=140), None)
     answer = client.post(DOCUMENTS, json={"documents": DOCS, "cache_salt": "tenant"})
     assert answer.json()["documents"] == 2
     assert answer.json()["stored_chunks"] == answer.json()["chunks"] > 2
     calls: Any = client.calls  # type: ignore[attr-defined]
     assert all(call[0] == "cacheblend_precompute" and call[3] == "tenant" for call in calls)
+    sizes = [sum(map(len, window)) for _, (window,), _, _ in calls]
+    assert len(sizes) > 3
+    assert max(sizes) <= 140
+    split = [[list(chunk) for chunk in routes._marker.split(document)] for document in DOCS]
+    asked = [window[index] for _, (window,), new, _ in calls for index in new]
+    assert asked == [chunk for chunks in split for chunk in chunks]
+    # The chunks that a worker computes each after are the ones of the whole document.
+    context = routes._precomputes.context
+    before = [context.earlier(window)[index] for _, (window,), new, _ in calls for index in new]
+    assert before == [tuple(earlier) for chunks in split for earlier in context.earlier(chunks)]
     assert client.post(DOCUMENTS, json={"documents": []}).status_code == 400
+
+
+def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that the workers leave, since too much waits to be written, are computed by a later call, and counted once."""
+    monkeypatch.setattr("cacheblend.integrations.vllm.router.BUSY_S", 0)
+    routes: Any = client.routes  # type: ignore[attr-defined]
+    answers = [[0, 2], [1, 1], [1, 0]]
+
+    async def collective_rpc(*_: Any, **__: Any) -> list[list[int]]:
+        return [answers.pop(0)]
+
+    routes._engine = SimpleNamespace(collective_rpc=collective_rpc)
+    answer = client.post(DOCUMENTS, json={"documents": DOCS[1:]})
+    assert (answer.json()["stored_chunks"], answers) == (2, [])
+
+
+def test_a_document_that_is_too_long_is_refused_before_any_is_computed(client: TestClient) -> None:
+    """A chunk that is beyond the model's positions, after what it is computed after, is the request's error."""
+    routes: Any = client.routes  # type: ignore[attr-defined]
+    routes._precomputes = WindowPrecomputes((1, 2), ChunkContext(filler_ids=(3,), document_tokens=10), 50)
+    refused = client.post(DOCUMENTS, json={"documents": [DOCS[1], DOCS[0]]})
+    assert (refused.status_code, "50 positions" in refused.json()["error"]["message"]) == (400, True)
+    assert client.calls == []  # type: ignore[attr-defined]
+    assert client.post(DOCUMENTS, json={"documents": DOCS[1:]}).status_code == 200
 
 
 def test_the_docs_command(client: TestClient) -> None:

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.blend import ChunkContext
+from cacheblend.blend import ChunkContext, KVGeometry
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.keys import ChunkKeys
 from cacheblend.integrations.vllm.marks import Marks
@@ -55,7 +56,7 @@ class _Request(SimpleNamespace):
 
 
 def _scheduler(ratio: float = 0.1, stored: bool = True) -> BlendScheduler:
-    return BlendScheduler(KEYS, lambda keys: [stored] * len(keys), ratio, BLOCK)
+    return BlendScheduler(KEYS, lambda keys: [stored] * len(keys), ratio, BLOCK, opening_tokens=100)
 
 
 def _marked(**more: Any) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def test_a_store_that_cannot_be_read_stops_nobody() -> None:
     def broken(_: list[ChunkKey]) -> list[bool]:
         raise OSError("planted")
 
-    scheduler, request = BlendScheduler(KEYS, broken, 0.1, BLOCK), _Request(_marked())
+    scheduler, request = BlendScheduler(KEYS, broken, 0.1, BLOCK, 100), _Request(_marked())
     scheduler.arrive(request)
     assert scheduler.matched(request, 0) == 0
     assert scheduler.take_counts() == {"exact:failed": 1}
@@ -162,6 +163,27 @@ def test_missed_chunks_keep_the_engine_stepping_until_they_are_stored() -> None:
     assert not scheduler.has_misses
 
 
+@pytest.mark.parametrize(("opening_tokens", "handed_over"), [(149, 0), (150, 109)])
+def test_an_opening_that_workers_do_not_keep_counts_as_computed(opening_tokens: int, handed_over: int) -> None:
+    """A long opening that is in vLLM's prefix cache, and in no worker's memory, costs the blend more than vLLM has left."""
+    tokens = [7] * 150 + list(range(110))
+    scheduler = BlendScheduler(KEYS, lambda keys: [True] * len(keys), 0.1, BLOCK, opening_tokens)
+    request = _Request({"cacheblend": {"chunks": [[150, 250]]}}, tokens)
+    scheduler.arrive(request)
+    assert scheduler.matched(request, 150) == handed_over
+
+
+def test_openings_have_a_part_of_the_ram_budget() -> None:
+    """The store and the kept openings of all workers take no more than the RAM budget together."""
+    config = ConnectorConfig(store_dir="x", ram_budget_bytes=2**30)
+    geometry = KVGeometry(32, 4, 128, torch.bfloat16, torch.device("cpu"))
+    tokens, token_bytes = config.opening_tokens(geometry, 2), 32 * geometry.layer_bytes(1)
+    assert tokens > 0
+    total = 2 * (tokens * token_bytes + config.store_config(2).ram_budget_bytes)
+    assert 2**30 - 4 * token_bytes < total <= 2**30
+    assert ConnectorConfig(store_dir="x", ram_budget_bytes=1).opening_tokens(geometry, 1) == 0
+
+
 def test_unmarked_requests_are_not_touched() -> None:
     """A request without marks, or with another connector's parameters, is nobody's business."""
     scheduler = _scheduler()
@@ -179,7 +201,7 @@ def test_tenants_have_keys_of_their_own() -> None:
     for salt in (None, "tenant"):
         request = _Request(_marked())
         request.cache_salt = salt
-        BlendScheduler(KEYS, lambda keys: [True for key in keys if asked.append(key) is None], 0.1, BLOCK).arrive(request)
+        BlendScheduler(KEYS, lambda keys: [True for key in keys if asked.append(key) is None], 0.1, BLOCK, 100).arrive(request)
     assert len(set(map(str, asked))) == 4
     assert str(KEYS.key((5,), ((4,),), None)) != str(KEYS.key((5,), (), None))
 

@@ -19,8 +19,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cacheblend.blend import ChunkContext
 from cacheblend.integrations.vllm.config import ConnectorConfig
-from cacheblend.integrations.vllm.router import BlendRoutes, PromptMarker
+from cacheblend.integrations.vllm.router import BlendRoutes, PromptMarker, WindowPrecomputes
 from cacheblend.service.cli import main as cli
 
 pytest.importorskip("pathspec", reason="pathspec is not installed; the extra [rag] brings it")
@@ -43,6 +44,7 @@ class RunningVllm:
         tokenizer = train_tokenizer(python_help()[:20], ModelShape(vocab=400, max_positions=2048))
         routes = BlendRoutes()
         routes._marker = PromptMarker(tokenizer, ConnectorConfig(store_dir=str(store_dir), chunk_tokens=64), 2048)
+        self.routes = routes
         routes._engine = SimpleNamespace(collective_rpc=self._collective_rpc)
         self.app = Starlette()
         self.app.add_middleware(_KeyCheck)
@@ -54,7 +56,7 @@ class RunningVllm:
         (chunks,), which, _salt = args
         new = {tuple(chunks[index]) for index in which} - self.stored
         self.stored |= new
-        return [len(new)]
+        return [[len(new), 0]]
 
 
 class _KeyCheck:
@@ -142,6 +144,19 @@ def test_a_document_that_is_refused_is_named(
     assert list(json.loads(out)["faults"]) == ["bad"]
     assert json.loads(out)["documents"] == 1
     assert "bad: " in err
+
+
+def test_a_document_that_the_model_has_no_room_for_is_named(
+    vllm: RunningVllm, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A document with a chunk beyond the model's positions is listed as refused, and the others are stored."""
+    (folder / "broken.jsonl").unlink()
+    vllm.routes._precomputes = WindowPrecomputes((), ChunkContext(), 50)
+    code, out, _ = ingest(capsys, str(folder), "--vllm", vllm.url, "--vllm-api-key", KEY, "--json")
+    report = json.loads(out)
+    assert (code, report["documents"], report["computed"]) == (1, 1, 1)
+    ((name, why),) = report["faults"].items()
+    assert ("travel.md" in name, "50 positions" in why) == (True, True)
 
 
 def test_what_is_wrong_with_the_server_is_said(vllm: RunningVllm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

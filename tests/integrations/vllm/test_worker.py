@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from tiny_models import VOCAB, tiny_model
 
+from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.integrations.vllm.keys import ChunkKeys, find_stored
 from cacheblend.integrations.vllm.marks import Marks
-from cacheblend.integrations.vllm.scheduler import BlendJob
+from cacheblend.integrations.vllm.scheduler import BlendJob, MissedChunk
 from cacheblend.integrations.vllm.worker import BlendWorker
-from cacheblend.store import KVStore, LayerPair, StoreConfig
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, LayerPair, StoreConfig
+from cacheblend.store.write_queue import QUEUE_BYTES
 
 PROMPT = tuple(torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist())
 SPANS = ((8, 30), (30, 52))
@@ -46,6 +49,25 @@ class ManyRanks(OneRank):
     ranks = 2
 
 
+class CountedRanks(ManyRanks):
+    """The same; knows how often the others were waited for.
+
+    Attributes:
+        together: numbers of what was asked of all: flags agreed upon, and layers.
+    """
+
+    def __init__(self) -> None:
+        self.together = list[int]()
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        self.together.append(len(flags))
+        return list(flags)
+
+    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
+        self.together.append(-1)
+        return pair
+
+
 class WrittenPages(dict[int, torch.Tensor]):
     """Keys that were written, by layer."""
 
@@ -60,23 +82,27 @@ class Machine:
         folder: of its store.
         remote: URL; None for none.
         ranks: see `BlendWorker`.
+        opening_tokens: see `BlendWorker`.
     """
 
-    def __init__(self, folder: Path, remote: str | None, ranks: OneRank) -> None:
+    def __init__(self, folder: Path, remote: str | None, ranks: OneRank, opening_tokens: int = 0) -> None:
         fusor = Fusor(tiny_model("llama"))
         self.keys = ChunkKeys((1,), ChunkContext(), fusor.fingerprint, "raw")
         self.store = KVStore(StoreConfig(directory=folder, remote=remote, remote_timeout_s=5))
         self.pages = WrittenPages()
-        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, ranks, kv_heads=2)
+        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, ranks, kv_heads=2, opening_tokens=opening_tokens)
+        self.steps = 0
 
-    def blend(self) -> dict[str, Any]:
-        """The report of the prompt's blend."""
-        job = BlendJob("one", PROMPT, (0, 1), 0, Marks(SPANS), 0.15, is_least=False, cache_salt=None)
-        self.worker.step([job], [], 100, is_idle=False)
-        deadline = time.monotonic() + 60
+    def blend(self, opening: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
+        """The report of the prompt's blend, after an opening, with so many rows a step; `steps` counts those."""
+        spans = tuple((start + len(opening), stop + len(opening)) for start, stop in SPANS)
+        job = BlendJob("one", (*opening, *PROMPT), (0, 1), 0, Marks(spans), ratio, is_least=False, cache_salt=None)
+        self.worker.step([job], [], rows, is_idle=False)
+        self.steps, deadline = 1, time.monotonic() + 60
         while not (progress := self.worker.take_progress()).done:
             assert time.monotonic() < deadline
-            self.worker.step([], [], 100, is_idle=False)
+            self.worker.step([], [], rows, is_idle=False)
+            self.steps += 1
         assert not self.worker.blending
         return progress.reports["one"]
 
@@ -84,7 +110,9 @@ class Machine:
 class OpenMachine(Protocol):
     """Opens machines."""
 
-    def __call__(self, name: str, remote: str | None, ranks: OneRank | None = None) -> Machine: ...
+    def __call__(
+        self, name: str, remote: str | None = None, ranks: OneRank | None = None, opening_tokens: int = 0
+    ) -> Machine: ...
 
 
 @pytest.fixture
@@ -92,8 +120,8 @@ def open_machine(tmp_path: Path) -> Iterator[OpenMachine]:
     """Opens a machine by its name; all are closed afterwards."""
     with ExitStack() as opened:
 
-        def open_one(name: str, remote: str | None, ranks: OneRank | None = None) -> Machine:
-            machine = Machine(tmp_path / name, remote, ranks or OneRank())
+        def open_one(name: str, remote: str | None = None, ranks: OneRank | None = None, opening_tokens: int = 0) -> Machine:
+            machine = Machine(tmp_path / name, remote, ranks or OneRank(), opening_tokens)
             opened.callback(machine.worker.close)
             return machine
 
@@ -111,13 +139,13 @@ def remote(tmp_path: Path) -> str:
 def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remote: str, ranks: OneRank) -> None:
     """Chunks' KV that one worker has computed comes through the remote tier to another's disk; the blends are equal."""
     first, second = open_machine("a", remote, ranks), open_machine("b", remote, ranks)
-    assert first.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == 2
+    assert first.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2, 0)
     assert first.store.flush_remote(30)
     assert first.blend()["hits"] == 2
     keys = [second.keys.key(chunk, (), None) for chunk in CHUNKS]
     assert [key in second.store for key in keys] == [False, False]
     assert find_stored(second.store, keys) == [True, True]
-    assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == 0
+    assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 0)
     assert second.blend()["hits"] == 2
     assert [key in second.store for key in keys] == [True, True]
     assert all(torch.equal(first.pages[layer], second.pages[layer]) for layer in first.pages)
@@ -142,3 +170,127 @@ def test_a_cancelled_request_waits_for_nothing(open_machine: OpenMachine, remote
     machine.worker.cancel({"gone"})
     assert machine.worker.take_progress().done == {"gone"}
     assert not machine.worker.blending
+
+
+def opening(seed: int, tokens: int = 70) -> tuple[int, ...]:
+    return tuple(torch.randint(2, VOCAB, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def test_an_opening_is_computed_a_layer_a_step(open_machine: OpenMachine) -> None:
+    """A new opening is computed in steps that yield as a blend's do, and once: later prompts spare its steps, and are equal."""
+    machine = open_machine("a", opening_tokens=100)
+    machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None)
+    layers = machine.worker._fusor.runner.geometry.layers
+    machine.blend(opening(1), rows=1)
+    steps, pages = machine.steps, dict(machine.pages)
+    machine.blend(opening(1), rows=1)
+    assert machine.steps == steps - layers
+    assert all(torch.equal(pages[layer], machine.pages[layer]) for layer in pages)
+    whole = open_machine("b")
+    whole.worker.precompute([[chunk] for chunk in CHUNKS], None, None)
+    whole.blend(opening(1))
+    assert max(float((whole.pages[layer] - pages[layer]).abs().max()) for layer in pages) < 1e-4
+
+
+def test_kept_openings_are_bounded(open_machine: OpenMachine) -> None:
+    """The openings that were used longest ago make room for a new one; one that is longer than all room is not kept."""
+    machine = open_machine("a", opening_tokens=150)
+
+    def kept(*openings: tuple[int, ...]) -> bool:
+        return list(machine.worker._openings) == [(*one, *PROMPT[: SPANS[0][0]]) for one in openings]
+
+    for seed, tokens in ((1, 64), (2, 64), (1, 64), (3, 64), (4, 143)):
+        machine.blend(opening(seed, tokens))
+    assert kept(opening(1, 64), opening(3, 64))
+    machine.blend(opening(5, 100))
+    assert kept(opening(5, 100))
+
+
+def test_chunks_that_are_not_wanted_are_not_looked_up(open_machine: OpenMachine) -> None:
+    """Of a document's chunks, the keys of those that are asked for are made and looked up, and no others."""
+    ranks = CountedRanks()
+    machine = open_machine("a", ranks=ranks)
+    assert machine.worker.precompute([[*CHUNKS, *CHUNKS, *CHUNKS]], [2, 3], None) == (2, 0)
+    assert ranks.together[0] == 2
+
+
+@pytest.mark.parametrize("error", [InputError("planted"), StoreFullError("planted"), RuntimeError("planted")])
+def test_a_chunk_that_one_rank_cannot_store_keeps_no_other_waiting(
+    open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """What the first rank's store raises leaves a miss; of each chunk all ranks still gather each layer."""
+    seen = []
+    for refused in (0, 1):
+        ranks = CountedRanks()
+        machine = open_machine(f"refuses {refused}", ranks=ranks)
+        own = machine.store.put
+
+        def put(key: ChunkKey, kv: ChunkKV, *, refused: int = refused, own: Any = own, **options: Any) -> Any:
+            if refused and tuple(kv.token_ids) == CHUNKS[0]:
+                raise error
+            return own(key, kv, **options)
+
+        monkeypatch.setattr(machine.store, "put", put)
+        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2 - refused, 0)
+        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 0)
+        seen.append(ranks.together[: 2 + 1 + 2 * machine.worker._fusor.runner.geometry.layers])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_step_computes_one_missed_chunk_on_every_rank(
+    open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """The rank that cannot store a missed chunk does not go on to the next one, which the others compute a step later."""
+    machine = open_machine("a", ranks=CountedRanks())
+
+    def put(*_: Any, **__: Any) -> None:
+        if is_refused:
+            raise InputError("planted")
+
+    monkeypatch.setattr(machine.store, "put", put)
+    machine.worker.step([], [MissedChunk(chunk, (), None) for chunk in CHUNKS], 100, is_idle=True)
+    assert machine.worker.waiting_misses == 1
+
+
+def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot look chunks up says that it has none, instead of saying nothing."""
+    ranks = CountedRanks()
+    machine = open_machine("a", ranks=ranks)
+
+    def broken(*_: Any) -> list[bool]:
+        raise StoreFullError("planted")
+
+    monkeypatch.setattr("cacheblend.integrations.vllm.worker.find_stored", broken)
+    assert machine.worker.precompute([CHUNKS], None, None) == (2, 0)
+    assert ranks.together[0] == 2
+
+
+def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where much waits to be written, nothing is computed or put: the caller is told what is left, and misses are dropped."""
+    machine = open_machine("a")
+    stats, behind = machine.store.stats, QUEUE_BYTES
+    monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=behind))
+    monkeypatch.setattr(machine.worker._fusor, "precompute_documents", lambda *_: pytest.fail("computed"))
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 2)
+    machine.worker.step([], [MissedChunk(CHUNKS[0], (), None)], 100, is_idle=True)
+    assert machine.worker.waiting_misses == 0
+    monkeypatch.undo()
+    behind = 0
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2, 0)
+
+
+def test_a_disk_that_falls_behind_leaves_the_others(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fills the queue of writes leaves the chunks after that, and the next call computes those alone."""
+    machine = open_machine("a")
+    stats, own, put = machine.store.stats, machine.store.put, list[Any]()
+
+    def count(key: ChunkKey, kv: ChunkKV, **options: Any) -> Any:
+        put.append(key)
+        return own(key, kv, **options)
+
+    monkeypatch.setattr(machine.store, "put", count)
+    monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=QUEUE_BYTES * len(put)))
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 1)
+    monkeypatch.undo()
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class Served:
     def precompute(self, *documents: Sequence[Sequence[int]]) -> None:
         """Store the KV of documents' chunks, through the running engine."""
         plain = [[[int(token) for token in chunk] for chunk in document] for document in documents]
-        self.llm.collective_rpc("cacheblend_precompute", args=(plain, None, None))
+        store_chunks(self.llm, plain)
         self.connector._worker._store.flush()
 
     @property
@@ -168,6 +169,12 @@ class Served:
     def free_blocks(self) -> int:
         """Pages that no request holds."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def store_chunks(llm: Any, documents: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Store the KV of documents' chunks through a running engine; asks again for what it leaves while its disk is behind."""
+    while llm.collective_rpc("cacheblend_precompute", args=(documents, None, None))[0][1]:
+        time.sleep(0.1)
 
 
 def first_logprobs(output: Any) -> torch.Tensor:

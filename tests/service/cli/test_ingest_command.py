@@ -9,12 +9,13 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import CommandLine
 from engines import DOCUMENTS
 
-from cacheblend.service import EngineConfig
+from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.ingest import IngestReport
 
 
@@ -153,32 +154,63 @@ def test_documents_that_are_parts_of_files_are_told(run: CommandLine, passages: 
     assert "read:" not in run.on_store("ingest", str(passages.parent / "texts")).err
 
 
+def end_by_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # the command's own
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--watch` stays, follows a file that comes later, and ends at SIGTERM with all closed and exit code 0."""
+    """`--watch` stays, follows a file that comes later, and ends at SIGTERM with all closed and exit code 0.
+
+    Files that cannot be used are listed once, and those that were mended meanwhile are no faults at the end.
+    """
     pytest.importorskip("watchfiles", reason="needs the extra rag")
     monkeypatch.setattr("cacheblend.service.engine.folder_watch.QUIET_MS", 50)
+    monkeypatch.chdir(tmp_path)
     folder, record = tmp_path / "notes", run.store / "watched.json"
     folder.mkdir()
+    for name in ("bad.txt", "worse.txt"):
+        (folder / name).write_bytes(b"")
 
     def change_and_stop() -> None:
         try:
-            for number in range(200):
+            (folder / "0.txt").write_text("The news of day 0 are short.")
+            for number in range(1, 200):
                 (folder / f"{number}.txt").write_text(f"The news of day {number} are short.")
+                if record.exists() and '"1.txt"' in record.read_text():
+                    (folder / "bad.txt").write_text("It is mended.")
+                    if '"bad.txt": "' in record.read_text():
+                        break
                 time.sleep(0.2)
-                if number and record.exists() and '"1.txt"' in record.read_text():
-                    break
         finally:
-            if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # the command's own
-                os.kill(os.getpid(), signal.SIGTERM)
+            end_by_sigterm()
 
     changes = threading.Thread(target=change_and_stop)
     changes.start()
-    ended = run.on_store("ingest", str(folder), "--watch", "--json")
+    ended = run.on_store("ingest", "notes", "--watch", "--json")
     changes.join()
     assert ended.code == 0
     assert "watching" in ended.err
     assert "stopped watching" in ended.err
+    assert ended.err.count("worse.txt") == 1
+    assert [Path(name).name for name in ended.json["faults"]] == ["worse.txt"]
     assert ended.json["added"] >= 2
     assert len(run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]) == ended.json["added"]
     refused = run.on_store("ingest", str(folder / "0.txt"), "--watch")
     assert (refused.code, "--watch follows folders" in refused.err) == (2, True)
+
+
+def test_sigterm_before_watching(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM while the folder is first ingested ends `--watch` with exit code 0, too."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("The news are short.")
+    ingested = Engine.ingest_stream
+
+    def interrupted(*arguments: Any) -> IngestReport:
+        end_by_sigterm()
+        return ingested(*arguments)
+
+    monkeypatch.setattr(Engine, "ingest_stream", interrupted)
+    ended = run.on_store("ingest", str(tmp_path / "notes"), "--watch", "--json")
+    assert (ended.code, ended.out) == (0, "")
+    assert "interrupted; what was done is kept" in ended.err

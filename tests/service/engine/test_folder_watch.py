@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from engines import OpenEngine
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import IndexUnreachableError, InputError, StoreFullError
+from cacheblend.retriever import Retriever
 from cacheblend.service import Engine
+from cacheblend.service.engine.documents import Documents
 from cacheblend.service.engine.folder_watch import RECORD_FILE, FolderWatch, FollowReport, check_folders
 
 
@@ -118,6 +120,84 @@ def test_files_that_cannot_be_used(open_engine: OpenEngine, folder: Path) -> Non
     assert not watch.follow()
     (folder / "boats.md").write_text("The boat is mended.")
     assert watch.follow().ingested.replaced == 1
+
+
+def test_two_folders_with_one_name(open_engine: OpenEngine, folder: Path, tmp_path: Path) -> None:
+    """Of two files with one id and different texts the first stays; the other is taken once that is gone, in either folder."""
+    engine, other = open_engine(), tmp_path / "other"
+    other.mkdir()
+    (other / "boats.md").write_text("# Boats\n\nThe black boat never leaves.\n")
+    watch = FolderWatch(engine, [str(folder), str(other)])
+    assert "has a document of the id 'boats.md'" in watch.follow().faults[str(other / "boats.md")]
+    assert "red boat" in text_of(engine, "boats.md")
+    again = FolderWatch(engine, [str(folder), str(other)])
+    assert not again.follow()
+    assert list(again.faults) == [str(other / "boats.md")]
+    text = (folder / "boats.md").read_text()
+    (folder / "boats.md").unlink()
+    report = again.follow()
+    assert (report.ingested.replaced, report.deleted, again.faults) == (1, 0, {})
+    assert "black boat" in text_of(engine, "boats.md")
+    (folder / "boats.md").write_text(text)
+    assert list(again.follow().faults) == [str(folder / "boats.md")]
+    (other / "boats.md").unlink()
+    assert again.follow().deleted == 0
+    assert "red boat" in text_of(engine, "boats.md")
+
+
+def test_the_other_text_goes_with_its_file(open_engine: OpenEngine, folder: Path, tmp_path: Path) -> None:
+    """A file that was refused and is deleted takes nothing with it, and leaves nothing."""
+    engine, other = open_engine(), tmp_path / "other"
+    other.mkdir()
+    (other / "boats.md").write_text("# Boats\n\nThe black boat never leaves.\n")
+    watch = FolderWatch(engine, [str(folder), str(other)])
+    watch.follow()
+    (other / "boats.md").unlink()
+    assert not watch.follow()
+    assert watch.faults == {}
+    assert "red boat" in text_of(engine, "boats.md")
+
+
+@pytest.mark.parametrize("error", [StoreFullError("the disk is full"), OSError(28, "No space left on device")])
+def test_passing_errors(open_engine: OpenEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """What meets a full disk or a silent index is told once, and followed when that is over."""
+    engine = open_engine()
+    watch = FolderWatch(engine, [str(folder)])
+    watch.follow()
+    (folder / "boats.md").write_text("# Boats\n\nThe white boat leaves at ten o'clock.\n")
+    (folder / "sub" / "trains.txt").unlink()
+    lines(folder / "rooms.jsonl", one="The green room is upstairs.")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "ingest_stream", fail)
+        patch.setattr(Documents, "delete", fail)
+        patch.setattr("cacheblend.service.engine.folder_watch.replacing", fail)
+        report = watch.follow()
+        assert {Path(name).name for name in report.faults} == {"boats.md", "trains.txt", "rooms.jsonl", RECORD_FILE}
+        assert not watch.follow()
+        assert "red boat" in text_of(engine, "boats.md")
+    report = watch.follow()
+    assert (report.ingested.replaced, report.deleted, watch.faults) == (1, 2, {})
+    assert ids(engine) == {"boats.md", "one"}
+
+
+def test_a_silent_index(open_engine: OpenEngine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion that meets an index that does not answer is done by the next scan."""
+    engine = open_engine()
+    watch = FolderWatch(engine, [str(folder)])
+    watch.follow()
+    (folder / "boats.md").unlink()
+
+    def fail(*_: object) -> None:
+        raise IndexUnreachableError("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Retriever, "version", fail)
+        assert list(watch.follow().faults.values()) == ["nobody answers"]
+    assert watch.follow().deleted == 1
 
 
 def test_running(open_engine: OpenEngine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

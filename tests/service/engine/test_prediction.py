@@ -75,12 +75,15 @@ def test_a_calibration_of_something_else(change: dict[str, object]) -> None:
 
 
 def test_known_models() -> None:
-    """A known model has a loss by its name and by its folder, with the default context and selector alone."""
+    """A known model has a loss by its name and by its folder, with raw KV, the default context and the default selector alone."""
     for name in (KNOWN, str(KNOWN_MODELS[KNOWN].folder)):
         curve = find_loss(config_of(name), None)
         assert curve is not None
         assert curve.points[-1] == LossPoint(ratio=1.0, first_token_kl_nats=0.0)
     assert find_loss(config_of(KNOWN, context_filler="none"), None) is None
+    for given in (None, CALIBRATION):
+        assert find_loss(config_of(KNOWN, kv_cache_dtype="int4"), given) is None
+        assert find_loss(config_of(KNOWN, context_filler="my.txt"), given) is None
     assert find_loss(config_of(KNOWN, fusion=FusionConfig(selector="gradual")), None) is None
 
 

@@ -47,6 +47,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+BINARY = bytes(range(256))
+WORD = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+
+
 def to(target: str) -> Callable[[Handler], None]:
     return lambda handler: handler.send(b"", status=302, Location=target)
 
@@ -54,6 +58,8 @@ def to(target: str) -> Callable[[Handler], None]:
 PAGES: dict[str, Callable[[Handler], None]] = {
     "/": lambda handler: handler.send(PAGE.encode()),
     "/latin": lambda handler: handler.send(PAGE.encode("latin-1"), "text/html; charset=iso-8859-1"),
+    "/binary.docx": lambda handler: handler.send(BINARY, f"{WORD}; charset=iso-8859-1"),
+    "/vague.pdf": lambda handler: handler.send(BINARY, "text/plain; charset=iso-8859-1"),
     "/notes.md": lambda handler: handler.send(b"# Notes\n\nThe key is in the drawer.", "text/plain"),
     "/data": lambda handler: handler.send(b'{"id": "row", "text": "A row."}\n', "application/x-ndjson"),
     "/moved": to("/hop"),
@@ -98,6 +104,13 @@ def test_documents_of_urls(site: str) -> None:
     assert "drawer" in found[f"{site}/moved?a=b%20c"].text
     assert sorted(asked).count("/notes.md") == 2  # for itself, and by way of /moved
     assert asked.count("/data") == 1
+
+
+@pytest.mark.parametrize("path", ["/binary.docx", "/vague.pdf"])
+def test_a_charset_of_what_is_no_text(site: str, path: str) -> None:
+    """The charset that some servers send with every file leaves the bytes of PDF and Office files as they are."""
+    with closing(WebFiles(allow_private=True)) as web:
+        assert web.fetch(f"{site}{path}").path.read_bytes() == BINARY
 
 
 @pytest.mark.parametrize(

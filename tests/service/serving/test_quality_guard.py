@@ -18,11 +18,10 @@ from transformers import DynamicCache
 from waiting import wait_until
 
 from cacheblend.blend import FusionResult
-from cacheblend.blend.deviation import relative_kv_error
 from cacheblend.service import Engine
 from cacheblend.service.serving import Done, Scheduler, ServingConfig, ShadowReport, quality_guard
 from cacheblend.service.serving import scheduler as scheduler_module
-from cacheblend.service.serving.quality_guard import STEP, QualityGuard, compare
+from cacheblend.service.serving.quality_guard import STEP, QualityGuard, compare, relative_kv_error
 
 
 def prompt(probabilities: list[float], kv: float = 1.0) -> FusionResult:

@@ -141,8 +141,11 @@ def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize("decode_share", [1.0, 1e-9])
-def test_decode_steps_between_layers(engine: Engine, decode_share: float) -> None:
-    """While one request is prefilled, another goes on decoding, so far as its share goes: between all steps, or none."""
+def test_decode_steps_between_layers(engine: Engine, decode_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request is prefilled, another goes on decoding, so far as its share goes: between all steps, or none.
+
+    The device is waited for at those steps alone.
+    """
     seen: list[str] = []
     steps = engine.prefill_steps
 
@@ -156,15 +159,21 @@ def test_decode_steps_between_layers(engine: Engine, decode_share: float) -> Non
             seen.append("layer")
             yield report
 
+    def waiting() -> float:
+        seen.append("wait")
+        return time.perf_counter()
+
     with Scheduler(engine.fusor, ServingConfig(decode_share=decode_share)) as scheduler:
+        monkeypatch.setattr(scheduler._device, "now", waiting)
         first = serve(engine, scheduler, QUESTION, max_tokens=200, on_token=lambda: seen.append("token"))
         wait_until(lambda: len(first.token_ids) > 2)
         engine.prefill_steps = watched  # type: ignore[method-assign]
         assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
         layers = [place for place, kind in enumerate(seen) if kind == "layer"]
         assert len(layers) == 3 + 4  # the question's pass leaves the last layer out
-        between = ["token" in seen[one:other] for one, other in itertools.pairwise(layers)]
-        assert between == [decode_share == 1] * 6
+        for kind in ("token", "wait"):
+            between = [kind in seen[one:other] for one, other in itertools.pairwise(layers)]
+            assert between == [decode_share == 1] * 6
         first.cancel()
 
 

@@ -102,7 +102,7 @@ def test_a_full_server_takes_nothing_and_hinders_nobody(own_redis: RedisServer, 
 def stats_after_close(store: KVStore) -> RemoteStats:
     remote = store._remote
     assert remote is not None
-    return remote.stats()
+    return remote.tier.stats()
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -264,6 +264,7 @@ def test_the_breaker_opens_tries_once_and_closes() -> None:
     assert not breaker.allows()
     now += breaker.wait_s()
     assert (breaker.state, breaker.allows(), breaker.allows()) == ("half open", True, False)
+    assert breaker.wait_s() == 1.0  # until the one who tries counts as given up
     assert breaker.fail()
     assert breaker.wait_s() == 2.0
     now += 2.0

@@ -4,7 +4,10 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy as np
@@ -20,6 +23,7 @@ from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import KVStore, StoreConfig
 from cacheblend.store.remote.address import RemoteAddress
 from cacheblend.store.remote.backend import BackendLimits, ObjectRange
+from cacheblend.store.remote.remote_tier import LOAD_ENTRIES
 from cacheblend.store.remote.transfer import list_entries, pull, push
 
 CHUNKS = [make_chunk(seed) for seed in range(1, 5)]
@@ -177,6 +181,24 @@ def test_long_headers_take_a_second_read(url: str, open_shared: OpenShared) -> N
     assert same(open_shared("b", url).get(key), kv)
 
 
+def test_looking_many_entries_up_takes_a_time_out_at_most(
+    open_shared: OpenShared, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of entries whose round trips take longer together than the time-out, those are found that were looked up within it."""
+    remote = remote_of(open_shared("a", redis_server.url, remote_timeout_s=10))
+    now, digests = time.monotonic(), [f"{number:064x}" for number in range(10 * LOAD_ENTRIES)]
+
+    def sizes(names: Sequence[str]) -> list[int]:
+        nonlocal now
+        now += 4.0
+        return [1] * len(names)
+
+    monkeypatch.setattr(remote.backend, "sizes", sizes)
+    monkeypatch.setattr("cacheblend.store.remote.remote_tier.time", SimpleNamespace(monotonic=lambda: now))
+    assert remote.contains(digests) == set(digests[: 2 * LOAD_ENTRIES])
+    assert remote.stats().failures == 0
+
+
 def test_write_behind_is_bounded(redis_server: RedisServer, open_shared: OpenShared) -> None:
     """What finds no room among the entries that wait is not sent, counted, and sent by `push`."""
     store = open_shared("a", f"{redis_server.url}?db=15", remote_queue_bytes=1)
@@ -204,6 +226,17 @@ def test_no_text_shows_the_secrets(caplog: pytest.LogCaptureFixture, tmp_path: P
         shown.append(str(caught.value))
     assert len(shown) > 5
     assert not any("hunter" in text or SECRET in text for text in shown)
+
+
+@pytest.mark.parametrize("name", ["my kv", "kv#2", "kv?2", "50%"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str, open_shared: OpenShared) -> None:
+    """A percent-encoded folder is taken by its name; one in which "#" or "?" would end the path is refused, with what to do."""
+    pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
+    written(open_shared("a", f"file://{tmp_path}/{quote(name)}"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", name])
+    if "#" in name or "?" in name:
+        with pytest.raises(ConfigError, match="percent-encode"):
+            RemoteAddress(f"file://{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize("password", ["hun/ter2", "hun?ter2", "hun#ter2", "hun@ter2", "hun[ter2"])

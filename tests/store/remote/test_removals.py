@@ -93,14 +93,14 @@ def test_a_copy_that_waits_does_not_bring_a_deleted_entry_back(
             delete()
     elif way == "get":
         loading, go_on = threading.Event(), threading.Event()
-        store_copy = store._read_through._store  # type: ignore[union-attr]  # it has one
+        store_copy = store._remote._store  # type: ignore[union-attr]  # it has one
 
         def held(entry: EncodedEntry, since: int) -> None:
             loading.set()
             go_on.wait(WAIT_S)
             store_copy(entry, since)
 
-        monkeypatch.setattr(store._read_through, "_store", held)
+        monkeypatch.setattr(store._remote, "_store", held)
         assert store.get(KEY) is not None
         assert loading.wait(WAIT_S)
         delete()

@@ -75,6 +75,22 @@ def test_a_refused_entry_takes_no_other_along(log: RemovalLog, error: Exception)
     queue.close(1.0)
 
 
+def test_a_try_that_meets_another_error_ends(log: RemovalLog) -> None:
+    """An entry that no memory is left for, when the remote is tried after a pause, is dropped, and the next pause begins."""
+    now = 0.0
+    breaker = CircuitBreaker(lambda: now)
+    while not breaker.fail():
+        pass
+    now += breaker.wait_s()
+    remote = Remote(DIGESTS[0], MemoryError())
+    queue = UploadQueue(remote.send, remote.remove, breaker, 2**30, log)
+    remote.go_on.set()
+    queue.put(ENTRIES[0])
+    assert queue.flush(WAIT_S)
+    assert (queue.dropped, breaker.state, breaker.wait_s()) == (1, "open", 2.0)
+    queue.close(0.1)
+
+
 def test_a_removal_is_noted_until_it_is_made(log: RemovalLog) -> None:
     """An entry that is removed while it is being sent stays noted when the send ends: the removal still waits."""
     remote = Remote("", RemoteError(""))

@@ -1,0 +1,79 @@
+"""The recall of the ways to search, and the answers from what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import measure_retrieval
+import pytest
+from fakes import FakeEmbedder
+
+from cacheblend.base.errors import InputError
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of three cases, and no embedding model."""
+    monkeypatch.setattr(measure_retrieval, "SentenceTransformerEmbedder", FakeEmbedder)
+    shared = {"title": "Shared", "text": "Every town has a mayor and a river. " * 20}
+    cases = [
+        {
+            "id": f"case-{index}",
+            "question": f"Where does person {index} live?",
+            "answers": [f"town {index}"],
+            "passages": [{"title": f"Title {index}", "text": f"Person {index} lives in town {index}. " * 20}, shared],
+            "task": "qa",
+        }
+        for index in range(3)
+    ]
+    (tmp_path / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    return tmp_path / "cases.jsonl"
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    measure_retrieval.main([*arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_recall(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With as many chunks as there are, every gold passage is found; a chunk of it that holds no answer is none with one."""
+    found = figures(capsys, str(data), "--top-k", "4", "--way", "hybrid")
+    assert (found["passages"], found["questions"]) == (4, 3)
+    assert found["hybrid"] == {"recall": 1.0, "answer": 1.0, "all": 1.0}
+    split = figures(capsys, str(data), "--top-k", "1", "--chunk-tokens", "4", "--way", "hybrid")
+    assert split["hybrid"]["answer"] < 1
+
+
+def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both methods answer from stored chunks, and a run that was cut off goes on after its last whole case."""
+    arguments = [
+        str(data),
+        "--answers",
+        "--top-k",
+        "2",
+        "--chunk-tokens",
+        "64",
+        "--way",
+        "hybrid",
+        "--out",
+        str(tmp_path / "rows"),
+    ]
+    whole = figures(capsys, *arguments)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()[1:]]
+    assert [row["id"] for row in rows] == ["case-0", "case-1", "case-2"]
+    assert all(row["answers"]["blend"]["hits"] == 2 for row in rows)
+    assert whole["hybrid"]["full_recompute"]["gold_nll_nats"] != whole["hybrid"]["blend"]["gold_nll_nats"]
+
+    lines = (tmp_path / "rows").read_text().splitlines(keepends=True)
+    (tmp_path / "rows").write_text("".join(lines[:3]) + lines[3][:20])
+    answered, marks = [], measure_retrieval.Answerer.marks
+    monkeypatch.setattr(
+        measure_retrieval.Answerer, "marks", lambda self, *case: answered.append(case[0].id) or marks(self, *case)
+    )
+    assert figures(capsys, *arguments) == whole
+    assert answered == ["case-2"]
+    with pytest.raises(InputError, match="choose another --out"):
+        measure_retrieval.main([*arguments, "--top-k", "1"])
