@@ -141,7 +141,6 @@ REMEDIES = {
 # What `REMEDIES` would say of these fields helps nobody.
 FIELD_REMEDIES = {
     "prompt": "is one text, or a list of one; ask for several in several requests",
-    "input": "must be a text or a list; token ids are other models' (in LangChain: check_embedding_ctx_length=False)",
     "modalities": 'only ["text"] is supported; leave it out',
     "functions": "are OpenAI's older form of tools; leave them out, and give tools",
     "function_call": 'only "none" and "auto" are supported; leave it out',
@@ -161,10 +160,9 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
     param = ".".join(place) or None
     given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"
     field = next((name for name in (*names[:1], *names[-1:]) if name in FIELD_REMEDIES), None)
-    helps = first["type"] == "string_type" if field == "input" else first["type"] not in ("missing", "value_error")
     if param in UNSUPPORTED:
         what = f"only {UNSUPPORTED[param]} is supported; leave it out"
-    elif field is not None and helps:
+    elif field is not None and first["type"] not in ("missing", "value_error"):
         what = FIELD_REMEDIES[field]
     else:
         remedy = REMEDIES.get(first["type"])

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import checked_between_batches
@@ -23,7 +23,15 @@ from .server import Server, run_call
 
 router = APIRouter(route_class=JsonRoute)
 MOST_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
-Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+
+
+def _without_token_ids(inputs: list[Any]) -> list[Any]:
+    if inputs and isinstance(inputs[0], int | list):
+        raise ValueError("give texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)")
+    return inputs
+
+
+Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True), BeforeValidator(_without_token_ids)]
 
 
 class EmbeddingsBody(IgnoredFields):

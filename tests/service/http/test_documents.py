@@ -165,3 +165,8 @@ def test_a_damaged_document_is_the_servers_fault(client: httpx.Client, engine: E
     assert client.post("/v1/documents", json={"documents": [DOCUMENTS[0]]}).status_code == 201
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     wait_until(lambda: engine.store.stats().pending_writes == 0)
+
+
+def test_documents_that_are_no_list(client: httpx.Client) -> None:
+    response = client.post("/v1/documents", json={"documents": 5})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "documents")

@@ -89,6 +89,9 @@ def test_parsed(openai_client: openai.OpenAI) -> None:
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
+        ({"input": 5}, "input: must be a text, got 5"),
+        ({"input": [{"role": "user", "content": 5}]}, "input.0.content: must be a text, got 5"),
+        ({"documents": 5}, "documents: must be a list, got 5"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input.0"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
