@@ -21,7 +21,7 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.blend.models import load_tokenizer
 from cacheblend.integrations.vllm.config import ConnectorConfig
-from cacheblend.integrations.vllm.plugin import PRIMITIVES
+from cacheblend.integrations.vllm.plugin import KERNELS
 from cacheblend.integrations.vllm.router import CHAT, PromptMarker
 from cacheblend.loader import describe_device, write_profile
 from cacheblend.retriever import RetrieverConfig
@@ -441,10 +441,13 @@ def test_the_check_asks_for_no_cuda_graph(
 
     with monkeypatch.context() as patched:
         patched.setattr(CudagraphDispatcher, "dispatch", dispatch)
-        patched.delenv(PRIMITIVES[0], raising=False)
+        for variable in KERNELS:
+            patched.delenv(variable, raising=False)
         with open_served(make_model("llama")) as served:
             assert served.llm.llm_engine.engine_core is not None
-            assert os.environ[PRIMITIVES[0]] == PRIMITIVES[1]  # that of oneDNN's memory, for the engine's start
+            assert {
+                variable: os.environ[variable] for variable in KERNELS
+            } == KERNELS  # that of oneDNN's memory, for the engine's start
     monkeypatch.setattr("cacheblend.integrations.vllm.check._without_graphs", lambda _: nullcontext())
     monkeypatch.setattr(CudagraphDispatcher, "dispatch", dispatch)
     with pytest.raises(UnsupportedModelError, match="inappropriate time"), open_served(make_model("llama")):
