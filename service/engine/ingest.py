@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from .chunk_contexts import ChunkEncoder
     from .document_encoder import EncodedDocuments
-    from .document_sources import DocumentStream, StreamSize
+    from .document_sources import DocumentStream
     from .documents import DocumentWriter, PutReport
+    from .stream_size import StreamSize
 
 logger = logging.getLogger(__name__)
 StreamProgress = Callable[[int, int], None]

@@ -26,8 +26,9 @@ from cacheblend.blend.decoder import Decoder
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine import ingest
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, StreamSize
+from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.ingest import IngestProgress
+from cacheblend.service.engine.stream_size import StreamSize
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
 

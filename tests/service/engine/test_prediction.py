@@ -75,7 +75,7 @@ def test_a_calibration_of_something_else(change: dict[str, object]) -> None:
 
 
 def test_known_models() -> None:
-    """A known model has a loss by its name and by its folder, with raw KV, the default context and the default selector alone."""
+    """A known model has a loss by its name and by its folder, with raw KV and the default context and selector alone."""
     for name in (KNOWN, str(KNOWN_MODELS[KNOWN].folder)):
         curve = find_loss(config_of(name), None)
         assert curve is not None
