@@ -106,8 +106,8 @@ class _Generating:
         options = {**self._options, **(generation_kwargs or {})}
         stop, documents = options.pop("stop", None), options.pop("documents", None)
         for index, (piece, done) in enumerate(with_end(self._chat.stream(messages, options, stop=stop, documents=documents))):
-            reason, meta = (None, {}) if done is None else (done.finish_reason, report(done))
-            yield StreamingChunk(content=piece, meta=meta, index=0, start=index == 0, finish_reason=reason)
+            meta = {} if done is None else report(done)
+            yield StreamingChunk(content=piece, meta=meta, index=0, start=index == 0, finish_reason=meta.get("finish_reason"))
 
     def _whole(self, chunks: Sequence[StreamingChunk]) -> tuple[str, dict[str, Any]]:
         meta = dict(chunks[-1].meta)

@@ -20,8 +20,9 @@ from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
 from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, StreamSize
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport
 from cacheblend.service.engine.ingest import IngestReport
+from cacheblend.service.engine.stream_size import StreamSize
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
 from cacheblend.store.codecs import CODECS, LayerShape
 
@@ -158,7 +159,8 @@ def _ingest(
         # Nobody reads here, and memory that is used again costs less than new.
         config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
         fusor = load_fusor(config)
-    config = _agreed(config, fusor.decoder.geometry, size, codec_is_free=_codec_is_free(context), yes=yes)
+    tokens = size.tokens(fusor.tokenizer) if size else None
+    config = _agreed(config, fusor.decoder.geometry, tokens, codec_is_free=_codec_is_free(context), yes=yes)
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
         with IngestProgress(terminal.stderr, stream, size) as progress:
@@ -228,12 +230,13 @@ def _ingest_on_ray(
         with closing(DocumentStream(sources, Shard.parse(shard))) as stream:
             size = _measured(stream)
     with terminal.shown_stages():
-        from cacheblend.blend.models import kv_geometry
+        from cacheblend.blend.models import kv_geometry, load_tokenizer
         from cacheblend.service.engine.config import torch_dtype
 
         config = settings.make(EngineConfig, model=model, store_dir=store_dir)
         geometry = kv_geometry(config.model, config.resolve_device(), torch_dtype(config.dtype))
-    config = _agreed(config, geometry, size, codec_is_free=_codec_is_free(context), yes=yes)
+        tokens = size.tokens(load_tokenizer(config.model)) if size else None
+    config = _agreed(config, geometry, tokens, codec_is_free=_codec_is_free(context), yes=yes)
     found = SourceReport()
     try:
         # What Ray says of a process that died would stand before the JSON object.
@@ -330,7 +333,6 @@ def _print_ingested(report: IngestReport) -> None:
 
 
 NAMED = 10  # skipped files of each reason
-CHARACTERS_PER_TOKEN = 4.0  # of English text, before any is tokenised
 ASK_FROM_BYTES = 2 * GIB
 LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
 
@@ -341,15 +343,13 @@ def _codec_is_free(context: typer.Context) -> bool:
     return source is not None and source.name == "DEFAULT"
 
 
-def _agreed(
-    config: EngineConfig, geometry: KVGeometry, size: StreamSize | None, *, codec_is_free: bool, yes: bool
-) -> EngineConfig:
+def _agreed(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, codec_is_free: bool, yes: bool) -> EngineConfig:
     """Say what an ingest takes, ask where that is much, and give the configuration with a codec that fits.
 
     Args:
         config: as it was asked for.
         geometry: of the model's KV.
-        size: of the documents; None where that is not known.
+        tokens: about so many are in the documents; None where that is not known.
         codec_is_free: nobody named the codec.
         yes: do not ask.
 
@@ -359,19 +359,19 @@ def _agreed(
     folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
     shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
     token_bytes = {name: geometry.layers * codec.encoded_shape(shape).nbytes / chunk_tokens for name, codec in CODECS.items()}
-    tokens = size.characters / CHARACTERS_PER_TOKEN if size else 0
     stored = sum(file.stat().st_size for file in (folder / KV_FOLDER).rglob("*") if file.is_file())
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     room = min(config.store.nvme_budget_bytes, shutil.disk_usage(above).free + stored)
     codec = config.kv_cache_dtype
-    if codec_is_free and tokens * token_bytes[codec] > room:
-        codec = next((name for name in LOSSY if tokens * token_bytes[name] <= room), LOSSY[-1])
-    need = max(0.0, tokens * token_bytes[codec] - stored)
+    coming = tokens or 0
+    if codec_is_free and coming * token_bytes[codec] > room:
+        codec = next((name for name in LOSSY if coming * token_bytes[name] <= room), LOSSY[-1])
+    need = max(0.0, coming * token_bytes[codec] - stored)
     estimate = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
-    if size:
-        estimate += f": about {tokens:,.0f} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
+    if tokens is not None:
+        estimate += f": about {tokens:,} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
     if codec != config.kv_cache_dtype:
-        estimate += f"; raw KV, which is exact, would take {tokens * token_bytes['raw'] / 1e9:.1f} GB"
+        estimate += f"; raw KV, which is exact, would take {coming * token_bytes['raw'] / 1e9:.1f} GB"
     if need + stored > room:
         estimate += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
     if need > ASK_FROM_BYTES and not yes:

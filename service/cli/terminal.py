@@ -29,7 +29,8 @@ from rich.text import Text
 from cacheblend.base.errors import InputError
 
 if TYPE_CHECKING:
-    from cacheblend.service.engine.document_sources import DocumentStream, StreamSize
+    from cacheblend.service.engine.document_sources import DocumentStream
+    from cacheblend.service.engine.stream_size import StreamSize
 
 LOADING = "loading libraries"
 LINE_EVERY_S = 10.0  # of progress, where there is no terminal

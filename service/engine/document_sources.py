@@ -23,6 +23,7 @@ from cacheblend.retriever import Document
 
 from .file_converter import CONVERTED_SUFFIXES, FileConverter
 from .json_lines import LineLimits, read_json_lines, read_lines
+from .stream_size import StreamSize, TextSample
 from .web_pages import SCHEMES, WebFiles
 
 logger = logging.getLogger(__name__)
@@ -77,14 +78,6 @@ class Shard:
         return int.from_bytes(digest, "big") % self.count == self.index - 1
 
 
-@dataclass(frozen=True, slots=True)
-class StreamSize:
-    """Size of a stream: documents, and characters of their texts."""
-
-    documents: int
-    characters: int
-
-
 @dataclass(slots=True)
 class SourceReport:
     """Files that gave no documents, and why.
@@ -136,16 +129,18 @@ class DocumentStream:
         if STANDARD_INPUT in self._sources:
             return None
         documents = characters = given = 0
+        sample = TextSample()
         for document in self._documents():
             given += 1
             if self._shard.holds(document.id):
                 documents, characters = documents + 1, characters + len(document.text)
+                sample.add(document.text)
         if not given:
             skipped = [f"{name}: {why}" for name, why in self.report.skipped.items()]
             whys = [*self.report.faults.values(), *skipped]
             more = [f"and {len(whys) - 5:,} more"] if len(whys) > 5 else []
             raise InputError("; ".join(["no documents to ingest", *(whys[:5] or ["give at least one"]), *more]))
-        return StreamSize(documents, characters)
+        return StreamSize(documents, characters, tuple(sample.pieces))
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents():

@@ -35,7 +35,7 @@ def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypa
 
 def test_a_codec_that_fits(run: CommandLine, passages: Path) -> None:
     """Where raw KV does not fit the budget, and nobody named a codec, one that fits is taken, said, and kept for later."""
-    budget = ("--nvme-budget-bytes", "120000")
+    budget = ("--nvme-budget-bytes", "200000")
     assert "(int8)" in run.on_store("ingest", str(passages), *budget).err
     assert json.loads((run.store / "settings.json").read_text())["kv_cache_dtype"] == "int8"
     run.store = run.store.with_name("other")
@@ -56,7 +56,7 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
     run.store = run.store.with_name("other")
     told = run.on_store("ingest", str(passages), "--ray", "local")
     assert estimate.partition(", ")[0] in told.err
-    assert run.on_store("ingest", str(passages), "--ray", "local", "--nvme-budget-bytes", "120000").code == 0
+    assert run.on_store("ingest", str(passages), "--ray", "local", "--nvme-budget-bytes", "200000").code == 0
     assert taken == ["raw", "int8"]
     monkeypatch.setattr("cacheblend.service.cli.ingest.ASK_FROM_BYTES", 0)
     refused = run.on_store("ingest", str(passages), "--ray", "local")

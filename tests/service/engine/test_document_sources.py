@@ -7,13 +7,16 @@ import io
 import json
 import sys
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fakes import tiny_tokenizer
 
 from cacheblend.base.errors import InputError
+from cacheblend.retriever import PlainTokenizer
 from cacheblend.service.engine import document_sources, json_lines
-from cacheblend.service.engine.document_sources import read_documents
+from cacheblend.service.engine.document_sources import DocumentStream, Shard, read_documents
 
 LINE = json.dumps({"id": "one", "text": "some text"})
 
@@ -116,3 +119,20 @@ def test_long_texts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name, place in (("long.txt", r"long\.txt"), ("long.jsonl", r"long\.jsonl, line 2")):
         with pytest.raises(InputError, match=rf"{place}: a text of more than 1 MiB; split it into several documents"):
             list(read_documents(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("lengths", [[30], [1_000_000], [400] * 3000, [100_000, 7, 0, 100_000]])
+def test_tokens_of_a_stream(tmp_path: Path, lengths: list[int]) -> None:
+    """They are counted in pieces from all over the texts, so that every language counts as it is written."""
+    tokenizer = tiny_tokenizer()
+    for place, length in enumerate(lengths):
+        kind = "while the loop " if place % 2 else "\u6f22\u5b57"
+        text = (kind * length)[:length] or "x"
+        (tmp_path / f"{place:04}.txt").write_text(text, encoding="utf-8")
+    with closing(DocumentStream([str(tmp_path)], Shard())) as stream:
+        size = stream.measure()
+        tokens = sum(len(PlainTokenizer(tokenizer).ids(document.text)) for document in stream)
+    assert size is not None
+    assert sum(map(len, size.sample)) <= 2**16
+    assert size.tokens(tokenizer) == pytest.approx(tokens, rel=0.2)
+    assert size.tokens(None) == round(size.characters / 4)

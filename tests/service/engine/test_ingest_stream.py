@@ -27,7 +27,8 @@ from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.cli.terminal import IngestProgress
 from cacheblend.service.engine import ingest
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, StreamSize
+from cacheblend.service.engine.document_sources import DocumentStream, Shard
+from cacheblend.service.engine.stream_size import StreamSize
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
 
