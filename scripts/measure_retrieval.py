@@ -241,6 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--way", action="append", choices=WAYS, help="one to measure, may be repeated; left out, all")
     parser.add_argument("--model", default=str(READER), help="whose tokens chunks have, and which answers")
     parser.add_argument("--answers", action="store_true", help="have the model answer from what was found")
+    parser.add_argument(
+        "--prompt", default="auto", choices=["auto", "few-shot"], help="auto: a chat where the model has a template"
+    )
     parser.add_argument("--chunk-tokens", type=int, help="split passages into chunks of so many; left out, they stay whole")
     parser.add_argument("--reranker", default="none", help="a CrossEncoder that orders what was found, or none")
     parser.add_argument("--out", type=Path, help="a line a case; a file that is there is gone on with")
@@ -254,13 +257,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     corpus = {_id_of(one): {"title": one.title, "text": one.text} for example in examples for one in example.passages}
     cases = [case for case in map(Case.of, examples[: options.cases]) if case.gold]
     setup = {"file": options.file.name, "passages": len(corpus), "questions": len(cases)} | {
-        name: getattr(options, name) for name in ("top_k", "model", "answers", "chunk_tokens", "reranker")
+        name: getattr(options, name) for name in ("top_k", "model", "answers", "prompt", "chunk_tokens", "reranker")
     }
     rows = Rows(options.out, setup)
     print(f"{len(corpus)} passages, {len(cases)} questions", file=sys.stderr)
 
     # 2. Each way to search; texts are embedded and KV is computed once.
     fusor = Fusor.from_pretrained(options.model, dtype="auto") if options.answers else None
+    if fusor is not None and options.prompt == "few-shot":
+        fusor.tokenizer.chat_template = None  # the engine then writes plain texts
     with tempfile.TemporaryDirectory() as folder:
         for way in ways:
             missing = [case for case in cases if (way, case.example.id) not in rows]
