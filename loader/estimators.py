@@ -25,7 +25,7 @@ FITS = 8
 # Without a profile, a pass through a layer is taken to cost so many rows more than it runs: its weights are read, and its
 # operations begun, whatever the rows. Measured on a CPU with models of 0.4 and 3.5 M multiply-adds a row (docs/loader.md); on
 # CUDA an estimate that is always above the most.
-FIXED_ROWS, MOST_FIXED_ROWS = 64, 256
+FIXED_ROWS, MAX_FIXED_ROWS = 64, 256
 FIXED_MULTIPLY_ADDS = {"cpu": 66_000_000, "cuda": 60_000_000_000}
 # Multiply-adds a second of a full prefill on a device that was not measured: fewer than almost all do (two cores of a small
 # server, a GPU of ten years ago), for a remote tier that is given up too early helps nobody.
@@ -173,7 +173,7 @@ class WorkEstimator:
     def share(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> float:
         """A blend's work over a full prefill's; arguments as of `is_short`."""
         operations = FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds
-        fixed = min(FIXED_ROWS + operations, MOST_FIXED_ROWS)
+        fixed = min(FIXED_ROWS + operations, MAX_FIXED_ROWS)
         passes = [count + fresh for count in self.schedule.counts(reusable, self.layers, ratio)]
         if self.schedule.asks and 0 < ratio < 1:
             passes += [min(fresh, MAX_QUESTION_TOKENS)] * (self.layers - 1)

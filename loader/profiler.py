@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CHUNKS = 6
 MODEL = "tier-speed"
-MOST_BYTES = 512 * 2**20
+MAX_BYTES = 512 * 2**20
 
 
 def measure_tiers(
@@ -60,7 +60,7 @@ def measure_tiers(
         remote: a store whose remote tier is measured too, if it answers; what is written there is removed.
     """
     make_folder(directory)
-    fits = max(1, MOST_BYTES // (CHUNKS * geometry.layers * geometry.layer_bytes(1)))
+    fits = max(1, MAX_BYTES // (CHUNKS * geometry.layers * geometry.layer_bytes(1)))
     sizes = sorted({max(1, min(chunk_tokens, fits) // 8), min(chunk_tokens, fits)})
     read_s: dict[str, list[float]] = {"ram": [], "nvme": []}
     for tokens in sizes:
@@ -129,7 +129,7 @@ def _read_s(geometry: KVGeometry, scratch: Path, config: LoaderConfig, tokens: i
     """Median seconds of one read, by tier."""
     layer, ids, keys = _chunks(geometry, tokens, MODEL)
     seconds: dict[str, list[float]] = {"ram": [], "nvme": []}
-    with KVStore(StoreConfig(directory=scratch / "kv", ram_budget_bytes=2 * MOST_BYTES)) as store:
+    with KVStore(StoreConfig(directory=scratch / "kv", ram_budget_bytes=2 * MAX_BYTES)) as store:
         for key, chunk in zip(keys, ids, strict=True):
             store.put(key, ChunkKV([layer] * geometry.layers, chunk, (), MODEL))
         for _ in range(repeats + 1):

@@ -84,7 +84,7 @@ MODELS = (
         "DeepSeek-V3 (MLA)", 61, 37e9 / 61, 671e9 / 61, 128 * (192 + 128), 512 + 64, 16, "deepseek-ai/DeepSeek-V3 config.json"
     ),
 )
-MOST_BYTES_PER_S = 1e13
+MAX_BYTES_PER_S = 1e13
 IN_FLIGHT = 64  # reads at once, which share the latency of one: see `TierSpeed.read_s`
 
 
@@ -159,14 +159,14 @@ class Request:
 
         None where it is later at any: a prompt so short that each pass costs the reading of the weights.
         """
-        low, high = 1e5, MOST_BYTES_PER_S
+        low, high = 1e5, MAX_BYTES_PER_S
         while high / low > 1.01:
             middle = math.sqrt(low * high)
             tier = StorageDevice(device="", read_bytes_per_s=middle, read_s=0, price_per_gb_month=0)
             (choice,) = self.on(model, [tier]).values()
             enough = choice.adds_no_delay if hides else choice.prefill_s <= choice.full_s
             low, high = (low, middle) if enough else (middle, high)
-        return high if high < MOST_BYTES_PER_S else None
+        return high if high < MAX_BYTES_PER_S else None
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

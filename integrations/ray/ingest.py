@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 LOCAL = "local"
 READERS = 2  # tasks that read files at once; one reads megabytes a second, of which an actor computes kilobytes
 WAITING_PER_ACTOR = 2  # batches that an actor was given: one that it encodes, and the next
-MOST_DEATHS = 10  # of actors over one batch: one that takes all memory kills each of them, and Ray would go on for ever
+MAX_DEATHS = 10  # of actors over one batch: one that takes all memory kills each of them, and Ray would go on for ever
 CONNECT_S = 5.0  # that a cluster may take to answer
 BUFFERED_BYTES = 64 * 2**20  # of batches that were read, and of those encoded that wait to be put into the index
 
@@ -192,7 +192,7 @@ def _deliveries(
                 compute=ActorPoolStrategy(size=settings.ray_actors, max_tasks_in_flight_per_actor=WAITING_PER_ACTOR),
                 num_cpus=settings.ray_cpus,
                 num_gpus=settings.ray_gpus,
-                max_task_retries=MOST_DEATHS,
+                max_task_retries=MAX_DEATHS,
             )
         )
         try:

@@ -11,7 +11,7 @@ from cacheblend.service.engine.config import EngineConfig
 
 from . import options, terminal
 
-MOST_TOKENS = 512  # small models do not always end, and a prompt of thousands of tokens leaves room for minutes of text
+MAX_TOKENS = 512  # small models do not always end, and a prompt of thousands of tokens leaves room for minutes of text
 
 
 def _show(piece: str) -> None:
@@ -69,15 +69,15 @@ def ask(
             with terminal.progress_bars() as progress:
                 ingest_corpus(engine, progress)
         request = engine.prepare(question, top_k=top_k, method=method, temperature=temperature, top_p=top_p)
-        is_cut_here = config.max_tokens is None and request.max_tokens > MOST_TOKENS
+        is_cut_here = config.max_tokens is None and request.max_tokens > MAX_TOKENS
         if is_cut_here:
-            request.max_tokens = MOST_TOKENS
+            request.max_tokens = MAX_TOKENS
         shown = TextStream(engine.fusor.tokenizer)
         answer = engine.complete(request, None if as_json else lambda token: _show(shown.add(token)))
         if not as_json:
             _show(shown.finish() + "\n")
-        if is_cut_here and len(answer.token_ids) == MOST_TOKENS:
-            terminal.stderr.print(f"ended after {MOST_TOKENS} tokens; --max-tokens allows more", highlight=False)
+        if is_cut_here and len(answer.token_ids) == MAX_TOKENS:
+            terminal.stderr.print(f"ended after {MAX_TOKENS} tokens; --max-tokens allows more", highlight=False)
         engine.drain()
     if as_json:
         terminal.print_json(answer.as_dict())

@@ -42,7 +42,7 @@ PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": FAST
 UNSALTED_SHARE, SALT_SHARE = 0.5, 0.05
 SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
 EXAMPLES_FILE = "examples.json"  # of a store folder: questions that its documents answer well
-MOST_EXAMPLES = 12
+MAX_EXAMPLES = 12
 SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
@@ -222,7 +222,7 @@ def write_examples(store_dir: Path, questions: Sequence[str]) -> None:
         OSError: it cannot be written.
     """
     with replacing(store_dir / EXAMPLES_FILE) as file:
-        file.write(json.dumps(list(questions[:MOST_EXAMPLES]), ensure_ascii=False, indent=1).encode())
+        file.write(json.dumps(list(questions[:MAX_EXAMPLES]), ensure_ascii=False, indent=1).encode())
 
 
 def read_examples(store_dir: Path) -> list[str]:
@@ -230,7 +230,7 @@ def read_examples(store_dir: Path) -> list[str]:
     with suppress(OSError, ValueError):
         found = json.loads((store_dir / EXAMPLES_FILE).read_bytes())
         if isinstance(found, list):
-            return [question for question in found if isinstance(question, str) and question.strip()][:MOST_EXAMPLES]
+            return [question for question in found if isinstance(question, str) and question.strip()][:MAX_EXAMPLES]
     return []
 
 

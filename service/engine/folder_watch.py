@@ -23,7 +23,7 @@ from .ingest import IngestReport
 
 RECORD_FILE = "watched.json"
 QUIET_MS = 500  # without a change, before changes are followed: a file that is being written is left alone
-MOST_WAIT_MS = 5000  # for that
+MAX_WAIT_MS = 5000  # for that
 RESCAN_MS = 60_000  # also without an event: network shares send none
 
 
@@ -116,7 +116,7 @@ class FolderWatch:
             watch_filter=None,
             stop_event=stop,
             step=QUIET_MS,
-            debounce=MOST_WAIT_MS,
+            debounce=MAX_WAIT_MS,
             rust_timeout=RESCAN_MS,
             yield_on_timeout=True,
             ignore_permission_denied=True,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LOOKUPS = DaemonThreads("cacheblend-lookups")  # a remote tier may take its time-out to answer
-MOST_REMOTE_DAMAGES = 2  # of a request, until it does without the remote tier
+MAX_REMOTE_DAMAGES = 2  # of a request, until it does without the remote tier
 PrefillSteps = Generator[LayerReport | None, None, None]
 
 
@@ -228,7 +228,7 @@ class Prefiller:
                 if found and self._store.remote is not None:
                     self._store.remote.forget(found)
                     remote_damages += 1
-                    use_remote = remote_damages < MOST_REMOTE_DAMAGES
+                    use_remote = remote_damages < MAX_REMOTE_DAMAGES
                 continue
             except RemoteError as error:  # what is remote is recomputed
                 logger.info("a request does without the remote tier: %s", error)

@@ -34,8 +34,8 @@ LARGE_BYTES = 2**20  # some time after such a body is answered, freed memory goe
 BURST_BYTES, BYTES_PER_S = 2**26, 2**23
 LONGEST_PACE_S = 30.0
 RETURN_AFTER_S = 5.0
-MOST_VALUES = 200_000  # of one body: 2 bytes of JSON are up to 64 of Python's
-MOST_TEXT_BYTES = 8 * 2**20  # of one string as it is sent; a call on a string holds Python's lock for all of it
+MAX_VALUES = 200_000  # of one body: 2 bytes of JSON are up to 64 of Python's
+MAX_TEXT_BYTES = 8 * 2**20  # of one string as it is sent; a call on a string holds Python's lock for all of it
 SMALL_BYTES = 2**14  # read in less time than a thread takes to begin
 PIECE_BYTES = 2**16  # checked at once, and then other threads have their turn
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -242,7 +242,7 @@ def check_values(raw: bytes) -> None:
     """Refuse a body of too many values (strings, and what commas and brackets part) or with too long a string, unread.
 
     Raises:
-        ApiError: 400, more than `MOST_VALUES` values; 413, a string of more than `MOST_TEXT_BYTES`.
+        ApiError: 400, more than `MAX_VALUES` values; 413, a string of more than `MAX_TEXT_BYTES`.
     """
     values = text_bytes = start = 0
     in_text = False
@@ -260,8 +260,8 @@ def check_values(raw: bytes) -> None:
                 text_bytes += len(part)
             else:
                 values += part.count(b",") + part.count(b"[") + part.count(b"{")
-            if text_bytes > MOST_TEXT_BYTES:
-                why = f"the body has a text of more than {MOST_TEXT_BYTES} bytes; split it into several documents"
+            if text_bytes > MAX_TEXT_BYTES:
+                why = f"the body has a text of more than {MAX_TEXT_BYTES} bytes; split it into several documents"
                 raise ApiError(413, why, code="text_too_long")
-        if values > MOST_VALUES:
-            raise ApiError(400, f"the body has more than {MOST_VALUES} values; send it in parts", code="too_many_values")
+        if values > MAX_VALUES:
+            raise ApiError(400, f"the body has more than {MAX_VALUES} values; send it in parts", code="too_many_values")

@@ -20,7 +20,7 @@ from .server import Server, run_call
 
 router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
 _Result = TypeVar("_Result")
-LISTED, MOST_LISTED = 100, 1000  # documents of a page
+LISTED, MAX_LISTED = 100, 1000  # documents of a page
 
 
 class IngestBody(StrictModel):
@@ -55,7 +55,7 @@ async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
 @router.get("")
 async def ls(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=MOST_LISTED, description="At most so many documents.")] = LISTED,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="At most so many documents.")] = LISTED,
     after: Annotated[str | None, Query(description="List those after the document of this id: the `last_id` before.")] = None,
     by: Annotated[
         Literal["document", "file"], Query(description="`file` lists the pages, slides and sheets of a file as one.")

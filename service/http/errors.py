@@ -29,7 +29,7 @@ from cacheblend.base.errors import (
 from .schemas import LIST_TAG, OBJECT_TAG, TEXT_TAG
 
 logger = logging.getLogger(__name__)
-MOST_SHOWN = 80
+MAX_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
 NO_INDEX = "the index does not answer; try again later; the service's log says more, under the request's id"
 # OpenAI's fields that are taken with their neutral value alone.
@@ -105,7 +105,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        method, path = request.method[:MOST_SHOWN], shortened(request.scope["path"])
+        method, path = request.method[:MAX_SHOWN], shortened(request.scope["path"])
         known = {404: f"there is no {method} {path}", 405: f"{method} is not for {path}"}
         response = error_response(ApiError(error.status_code, known.get(error.status_code, str(error.detail))))
         response.headers.update(error.headers or {})
@@ -156,7 +156,7 @@ FIELD_REMEDIES = {
 def validation_error(first: Mapping[str, Any]) -> ApiError:
     """The error of a field, from the first that pydantic found."""
     names = [part for part in first["loc"] if part not in ("body", "query", "path", TEXT_TAG, LIST_TAG, OBJECT_TAG)]
-    place = [str(name)[:MOST_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
+    place = [str(name)[:MAX_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
     param = ".".join(place) or None
     given = "" if first["type"] == "missing" else f", got {shortened(first.get('input'))}"
     field = next((name for name in (*names[:1], *names[-1:]) if name in FIELD_REMEDIES), None)
@@ -184,6 +184,6 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def shortened(value: object) -> str:
-    """What a client sent, in ASCII and at most `MOST_SHOWN` characters, for a message."""
-    text = ascii(value[: 2 * MOST_SHOWN] if isinstance(value, str | bytes | list) else value)
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+    """What a client sent, in ASCII and at most `MAX_SHOWN` characters, for a message."""
+    text = ascii(value[: 2 * MAX_SHOWN] if isinstance(value, str | bytes | list) else value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -37,7 +37,7 @@ from .server import Server, run_call
 router = APIRouter(prefix="/v1/files")
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 FORM_FIELDS = ("file", "purpose")
-MOST_NAME_CHARACTERS = 200
+MAX_NAME_CHARACTERS = 200
 LISTED = 1000
 LINE_LIMITS = LineLimits(lines=200_000, decompressed_bytes=MAX_UNPACKED_BYTES)
 CHECK_EVERY_S = 0.1  # other uploads have their turns then, and a line is read in less
@@ -166,8 +166,8 @@ async def _uploaded(file: object) -> tuple[str, bytes]:
     if not isinstance(file, UploadFile):
         raise ApiError(400, "file: is missing; send it as a file of multipart/form-data", param="file", code="invalid_value")
     name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
-    if not name or len(name) > MOST_NAME_CHARACTERS or NO_ID.search(name) or "#" in name:
-        message = f"file: its name must have 1 to {MOST_NAME_CHARACTERS} characters, no control characters and no #"
+    if not name or len(name) > MAX_NAME_CHARACTERS or NO_ID.search(name) or "#" in name:
+        message = f"file: its name must have 1 to {MAX_NAME_CHARACTERS} characters, no control characters and no #"
         raise ApiError(400, message, param="file", code="invalid_value")
     return name, await file.read()
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cacheblend.service.engine.document_encoder import Progress
 
 router = APIRouter(prefix="/v1/ingests")
-MOST_NAME_CHARACTERS = 200
+MAX_NAME_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RunningIngests:
     @contextmanager
     def follow(self, tenant: str, name: str) -> Iterator[Progress]:
         """List an upload while the block runs; what it gives is called with the stage, how much is done, and of how much."""
-        token, name = object(), name[:MOST_NAME_CHARACTERS]
+        token, name = object(), name[:MAX_NAME_CHARACTERS]
 
         def report(stage: str, done: int, total: int) -> None:
             with self._lock:

@@ -162,9 +162,9 @@ class _State(Collector):
             value = sum(getattr(one, name) for one in remotes)
             yield CounterMetricFamily(f"cacheblend_remote_{name}", f"The remote tiers' {what}.", value=value)
         if remotes:
-            away = sum(one.state != "closed" for one in remotes)
+            unavailable = sum(one.state != "closed" for one in remotes)
             yield GaugeMetricFamily(
-                "cacheblend_remote_away", "Remote tiers that are not asked, since they do not answer.", away
+                "cacheblend_remote_unavailable", "Remote tiers that are not asked, since they do not answer.", unavailable
             )
         prefixes = [engine.prefixes.stats() for engine in self._engines]
         for name, what in PREFIX_GAUGES.items():

@@ -36,8 +36,8 @@ KEEP_ALIVE_S = 5
 # is after 5 ms, hundreds of times a prompt, where another thread reads a long question or a large body.
 SWITCH_S = 0.0001
 BACKLOG = 128  # connections that wait to be taken; asyncio tries as many at once, and logs a line for each that it cannot take
-MOST_FILES = 8192
-MOST_CONNECTIONS = 1000
+MAX_FILES = 8192
+MAX_CONNECTIONS = 1000
 NO_FILES_EVERY_S = 10.0
 
 
@@ -196,7 +196,7 @@ def run(server: Server, starting: Starting | None = None) -> None:
     # uvicorn raises the signal that stopped it again: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
-    service = StoppableServer(uvicorn_config(server, min(MOST_CONNECTIONS, raise_file_limit() // 2)), server)
+    service = StoppableServer(uvicorn_config(server, min(MAX_CONNECTIONS, raise_file_limit() // 2)), server)
     if starting is None:
         service.run()
         return
@@ -210,7 +210,7 @@ def run(server: Server, starting: Starting | None = None) -> None:
     service.run(sockets=starting.sockets)
 
 
-def uvicorn_config(server: Server, most_connections: int = MOST_CONNECTIONS) -> uvicorn.Config:
+def uvicorn_config(server: Server, most_connections: int = MAX_CONNECTIONS) -> uvicorn.Config:
     """How uvicorn serves the app.
 
     Args:
@@ -236,13 +236,13 @@ def uvicorn_config(server: Server, most_connections: int = MOST_CONNECTIONS) -> 
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to `MOST_FILES`, or as far as the hard one goes; returns what it is then."""
+    """Raise the soft limit of open files to `MAX_FILES`, or as far as the hard one goes; returns what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
-    return soft if soft != resource.RLIM_INFINITY else MOST_FILES
+    return soft if soft != resource.RLIM_INFINITY else MAX_FILES
 
 
 class NoFilesFilter(logging.Filter):

@@ -20,17 +20,17 @@ from pydantic import (
 
 from cacheblend.service.engine.prompt import Message
 
-from .tools import MOST_TOOLS, call_schema, check_bounds, read_arguments
+from .tools import MAX_TOOLS, call_schema, check_bounds, read_arguments
 
-MOST_STOP_STRINGS = 4
-MOST_NUM_CHUNKS = 1000
-MOST_MESSAGES = 1000
-MOST_PARTS = 1000
-MOST_CHOICES = 16
-MOST_LOGPROBS = 20
-MOST_BIASES = 1024
+MAX_STOP_STRINGS = 4
+MAX_NUM_CHUNKS = 1000
+MAX_MESSAGES = 1000
+MAX_PARTS = 1000
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
 TEXT_TAG, LIST_TAG, OBJECT_TAG = "<text>", "<list>", "<object>"  # which part of a union a value is read as; no names of fields
-MOST_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
+MAX_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 
 
 def _unicode(text: str) -> str:
@@ -48,7 +48,7 @@ StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
 OneText = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-StopList = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS, fail_fast=True)]
+StopList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 # Says which of two forms a value has, so that an error speaks of that one.
 TextOrList = Discriminator(lambda value: LIST_TAG if isinstance(value, list) else TEXT_TAG)
 TextOrObject = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict) else TEXT_TAG)
@@ -67,12 +67,12 @@ NoTools = Annotated[list[Any] | None, AfterValidator(_no_tools)]
 
 def _few(given: Any) -> Any:
     """Refuse too many biases before each is looked at: every one that is wrong is an error of its own."""
-    if isinstance(given, dict) and len(given) > MOST_BIASES:
-        raise ValueError(f"is too long; at most {MOST_BIASES}")
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"is too long; at most {MAX_BIASES}")
     return given
 
 
-Biases = Annotated[dict[str, Bias], Field(max_length=MOST_BIASES), BeforeValidator(_few)]
+Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_few)]
 
 
 class StrictModel(BaseModel):
@@ -83,8 +83,8 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
-            raise ValueError(f"has {len(given)} fields, more than {MOST_FIELDS}")
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"has {len(given)} fields, more than {MAX_FIELDS}")
         return given
 
 
@@ -115,7 +115,7 @@ class TextPart(StrictModel):
         return given
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(StrictModel):
@@ -152,7 +152,7 @@ class MessageBody(StrictModel):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[CallBody], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[CallId | None, Field(validate_default=True)] = None
     content: Annotated[Content | None, Field(validate_default=True)] = None
     name: Annotated[Text, StringConstraints(max_length=256)] | None = None
@@ -238,7 +238,7 @@ def _differ(tools: list[ToolBody]) -> list[ToolBody]:
     return tools
 
 
-Tools = Annotated[list[ToolBody], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(_differ)]
+Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_differ)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[NamedTool, Tag(OBJECT_TAG)], TextOrObject
 ]
@@ -308,7 +308,7 @@ class GenerationBody(IgnoredFields):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Annotated[StopString, Tag(TEXT_TAG)] | Annotated[StopList, Tag(LIST_TAG)], TextOrList] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = 0.0
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = 1.0
@@ -316,7 +316,7 @@ class GenerationBody(IgnoredFields):
     response_format: ResponseFormat | None = None
     # RAG
     documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`
-    num_chunks: Annotated[int, Field(ge=0, le=MOST_NUM_CHUNKS)] | None = None
+    num_chunks: Annotated[int, Field(ge=0, le=MAX_NUM_CHUNKS)] | None = None
     method: str = "blend"
     recompute_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     cache_salt: Salt = ""
@@ -365,10 +365,10 @@ class OpenWebUiFields(StrictModel):
 class ChatBody(OpenWebUiFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     modalities: list[Literal["text"]] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None  # without one "auto"
@@ -408,7 +408,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[OneText, Tag(LIST_TAG)], TextOrList]
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: None = None
 
     @property
@@ -455,7 +455,7 @@ class TextOptions(StrictModel):
     verbosity: Any = None  # ignored
 
 
-Items = Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ResponsesBody(GenerationBody):

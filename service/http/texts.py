@@ -18,11 +18,11 @@ from cacheblend.service.engine.engine import Engine
 from ..serving import Check
 from .body import JsonRoute
 from .errors import ApiError
-from .schemas import LIST_TAG, MOST_MESSAGES, TEXT_TAG, IgnoredFields, MessageBody, StrictModel, Text, TextOrList
+from .schemas import LIST_TAG, MAX_MESSAGES, TEXT_TAG, IgnoredFields, MessageBody, StrictModel, Text, TextOrList
 from .server import Server, run_call
 
 router = APIRouter(route_class=JsonRoute)
-MOST_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
+MAX_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
 
 
 def _without_token_ids(inputs: list[Any]) -> list[Any]:
@@ -31,7 +31,7 @@ def _without_token_ids(inputs: list[Any]) -> list[Any]:
     return inputs
 
 
-Inputs = Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True), BeforeValidator(_without_token_ids)]
+Inputs = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), BeforeValidator(_without_token_ids)]
 
 
 class EmbeddingsBody(IgnoredFields):
@@ -52,7 +52,7 @@ class TokenizeBody(StrictModel):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = False
 

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
-MOST_TOOLS = 32
-MOST_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
-MOST_TOOL_DEPTH = 32  # levels of the same
+MAX_TOOLS = 32
+MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
+MAX_TOOL_DEPTH = 32  # levels of the same
 
 
 def check_bounds(value: Any) -> None:
@@ -22,8 +22,8 @@ def check_bounds(value: Any) -> None:
     level, depth = [value], 0
     while inner := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
-        if depth > MOST_TOOL_DEPTH:
-            raise ValueError(f"is more than {MOST_TOOL_DEPTH} levels deep; make it simpler")
+        if depth > MAX_TOOL_DEPTH:
+            raise ValueError(f"is more than {MAX_TOOL_DEPTH} levels deep; make it simpler")
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -32,8 +32,8 @@ def check_bounds(value: Any) -> None:
         raise ValueError(f"is not Unicode: {error.reason}") from None
     except ValueError:
         raise ValueError("has NaN or a number beyond 1e308, which JSON has not; leave it out") from None
-    if len(text) > MOST_TOOL_CHARACTERS:
-        raise ValueError(f"has more than {MOST_TOOL_CHARACTERS} characters as JSON; make it shorter")
+    if len(text) > MAX_TOOL_CHARACTERS:
+        raise ValueError(f"has more than {MAX_TOOL_CHARACTERS} characters as JSON; make it shorter")
 
 
 def read_arguments(text: str) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def read_arguments(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is not the JSON of an object, or outside the bounds.
     """
-    if len(text) > MOST_TOOL_CHARACTERS:
-        raise ValueError(f"has more than {MOST_TOOL_CHARACTERS} characters; make it shorter")
+    if len(text) > MAX_TOOL_CHARACTERS:
+        raise ValueError(f"has more than {MAX_TOOL_CHARACTERS} characters; make it shorter")
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

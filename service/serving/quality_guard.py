@@ -25,7 +25,7 @@ STEP = 0.25  # of the ratio: from the paper's 0.15 to full recompute in four
 logger = logging.getLogger(__name__)
 GUARD_TOKENS = 8  # first greedy tokens that are compared
 GUARD_WINDOW = 20  # shadow evaluations that the mean agreement is over
-MOST_SAMPLED = 2  # prompts whose KV is kept for a check, running requests included; a long prompt's KV is large
+MAX_SAMPLED = 2  # prompts whose KV is kept for a check, running requests included; a long prompt's KV is large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class ShadowReport:
 
     Args:
         tenant: whose it was.
-        outcome: "compared", "dropped" (`MOST_SAMPLED` were kept already) or "failed".
+        outcome: "compared", "dropped" (`MAX_SAMPLED` were kept already) or "failed".
         comparisons: "served", the prompt as the client got it, and "lower", at the guard's level below where that is tried out.
         level: the guard's, now.
     """
@@ -281,7 +281,7 @@ class ShadowEvaluation:
         request.level = self._guard(request.tenant).level
         request.as_run = _at(prepared, request.level)
         request.sampled = random.random() < self._config.guard_share
-        if request.sampled and running_sampled + len(self._waiting) + (self._now is not None) >= MOST_SAMPLED:
+        if request.sampled and running_sampled + len(self._waiting) + (self._now is not None) >= MAX_SAMPLED:
             request.sampled = False
             self._report(request.tenant, "dropped")
 

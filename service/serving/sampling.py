@@ -22,8 +22,8 @@ from cacheblend.base.extras import needs_extra
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_SCHEMA_CHARACTERS = 2**16
-MOST_SCHEMA_DEPTH = 32  # each level is one of the compiler's own stack
+MAX_SCHEMA_CHARACTERS = 2**16
+MAX_SCHEMA_DEPTH = 32  # each level is one of the compiler's own stack
 # Of one grammar: states are 1 to 2 kB each; a step of so much fuel is some 10 ms of the thread that all requests share.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "max_lexer_states": 10_000,
@@ -195,10 +195,10 @@ class GrammarCompiler:
             import llguidance
             from llguidance.hf import from_tokenizer
         text = json.dumps(schema)
-        if len(text) > MOST_SCHEMA_CHARACTERS:
-            raise InputError(f"{field}: a schema has at most {MOST_SCHEMA_CHARACTERS} characters; make it simpler")
-        if _depth(schema) > MOST_SCHEMA_DEPTH:
-            raise InputError(f"{field}: a schema is at most {MOST_SCHEMA_DEPTH} levels deep; make it simpler")
+        if len(text) > MAX_SCHEMA_CHARACTERS:
+            raise InputError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters; make it simpler")
+        if _depth(schema) > MAX_SCHEMA_DEPTH:
+            raise InputError(f"{field}: a schema is at most {MAX_SCHEMA_DEPTH} levels deep; make it simpler")
         with self._lock:
             if self._vocabulary is None:
                 stop = getattr(self._model.generation_config, "eos_token_id", None)
@@ -221,7 +221,7 @@ class GrammarCompiler:
 def _depth(value: Any) -> int:
     """Levels of objects and lists; one more than the most where there are more than that."""
     level, depth = [value], 0
-    while level and depth <= MOST_SCHEMA_DEPTH:
+    while level and depth <= MAX_SCHEMA_DEPTH:
         inner = [one for one in level if isinstance(one, dict | list)]
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
         depth += bool(inner)

@@ -14,14 +14,14 @@ import uvicorn
 from waiting import wait_until
 
 from cacheblend.service.http import Server
-from cacheblend.service.http.run import MOST_CONNECTIONS, uvicorn_config
+from cacheblend.service.http.run import MAX_CONNECTIONS, uvicorn_config
 
 MODEL = "tiny"
 
 
 @contextmanager
 def listening(
-    server: Server, most_connections: int = MOST_CONNECTIONS, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None
+    server: Server, most_connections: int = MAX_CONNECTIONS, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None
 ) -> Iterator[str]:
     """The address at which a server listens; `on_loop` runs beside it on its event loop."""
     with contextlib.closing(socket.socket(proto=socket.IPPROTO_TCP)) as listener:  # as the command's

@@ -3,7 +3,7 @@ import { $, Refused, api, button, element, problem } from "/api.js";
 
 const LISTED = 20;
 const SHOWN = 100; // chunks of an opened document at first, and at each "Show more"
-const MOST_LISTED = 1000; // documents, which the service gives at once
+const MAX_LISTED = 1000; // documents, which the service gives at once
 const UPLOADED = /^file-[0-9a-f]{32}\/[^/]+\/([^#]+)/; // the id of a file that was uploaded, and its name
 const RETRIES = 5;
 let last = null; // id of the last document that is listed
@@ -94,7 +94,7 @@ function askToDelete(document, item) {
 /** List the documents anew, as many as are listed, or those after them; the newest come first. */
 export async function list(further = false) {
   const after = further && last !== null ? `&after=${encodeURIComponent(last)}` : "";
-  const limit = further ? LISTED : Math.min(MOST_LISTED, Math.max(LISTED, $("documents").children.length));
+  const limit = further ? LISTED : Math.min(MAX_LISTED, Math.max(LISTED, $("documents").children.length));
   const number = ++lists;
   const page = await (await api(`/v1/documents?by=file&order=desc&limit=${limit}${after}`)).json();
   if (number !== lists) return;

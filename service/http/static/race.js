@@ -3,7 +3,7 @@ import { $, api, element } from "/api.js";
 
 const NAMES = { full_recompute: "Full recompute", prefix_cache: "Prefix cache", full_reuse: "Full reuse", blend: "Blend" };
 const FIRST = ["full_recompute", "blend"]; // whose bars are drawn first: the others take as long again
-const MOST_LOGPROBS = 20; // that the service gives
+const MAX_LOGPROBS = 20; // that the service gives
 const MARKED_WORDS = 400; // of an answer; the comparison's table has the square of them
 
 /** The words, each with the space around it, so that together they are the text. */
@@ -112,7 +112,7 @@ async function raceAll(methods, bodyOf, signal) {
     $("racing").textContent = `Running ${NAMES[method] ?? method}, ${done + 1} of ${runs.length} …`;
     // Under a salt of its own prefix_cache finds none of this very prompt's blocks: every method meets the prompt for the first time.
     const salt = method === "prefix_cache" ? { cache_salt: String(Math.random()) } : {};
-    const again = results.has(method) ? { max_tokens: 1, logprobs: true, top_logprobs: MOST_LOGPROBS } : {};
+    const again = results.has(method) ? { max_tokens: 1, logprobs: true, top_logprobs: MAX_LOGPROBS } : {};
     const response = await api("/v1/chat/completions", { method: "POST", body: JSON.stringify({ ...bodyOf(method), ...salt, ...again }), signal });
     const { cacheblend: report, choices, usage } = await response.json();
     const result = results.get(method);

@@ -144,7 +144,7 @@ def test_a_batch_that_kills_its_actors(
     import ray.cloudpickle
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this file
-    monkeypatch.setattr(ingest, "MOST_DEATHS", 1)
+    monkeypatch.setattr(ingest, "MAX_DEATHS", 1)
     path = tmp_path / "documents.jsonl"
     path.write_text(json.dumps({**MANY[0], "text": "deadly words"}) + "\n")
     with pytest.raises(CacheBlendError, match="an actor could not go on"):

@@ -376,7 +376,7 @@ def test_an_answer_is_shown_as_it_comes(run: CommandLine, passages: Path, monkey
 def test_an_answer_has_an_end(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that never ends is cut, and that is told; --max-tokens goes before it."""
     assert run.on_store("ingest", str(passages)).code == 0
-    monkeypatch.setattr(ask_command, "MOST_TOKENS", 5)
+    monkeypatch.setattr(ask_command, "MAX_TOKENS", 5)
     cut = run.on_store("ask", QUESTION, "--json")
     assert len(cut.json["token_ids"]) == 5  # type: ignore[arg-type]
     assert "--max-tokens allows more" in cut.err

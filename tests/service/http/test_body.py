@@ -27,7 +27,7 @@ from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import sampling_options
 from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http import body as http_body
-from cacheblend.service.http.body import MOST_TEXT_BYTES, MOST_VALUES, PIECE_BYTES, check_values, read_body
+from cacheblend.service.http.body import MAX_TEXT_BYTES, MAX_VALUES, PIECE_BYTES, check_values, read_body
 from cacheblend.service.http.documents import IngestBody
 from cacheblend.service.http.errors import ApiError
 from cacheblend.service.http.schemas import ChatBody
@@ -95,12 +95,12 @@ def test_values_are_counted_outside_of_texts() -> None:
     """Commas, brackets and escaped quotation marks in a text are no values; a body of few values is taken, however long."""
     check_values(json.dumps({"documents": [{"text": '\\",[{' * (MIB // 2)}] * 2}).encode())
     check_values(json.dumps({"documents": [{"id": str(number), "text": "x"} for number in range(20_000)]}).encode())
-    check_values(b"[" + b"1," * (MOST_VALUES - 10) + b"1]")
+    check_values(b"[" + b"1," * (MAX_VALUES - 10) + b"1]")
     for body in (
-        b"[" + b"1," * MOST_VALUES + b"1]",
-        b"[" * (MOST_VALUES + 1),
-        b'["\\\\",' + b"[]," * MOST_VALUES,
-        b'""' * MOST_VALUES * 2,
+        b"[" + b"1," * MAX_VALUES + b"1]",
+        b"[" * (MAX_VALUES + 1),
+        b'["\\\\",' + b"[]," * MAX_VALUES,
+        b'""' * MAX_VALUES * 2,
     ):
         with pytest.raises(ApiError, match="more than 200000 values"):
             check_values(body)
@@ -113,9 +113,9 @@ def test_values_are_counted_wherever_a_piece_ends(text: str, piece_bytes: int) -
     # {, a, [, text, comma, [, text: seven, and a limit of six refuses them
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_body, "PIECE_BYTES", piece_bytes)
-        patch.setattr(http_body, "MOST_VALUES", 7)
+        patch.setattr(http_body, "MAX_VALUES", 7)
         check_values(body)
-        patch.setattr(http_body, "MOST_VALUES", 6)
+        patch.setattr(http_body, "MAX_VALUES", 6)
         with pytest.raises(ApiError, match="more than 6 values"):
             check_values(body)
 
@@ -123,9 +123,9 @@ def test_values_are_counted_wherever_a_piece_ends(text: str, piece_bytes: int) -
 def test_one_text_has_a_bound() -> None:
     """A text of more than eight MiB is refused before it is read, wherever it stands, and told to be split."""
     for begin, end in (('{"documents": [{"text": "', '"}]}'), ('{"id": "x", "text": "', ""), ('"', '"')):
-        check_values(f"{begin}{'x' * MOST_TEXT_BYTES}{end}".encode())
+        check_values(f"{begin}{'x' * MAX_TEXT_BYTES}{end}".encode())
         with pytest.raises(ApiError, match="split it into several documents") as refused:
-            check_values(f"{begin}{'x' * (MOST_TEXT_BYTES + 1)}{end}".encode() + b" " * PIECE_BYTES)
+            check_values(f"{begin}{'x' * (MAX_TEXT_BYTES + 1)}{end}".encode() + b" " * PIECE_BYTES)
         assert refused.value.status == 413
 
 

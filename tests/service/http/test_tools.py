@@ -18,7 +18,7 @@ from cacheblend.blend import Fusor
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.http import HttpConfig, Server, generation
-from cacheblend.service.http.tools import MOST_TOOLS, CallReader, call_schema
+from cacheblend.service.http.tools import MAX_TOOLS, CallReader, call_schema
 from cacheblend.service.serving import GrammarCompiler, Sampling, ServingConfig
 from cacheblend.service.serving.sampling import Grammar
 
@@ -149,7 +149,7 @@ def called(name: Any = "f", **function: Any) -> dict[str, Any]:
     [
         ({"tools": [called("a b")]}, "tools.0.function.name: must match"),
         ({"tools": [called("x" * 65)]}, "tools.0.function.name: must match"),
-        ({"tools": [called(f"f{place}") for place in range(MOST_TOOLS + 1)]}, "tools: is too long; at most 32"),
+        ({"tools": [called(f"f{place}") for place in range(MAX_TOOLS + 1)]}, "tools: is too long; at most 32"),
         ({"tools": [called(), called()]}, "tools: two have the same name"),
         ({"tools": [called(description="x" * 70_000)]}, "tools: has more than 65536 characters"),
         ({"tools": [called(parameters={"a": json.loads("[" * 40 + "]" * 40)})]}, "tools: is more than 32 levels deep"),
