@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LayerPass(Protocol):
-    """What one pass of rows through one layer does with keys, values and attention; handed down as a keyword argument."""
+    """Keys, values and attention of one pass of rows through one layer; handed down as a keyword argument."""
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Stands in for `Cache.update`."""

@@ -47,7 +47,7 @@ class PackedLinear(nn.Module):
 
 
 class _Product:
-    """What several layers over one input give, computed when the first of them is called.
+    """Outputs of several layers over one input, computed when the first of them is called.
 
     Args:
         layers: in the order of their calls.

@@ -65,7 +65,7 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float) -> lis
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectionStep:
-    """What a selector is asked at one layer.
+    """Question to a selector at one layer.
 
     Args:
         layer: index of the layer about to run, from 0.
@@ -287,7 +287,7 @@ DEFAULT_SELECTOR = "question_attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionConfig:
-    """How much of the reusable KV is recomputed, and which tokens of it.
+    """Share of the reusable KV that is recomputed, and the choice of its tokens.
 
     The ratio is a share of the reusable tokens, in the mean over layers 1 and up (paper §4.3): 0 is full KV reuse, 1 is full
     prefill. The paper's r* is 0.15 (§7, figure 16); at 0.14 all that a short prompt's blend computes, the question's pass

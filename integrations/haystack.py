@@ -55,7 +55,7 @@ class CacheBlendRetriever:
 
 
 class _Generating:
-    """What both generators share: the options of every call, and a chat's pieces."""
+    """Base of both generators: the options of every call, and a chat's pieces."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ RATIO_STEP = 1000  # ratios are whole thousandths, so that noise in the last dig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingPlan:
-    """What the controller chose for a request, and what it expects. Seconds are of the whole request, to the first logits.
+    """Choice of the controller for a request, and what it expects. Seconds are of the whole request, to the first logits.
 
     Args:
         ratio: the recompute ratio.

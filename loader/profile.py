@@ -48,7 +48,7 @@ class LayerSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpeed:
-    """What reading from a tier costs, its checksum and the way to the layer's place on the device included.
+    """Cost of reading from a tier, its checksum and the way to the layer's place on the device included.
 
     Args:
         read_s: seconds of a read of no bytes, with as many in flight as the loader has.

@@ -96,7 +96,7 @@ NO_DELAY = 0.01  # of the prefill with all KV there already
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChoice:
-    """What a request would take with its KV on a device.
+    """Time of a request with its KV on a device.
 
     Args:
         device: the device.

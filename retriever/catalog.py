@@ -41,7 +41,7 @@ _GIVEN = 1000  # values that one statement is given at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexReport:
-    """What a check of every row found.
+    """Findings of a check of every row.
 
     Args:
         documents: documents in the catalog.
@@ -68,7 +68,7 @@ class IndexReport:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What writes did.
+    """Effect of writes.
 
     Args:
         added_ids: index ids that came.

@@ -171,7 +171,7 @@ def check_stopped(done: int, total: int) -> None:
 
 
 class Embedder(Protocol):
-    """What turns texts into vectors; used from several threads."""
+    """Model that turns texts into vectors; used from several threads."""
 
     @property
     def name(self) -> str:

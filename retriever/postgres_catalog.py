@@ -76,7 +76,7 @@ class _Escape(StrDumper):
 
 
 class _Unescape(TextLoader):
-    """What `_Escape` was given."""
+    """Inverse of `_Escape`."""
 
     def load(self, data: Any) -> str:
         text = str(super().load(data))

@@ -22,7 +22,7 @@ _REMEDY = "`hf download` fetches one where there is a network, or give the path 
 
 
 class Reranker(Protocol):
-    """What says how well chunks answer a question; used from several threads."""
+    """Model that says how well chunks answer a question; used from several threads."""
 
     def scores(self, question: str, texts: Sequence[str]) -> list[float]:
         """A score of each text, 0..1, the higher the better."""

@@ -45,7 +45,7 @@ def _go_on() -> None:
 
 @dataclass(frozen=True, slots=True)
 class AddReport:
-    """What `Retriever.add` did, in documents, and the chunks that are new."""
+    """Report of `Retriever.add`, in documents, and the chunks that are new."""
 
     added: int
     replaced: int

@@ -71,7 +71,7 @@ def documents() -> Iterator[dict[str, str]]:
 
 @dataclass
 class Expected:
-    """What is to come of the documents."""
+    """Documents and chunks that are to come."""
 
     versions: dict[str, str] = field(default_factory=dict)
     chunks: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)

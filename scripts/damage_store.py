@@ -56,7 +56,7 @@ FAULTS = ("wrong bytes", "wrong texts", "unforeseen")
 
 @dataclass(slots=True)
 class Truth:
-    """What the sound store holds."""
+    """Content of the sound store."""
 
     texts: dict[str, list[tuple[str, tuple[int, ...]]]] = field(default_factory=dict)
     kv: dict[ChunkKey, ChunkKV] = field(default_factory=dict)

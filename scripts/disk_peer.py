@@ -1,4 +1,4 @@
-"""What a disk gives without the loader: the peers of `bench_loader.py`."""
+"""Reads of a disk without the loader: the peers of `bench_loader.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each codec costs and saves: bytes, error of keys and values, first logits and answers after blending.
+"""Cost and gain of each codec: bytes, error of keys and values, first logits and answers after blending.
 
     python scripts/measure_codecs.py                  # a random Llama, 4 chunks of 128 tokens; the packaged reader, 100 cases
     python scripts/measure_codecs.py --cases 0        # no answers

@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # bytes; packed tensors that stand one after the other in a buf
 
 
 class LayerShape(NamedTuple):
-    """What the decoded keys of a layer look like, and its values as well."""
+    """Shape of the decoded keys of a layer, and of its values."""
 
     kv_heads: int
     tokens: int
@@ -32,7 +32,7 @@ class LayerShape(NamedTuple):
 
 
 class EncodedShape(NamedTuple):
-    """What a stored tensor looks like."""
+    """Shape of a stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -321,7 +321,7 @@ _STORED_NAMES = {**DTYPES, "torch.uint8": "U8"}
 
 @dataclass(frozen=True, slots=True)
 class EntryHeader:
-    """What a file says of its entry: `checksums` has the xxh3-64 of each layer's tensor, in hex."""
+    """Header of an entry's file: `checksums` has the xxh3-64 of each layer's tensor, in hex."""
 
     info: EntryInfo
     checksums: Sequence[str]

@@ -20,7 +20,7 @@ _UNBOUNDED = 2**62  # neither side evicts while it is merged
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What `merge` did.
+    """Report of `merge`.
 
     Args:
         entries: entries copied.

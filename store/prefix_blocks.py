@@ -222,7 +222,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """What is held now, and what happened since the start.
+    """Content now, and counts since the start.
 
     Args:
         parts: blocks held, each counted once a kind of layer (full, or of one window).

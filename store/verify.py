@@ -15,7 +15,7 @@ from .nvme_tier import NvmeTier
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `KVStore.verify` found; entries by the hex of their keys.
+    """Findings of `KVStore.verify`; entries by the hex of their keys.
 
     Args:
         entries: entries in the catalog.

@@ -12,7 +12,7 @@ from cacheblend.service.engine.prompt import PromptTokens
 
 
 class Task(StrEnum):
-    """What an example asks for; it decides the metric: F1 and EM, or Rouge-L."""
+    """Kind of answer that an example asks for; it decides the metric: F1 and EM, or Rouge-L."""
 
     QA = "qa"
     SUMMARIZATION = "summarization"

@@ -54,7 +54,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is timed, and what is done before each time, untimed."""
+    """Work that is timed, and what is done before each time, untimed."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None

@@ -22,7 +22,7 @@ SHOWN_CHARACTERS = 200  # of an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What became of a request; seconds run from the start of its rate's first arrival process.
+    """Outcome of a request; seconds run from the start of its rate's first arrival process.
 
     Args:
         id: of the example.

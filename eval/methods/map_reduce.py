@@ -19,7 +19,7 @@ from .method import MethodAnswer, ResidentRequest, generate, rows_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAnswer:
-    """What the model says after the head, one chunk and a tail.
+    """The model's words after the head, one chunk and a tail.
 
     Args:
         token_ids: greedy.

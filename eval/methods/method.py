@@ -23,7 +23,7 @@ from .registry import CONTEXTS
 
 
 class StoredContexts:
-    """What chunks' KV is computed after, by name.
+    """Contexts that chunks' KV is computed behind, by name.
 
     "default": the prompt's head, filler passages, and the document's earlier text, as the service does it; "filler" and
     "document": the head and one of both; "neighbour": the head and the chunk that stands before it in the prompt (the last one
@@ -145,7 +145,7 @@ class ResidentRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodAnswer:
-    """What a method gives for one request.
+    """Answer of a method to one request.
 
     Args:
         token_ids: the generated token ids.

@@ -131,7 +131,7 @@ class EverythingCached:
 
 
 class SeenBefore:
-    """What earlier requests of the run had, as if the cache had room for all of it; only token ids are held here."""
+    """Chunks that earlier requests of the run had, as if the cache had room for all of it; only token ids are held here."""
 
     def __init__(self) -> None:
         self._chunks: set[Chunk] = set()

@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRun:
-    """What a calibration measured and chose.
+    """Measurements and choice of a calibration.
 
     Args:
         calibration: the choice, to be kept.

@@ -62,7 +62,7 @@ FILLERS = (
 
 @dataclass(frozen=True, slots=True)
 class SubjectForm:
-    """What stands for the subject in one sentence, plain and possessive."""
+    """Words for the subject in one sentence, plain and possessive."""
 
     plain: str
     possessive: str
@@ -112,7 +112,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How articles are written; the defaults are the test's, a curriculum passes easier ones.
+    """Manner of writing articles; the defaults are the test's, a curriculum passes easier ones.
 
     Attributes:
         chunks: chunks of an article; the first names the subject.

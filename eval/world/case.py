@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseConfig:
-    """What cases look like.
+    """Shape of cases.
 
     Attributes:
         articles: articles of a context; pairs of them for `two_hop`.

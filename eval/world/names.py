@@ -89,7 +89,7 @@ class Split(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an article is about."""
+    """Kind of thing that an article is about."""
 
     PERSON = "person"
     FIRM = "firm"
@@ -104,7 +104,7 @@ RESIDUES = {Split.TRAIN: frozenset(range(8)), Split.VALIDATION: frozenset({8}), 
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """How the names of one kind are composed: a front word, a joint and a back word."""
+    """Composition of the names of one kind: a front word, a joint and a back word."""
 
     fronts: tuple[str, ...]
     backs: tuple[str, ...]

@@ -14,7 +14,7 @@ from .names import Relation, Split
 
 
 class QuestionClass(StrEnum):
-    """What a question takes; the first four are the test's, the others are in lessons only.
+    """Steps that a question takes; the first four are the test's, the others are in lessons only.
 
     INSIDE: one sentence of one chunk names the subject and tells the fact.
     ACROSS: the fact stands in a chunk that never names its subject; the name is in an earlier chunk.

@@ -35,7 +35,7 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before the remote tier is a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What became of a batch.
+    """Outcome of a batch.
 
     Args:
         encoded: its documents, whose KV is durable, in the remote tier where there is one; None for none, or an error.

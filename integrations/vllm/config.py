@@ -29,7 +29,7 @@ REMOTE_NUMBERS = ("remote_timeout_s", "remote_ttl_s", "remote_queue_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorConfig:
-    """Where chunks' KV is stored, and how prompts are blended.
+    """Options of the connector: the store of chunks' KV, and the blending of prompts.
 
     Args:
         store_dir: a store folder, as `cacheblend ingest --store-dir` makes it; made when missing. Chunks that were ingested

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """What the workers are to begin at a step, and how many tokens vLLM itself runs in it."""
+    """Blends that the workers are to begin at a step, and the number of tokens that vLLM itself runs in it."""
 
     jobs: list[BlendJob] = field(default_factory=list)
     missed: list[MissedChunk] = field(default_factory=list)
@@ -49,7 +49,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not i
 
 @dataclass(slots=True)
 class BlendWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
-    """What a worker did at a step: all ranks say the same."""
+    """Work of one worker at a step: all ranks say the same."""
 
     reports: dict[str, dict[str, Any]]
     waiting_misses: int

@@ -16,7 +16,7 @@ PARAMS_KEY = "cacheblend"  # in vLLM's `kv_transfer_params`, of a request and of
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Where a prompt's chunks stand.
+    """Places of a prompt's chunks.
 
     Args:
         chunks: (start, stop) token positions of each chunk, in order, without overlap.

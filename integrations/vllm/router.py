@@ -129,7 +129,7 @@ class PromptMarker:
 
 @dataclass(frozen=True, slots=True)
 class WindowPrecomputes:
-    """What the workers are asked to compute of a document.
+    """Part of a document that the workers are asked to compute.
 
     Args:
         head: see `ChunkKeys`.

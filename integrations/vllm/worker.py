@@ -82,7 +82,7 @@ class _PageSink:
 
 @dataclass(slots=True)
 class Progress:
-    """What became of the work since the last time; requests by vLLM's ids."""
+    """Outcome of the work since the last time; requests by vLLM's ids."""
 
     done: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)

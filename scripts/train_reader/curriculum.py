@@ -28,7 +28,7 @@ _WORDS = tuple(sorted({word for pattern in PATTERNS.values() for word in (*patte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """What recall lessons look like.
+    """Shape of recall lessons.
 
     Attributes:
         pairs: numbers of pairs; each lesson draws one.

@@ -101,7 +101,7 @@ NAME = "lesson"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How a row of S tokens is laid out, and what its context tokens see.
+    """Layout of a row of S tokens, and what its context tokens see.
 
     Attributes:
         context: C, the context's tokens with its padding; Q questions of `question` tokens follow.

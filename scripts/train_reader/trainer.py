@@ -98,7 +98,7 @@ _MEANS = frozenset({QuestionClass.REVERSE, QuestionClass.CLOZE, QuestionClass.BR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How the reader is trained.
+    """Options of the reader's training.
 
     Attributes:
         seed: of weights and lessons.
@@ -147,7 +147,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step showed."""
+    """Figures of one step."""
 
     step: int
     stage: str

@@ -134,7 +134,7 @@ def default_model() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """What a command runs on.
+    """Model and store that a command runs on.
 
     Attributes:
         model: a directory, GGUF file, hub id or known name.

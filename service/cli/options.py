@@ -67,7 +67,7 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a command was given of the options that `takes` made for it.
+    """Options that a command was given, of those that `takes` made for it.
 
     Args:
         values: by name; what was left out has its default.

@@ -261,7 +261,7 @@ class IngestProgress(LiveLine):
 
 
 class ReadingProgress(LiveLine):
-    """How many files were read, and which one is being read.
+    """Line of progress: the number of files that were read, and the one that is being read.
 
     Attributes:
         files: how many there were.

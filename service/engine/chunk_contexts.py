@@ -36,7 +36,7 @@ Earlier = tuple[tuple[int, ...], ...]
 
 
 class ContextModel(Protocol):
-    """What a context depends on; a `Fusor` has it. Of `model` the folder is read, `name_or_path`."""
+    """Model as far as a context depends on it; a `Fusor` has it. Of `model` the folder is read, `name_or_path`."""
 
     @property
     def tokenizer(self) -> Any: ...  # noqa: D102  # see the class

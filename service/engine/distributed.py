@@ -23,7 +23,7 @@ ENTRY_POINTS = "cacheblend.ingest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """Where on Ray an ingest computes, and with how much.
+    """Place and share of a Ray cluster that an ingest computes on.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -27,7 +27,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingWatch:
-    """Who follows the encoding of a batch.
+    """Watcher of the encoding of a batch.
 
     Args:
         on_progress: called with the stage ("index" or "precompute"), documents or chunks done, and how many in all.

@@ -74,7 +74,7 @@ class DocumentStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutReport:
-    """What `DocumentWriter.put` did.
+    """Report of `DocumentWriter.put`.
 
     Args:
         replaced: documents that took another's place.

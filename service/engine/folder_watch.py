@@ -29,7 +29,7 @@ RESCAN_MS = 60_000  # also without an event: network shares send none
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedFile:
-    """What was ingested of a file.
+    """Record of a file that was ingested.
 
     Args:
         size: of the file then; -1 where it is to be read again.
@@ -56,7 +56,7 @@ class _TakenIdError(InputError):
 
 @dataclass(slots=True)
 class FollowReport:
-    """What following did: the ingests together, documents that were deleted, and new faults by file."""
+    """Report of following: the ingests together, documents that were deleted, and new faults by file."""
 
     ingested: IngestReport = field(default_factory=IngestReport.empty)
     deleted: int = 0

@@ -36,7 +36,7 @@ class LossPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCurve:
-    """What blending loses by ratio.
+    """Loss of blending by ratio.
 
     Args:
         about: what it was measured on, in words.
@@ -55,7 +55,7 @@ class LossCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostPoint:
-    """What a ratio costs.
+    """Cost of a ratio.
 
     Args:
         ratio: recompute ratio, 0..1.
@@ -70,7 +70,7 @@ class CostPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the ratios cost and lose.
+    """Costs and losses of the ratios.
 
     Args:
         recompute_ratio: that a request runs at which names none, unless its loading takes longer.

@@ -95,7 +95,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """What stands around the chunks of one request's prompt; see `PromptTokens`."""
+    """Tokens around the chunks of one request's prompt; see `PromptTokens`."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -145,7 +145,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What a template leaves around the question of some turns; `prefix` has everything before the chunks."""
+    """Texts of a template around the question of some turns; `prefix` has everything before the chunks."""
 
     prefix: tuple[int, ...]
     before_question: str

@@ -101,7 +101,7 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """How a prompt was prefilled; enough to replay it (`cacheblend.blend.ExplicitPositions(plan.recomputed)`), but for
+    """Record of a prompt's prefill; enough to replay it (`cacheblend.blend.ExplicitPositions(plan.recomputed)`), but for
     "blended" segments, whose KV is an earlier request's.
 
     Args:

@@ -80,7 +80,7 @@ async def completion(body: CompletionBody, request: Request) -> Response:
 
 
 class Shape(Protocol):
-    """How a completion looks, whole and in pieces."""
+    """Form of a completion, whole and in pieces."""
 
     prefix: str
     kind: str

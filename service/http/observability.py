@@ -130,7 +130,7 @@ class Metrics:
 
 
 class _State(Collector):
-    """What is read off the scheduler, the stores and the prefix blocks at each scrape, summed over tenants."""
+    """State of the scheduler, the stores and the prefix blocks, read at each scrape and summed over tenants."""
 
     def __init__(self, scheduler: Scheduler, engines: tuple[Engine, ...]) -> None:
         self._scheduler, self._engines = scheduler, engines

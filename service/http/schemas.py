@@ -119,7 +119,7 @@ Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(StrictModel):
-    """What a call calls; the arguments are JSON in a text."""
+    """Function that is called; the arguments are JSON in a text."""
 
     name: FunctionName
     arguments: Text
@@ -245,7 +245,7 @@ ToolChoice = Annotated[
 
 
 class StreamOptions(StrictModel):
-    """What a stream ends with."""
+    """Options of a stream's end."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None  # ignored
@@ -261,7 +261,7 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """What the answer looks like: any text, a JSON object, or JSON that has a schema."""
+    """Form of the answer: any text, a JSON object, or JSON that has a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -343,7 +343,7 @@ class GenerationBody(IgnoredFields):
 
 
 class OpenWebUiFields(StrictModel):
-    """What Open WebUI's page adds to OpenAI's fields, and its server acts on itself: ignored. docs/clients.md lists it."""
+    """Fields that Open WebUI's page adds to OpenAI's, and its server acts on itself: ignored. docs/clients.md lists it."""
 
     chat_id: Any = None
     session_id: Any = None

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class Waiting(Protocol):
-    """What a queue distinguishes."""
+    """Call as a queue sees it."""
 
     tenant: str
     cache_salt: str

@@ -209,7 +209,7 @@ EvaluationSteps = Generator[object, None, dict[str, Comparison]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowReport:
-    """What became of a sampled request.
+    """Outcome of a sampled request.
 
     Args:
         tenant: whose it was.

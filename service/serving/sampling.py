@@ -148,7 +148,7 @@ class Draws:
 
 
 class Grammar:
-    """What an answer must be. Immutable; each sequence has a matcher of its own.
+    """Grammar that an answer follows. Immutable; each sequence has a matcher of its own.
 
     Args:
         matcher: at the start of a text.

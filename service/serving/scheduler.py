@@ -91,7 +91,7 @@ class DecodePace:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """How many requests wait, are prefilled, and decode."""
+    """Numbers of requests that wait, are prefilled, and decode."""
 
     waiting: int
     prefilling: int

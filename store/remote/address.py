@@ -23,7 +23,7 @@ REMOTE_BACKENDS: dict[str, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Where a remote tier is.
+    """Address of a remote tier.
 
     Args:
         url: of a scheme in `REMOTE_BACKENDS`. Its user, password and query are in no text of this object.

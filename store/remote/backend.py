@@ -1,4 +1,4 @@
-"""What a remote backend offers: objects by name, read in ranges that are asked for together and come one after the other."""
+"""Interface of a remote backend: objects by name, read in ranges that are asked for together and come one after the other."""
 
 from __future__ import annotations
 

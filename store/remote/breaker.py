@@ -11,7 +11,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 
 class CircuitBreaker:
-    """Whether a remote may be called: closed (yes), open (no), half open (one call, which decides). Thread-safe.
+    """Switch of calls to a remote: closed (yes), open (no), half open (one call, which decides). Thread-safe.
 
     It opens after `FAILURES` in a row. Each opening without a success between is twice as long, up to `MAX_PAUSE_S`.
 

@@ -48,7 +48,7 @@ _SEAL_HEAD = struct.Struct("<8sI")
 
 @dataclass(frozen=True, slots=True)
 class ObjectLayout:
-    """What the first bytes of an object say: its entry, and where and what its layers are.
+    """Content of an object's first bytes: its entry, and where and what its layers are.
 
     Args:
         name: of the object.

@@ -14,7 +14,7 @@ FRESH_S = 60.0  # for which a speed holds
 
 
 class RemoteSpeed(NamedTuple):
-    """What reads of a remote tier cost: `latency_s` once, and their bytes."""
+    """Cost of reads of a remote tier: `latency_s` once, and their bytes."""
 
     latency_s: float
     bytes_per_s: float

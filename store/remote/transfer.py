@@ -19,7 +19,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What `push` or `pull` did.
+    """Report of `push` or `pull`.
 
     Args:
         entries: entries copied.
