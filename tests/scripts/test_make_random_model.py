@@ -1,32 +1,19 @@
 """The random model that demos and benchmarks run on."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from script_modules import load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--intermediate", "48", "--vocab", "400"]
 
 
-def load_script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "make_random_model.py"
-    spec = importlib.util.spec_from_file_location("make_random_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load_script("make_random_model")
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from script_modules import load_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
 GOOD: dict[str, Any] = {
@@ -26,22 +25,13 @@ GOOD: dict[str, Any] = {
 }
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_in_seconds() -> None:
     """Sixteen clients for six seconds leave nothing over, and get their plans' answers. Memory wants minutes to be judged."""
     command = [sys.executable, SCRIPT, "--seconds", "6", "--streams", "16", "--replays", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.stdout, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert load_script().holds({**figures, "memory_flat": True}), figures
+    assert load_script("soak").holds({**figures, "memory_flat": True}), figures
     assert figures["equal"] >= 10
     assert figures["requests"]["cancellation"] > 0
     assert figures["requests"]["malformed"] > 0
@@ -65,6 +55,6 @@ def test_in_seconds() -> None:
 )
 def test_each_fault_shows(change: dict[str, object]) -> None:
     """Each figure that is not as it must be fails the run."""
-    holds = load_script().holds
+    holds = load_script("soak").holds
     assert holds(GOOD)
     assert not holds({**GOOD, **change})
