@@ -237,6 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument(
+        "--every", type=int, default=1, help="take one of so many cases: those of an article may follow each other"
+    )
     parser.add_argument("--top-k", type=int, default=6)
     parser.add_argument("--way", action="append", choices=WAYS, help="one to measure, may be repeated; left out, all")
     parser.add_argument("--model", default=str(READER), help="whose tokens chunks have, and which answers")
@@ -255,9 +258,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # 1. The corpus, and what should be found in it.
     examples = list(read_examples(options.file))
     corpus = {_id_of(one): {"title": one.title, "text": one.text} for example in examples for one in example.passages}
-    cases = [case for case in map(Case.of, examples[: options.cases]) if case.gold]
+    cases = [case for case in map(Case.of, examples[:: options.every][: options.cases]) if case.gold]
     setup = {"file": options.file.name, "passages": len(corpus), "questions": len(cases)} | {
-        name: getattr(options, name) for name in ("top_k", "model", "answers", "prompt", "chunk_tokens", "reranker")
+        name: getattr(options, name) for name in ("every", "top_k", "model", "answers", "prompt", "chunk_tokens", "reranker")
     }
     rows = Rows(options.out, setup)
     print(f"{len(corpus)} passages, {len(cases)} questions", file=sys.stderr)
