@@ -86,7 +86,7 @@ class Case:
         return cls(example, frozenset(holding | named), frozenset(holding))
 
     def marks(self, found: Sequence[ScoredChunk]) -> dict[str, float | bool | None]:
-        """What was found of it; no `answer` where no passage holds one."""
+        """Marks of what was found of it; no `answer` where no passage holds one."""
         ids, answers = {one.chunk.document_id for one in found}, _answers(self.example)
         texts = [_plain(one.chunk.text) for one in found if one.chunk.document_id in self.holding]
         return {
@@ -121,7 +121,7 @@ class Answerer:
         self._engine, self._corpus = engine, corpus
 
     def marks(self, example: Example, found: Sequence[ScoredChunk]) -> dict[str, dict[str, Any]]:
-        """What each method answers, and how good that is."""
+        """Each method's answer, and how good that is."""
         engine, fusor = self._engine, self._engine.fusor
         # 1. Have the KV of the chunks stored; only what some question finds is computed.
         engine.ingest([self._corpus[id_] for id_ in dict.fromkeys(one.chunk.document_id for one in found)])

@@ -305,7 +305,7 @@ class BlendWorker:
         return self._controller.plan([(kv.tier, kv.layer_bytes(layer)) for kv in stored], reusable, fresh, exact)
 
     def _opening(self, ids: Chunk) -> Generator[int, None, Segment]:
-        """What stands before the first chunk, with its exact KV where that is kept; yields what each layer cost in rows.
+        """The opening before the first chunk, with its exact KV where that is kept; yields what each layer cost in rows.
 
         It is computed by itself, not in the blend: its rows are neighbours then, which vLLM's own kernel runs as vLLM does.
         """
@@ -411,5 +411,5 @@ class BlendWorker:
 
 
 def _rows(layer: LayerReport, tokens: int) -> int:
-    """What a layer of a prompt of so many tokens cost, in rows."""
+    """Cost of a layer of a prompt of so many tokens, in rows."""
     return layer.recomputed - (-tokens // TOKENS_OF_A_ROW)

@@ -215,7 +215,7 @@ class IngestProgress(LiveLine):
         self._started = time.monotonic()
 
     def update(self, documents: int, tokens: int) -> None:
-        """What was done so far; `StreamProgress`."""
+        """Show what was done so far; `StreamProgress`."""
         now, self._tokens = time.monotonic(), tokens
         if not tokens:
             self._skipped_characters, self._started = self._characters * (documents > 0), now
@@ -226,7 +226,7 @@ class IngestProgress(LiveLine):
         self.show(self.line(documents, tokens, now), now)
 
     def note_batch(self, stage: str, done: int, total: int) -> None:
-        """What of the batch is embedded or computed; see `Engine.ingest_stream`."""
+        """Show how much of the batch is embedded or computed; see `Engine.ingest_stream`."""
         if stage == "precompute":
             self._batch_share = done / total
         else:

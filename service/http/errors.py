@@ -184,6 +184,6 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def shortened(value: object) -> str:
-    """What a client sent, in ASCII and at most `MAX_SHOWN` characters, for a message."""
+    """A client's text, in ASCII and at most `MAX_SHOWN` characters, for a message."""
     text = ascii(value[: 2 * MAX_SHOWN] if isinstance(value, str | bytes | list) else value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -78,7 +78,7 @@ class _Requests:
         self._answered = self._silent = 0
 
     async def bounded(self, request: Callable[[], Awaitable[T]], bound_s: float) -> T:
-        """What a request gives, once fewer than `REQUESTS` others are under way; raises `TimeoutError` after the time."""
+        """Await a request once fewer than `REQUESTS` others are under way; raises `TimeoutError` after the time."""
         answered, silent = self._answered, self._silent
         async with self._slots:
             if self._silent > silent and self._answered == answered:  # all that were before it: do not wait as long again
