@@ -18,6 +18,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from .row_attention import row_kernel
+
 # A block's rows all pay for the keys up to its last one: scattered rows are taken few at a time (with 497 of 3,104, 16 to 128 a
 # block take the same time on two cores, 512 take 1.5 x as long), neighbours many, and so are those of a chunk that is missing:
 # a run of LONG_RUN rows or more stands in blocks of its own. On the CPU no block reaches over a gap of more than LONG_GAP
@@ -185,6 +187,9 @@ def attend(
             q_1QND, k_1HND[:, :, :stop], v_1HND[:, :, :stop], is_causal=stop > 1, scale=scaling, enable_gqa=True
         )
         return out_1QND[:, :, rows.first :].transpose(1, 2).contiguous()
+    kernel = row_kernel(q_1QSD.dtype, q_1QSD.device, q_1QSD.shape[-1])
+    if kernel is not None and v_1HND.shape[-1] == q_1QSD.shape[-1]:
+        return kernel.attend(q_1QSD, k_1HND, v_1HND, rows.positions_S, scaling=scaling, window=window, softcap=softcap)
     # The G query heads of a KV head stand side by side as rows, X = B x G of a block, so that its keys are read once.
     q_HSGD = q_1QSD[0].unflatten(0, (k_1HND.shape[1], -1)).transpose(1, 2)
     kv_heads, _, groups, _ = q_HSGD.shape

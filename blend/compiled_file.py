@@ -37,6 +37,29 @@ def find_compiler() -> Path | None:
     return None if found is None else Path(found)
 
 
+def has_feature(flag: str) -> bool:
+    """Whether the processor has an instruction set, by the system's name for it."""
+    return any(flag in line.partition(":")[2].split() for line in _features())
+
+
+def load_or_warn(source: Path, defines: Sequence[str], instead: str) -> ctypes.CDLL | None:
+    """A C file as a library, see `load_compiled`; None where it cannot be had, with a warning unless there is no compiler.
+
+    Args:
+        source: the file.
+        defines: see `load_compiled`.
+        instead: what is done without it, for the warning.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    try:
+        return load_compiled(compiler, source, defines)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("%s is not used, %s: %s", source.name, instead, error)
+        return None
+
+
 def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctypes.CDLL:
     """A C file as a library of this process, compiled with the given macros where that was not done before.
 
@@ -127,12 +150,15 @@ def _depends_on(compiler: Path, source: Path, defines: Sequence[str]) -> str:
 
 def _processor() -> str:
     """What the processor can do, as far as the system tells; where it does not, the machine's name."""
+    return "\n".join(sorted(_features())) or f"{platform.processor()} of {platform.node()}"
+
+
+def _features() -> set[str]:
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
-        lines = []
-    features = {line for line in lines if line.partition(":")[0].strip() in _PROCESSOR_LINES}
-    return "\n".join(sorted(features)) or f"{platform.processor()} of {platform.node()}"
+        return set()
+    return {line for line in lines if line.partition(":")[0].strip() in _PROCESSOR_LINES}
 
 
 def _digest(content: bytes) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cacheblend.store import LayerPair
 
 from . import layer_source
-from .compiled_file import find_compiler, load_compiled
+from .compiled_file import load_or_warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -216,18 +215,14 @@ def decode_kernel(geometry: layer_source.KVGeometry, query_heads: int) -> Decode
 
 @functools.cache
 def _load(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | None:
-    compiler = find_compiler()
-    if compiler is None:
-        return None
     shape = [f"-DGROUPS={groups}", f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    try:
-        kernel = DecodeKernel(load_compiled(compiler, SOURCE, shape))
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        logger.warning("decode_attention.c is not used, PyTorch's slower attention decodes: %s", error)
+    library = load_or_warn(SOURCE, shape, "PyTorch's slower attention decodes")
+    if library is None:
         return None
+    kernel = DecodeKernel(library)
     off = _error_of(kernel, groups, head_size, dtype)
     if not off <= (1e-5 if dtype == torch.float32 else 2e-2):  # nor where it is not a number
-        logger.warning("decode_attention.c as %s compiled it is off by %.2g and not used", compiler, off)
+        logger.warning("decode_attention.c as it was compiled is off by %.2g and not used", off)
         return None
     return kernel
 

@@ -94,8 +94,8 @@ class Decoder:
         head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
         pack = packed_linear.packed if packed_linear.pays(model) else _as_it_is
         self._layers, self._head = [pack(layer) for layer in layers], pack(head)
-        # Of a decoding step alone: a prompt's rows have the very bits of the model's own norms.
-        self._step_layers, self._step_head = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(self._head)
+        # Of decoding and of chosen rows: a prompt's neighbours have the very bits of the model's own norms.
+        self._fused_layers, self._fused_head = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(self._head)
         cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
         types = getattr(self.config, "layer_types", None) or []
@@ -168,7 +168,8 @@ class Decoder:
             layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
             cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])
             piece_hidden = hidden_1SM[:, done : done + len(piece)]
-            pieces.append(self._run(self._layers[layer], piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
+            block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
+            pieces.append(self._run(block, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def run_question(
@@ -176,7 +177,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Run the question's rows through one layer; `question` has what they attend to afterwards. Gives (1, S, M)."""
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
-        return self._run(self._layers[layer], hidden_1SM, rows.on_device_S, cos_sin_S, question)
+        return self._run(self._fused_layers[layer], hidden_1SM, rows.on_device_S, cos_sin_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
@@ -243,10 +244,10 @@ class Decoder:
         rotary = self.rotary(positions_R, hidden_1RM)
         for layer, layer_type in enumerate(self.layer_types):
             layer_pass = DecodePass([sequence.layers[layer] for sequence in sequences], self._decode_kernel)
-            hidden_1RM = self._run(self._step_layers[layer], hidden_1RM, positions_R, rotary[layer_type], layer_pass)
+            hidden_1RM = self._run(self._fused_layers[layer], hidden_1RM, positions_R, rotary[layer_type], layer_pass)
         for sequence in sequences:
             sequence.tokens += 1
-        output: torch.Tensor = self._step_head(inputs_embeds=hidden_1RM, use_cache=False).logits
+        output: torch.Tensor = self._fused_head(inputs_embeds=hidden_1RM, use_cache=False).logits
         return output[0].float()
 
     def _run(

@@ -197,6 +197,7 @@ class Fusion:
             deviation_C,
             self._attention_LN[min(layer, len(self._attention_LN) - 1), candidates_C],
             self._prompt.offset_N[candidates_C],
+            len(positions_S) - len(candidates_C),
         )
         keep_S = ~reusable_S
         keep_S[reusable_S] = self._selector.select(step)

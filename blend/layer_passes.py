@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .attention import Block, Rows, attend, attention_weights, upload
+from .row_attention import row_kernel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -189,6 +190,7 @@ class Question:
         self.rows = rows
         self._key_K = readable_N.nonzero()[:, 0]
         self.readable_K = None if bool(readable_N.all()) else upload(self._key_K, device)
+        self.among_readable_S = torch.searchsorted(self._key_K, rows.positions_S)
         self._blocks: dict[object, list[Block]] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
@@ -244,6 +246,14 @@ class QuestionPass:
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
     ) -> torch.Tensor:
         """Attention output (1, S, Q, D); sets `attention_N`."""
+        kernel = row_kernel(q.dtype, q.device, q.shape[-1])
+        if kernel is not None and (self._window is None or self._question.readable_K is None):
+            weights_QK = torch.zeros(q.shape[1], k.shape[2])
+            at_S = self._question.among_readable_S
+            scaling, softcap = kw["scaling"], kw.get("softcap")
+            out = kernel.attend(q, k, v, at_S, scaling=scaling, window=self._window, softcap=softcap, weights_QN=weights_QK)
+            self._add(weights_QK.mean(0))
+            return out
         heads, groups = k.shape[1], q.shape[1] // k.shape[1]
         q_HSGD = q[0].unflatten(0, (heads, groups)).transpose(1, 2)
         out_1SQD: torch.Tensor = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
@@ -252,9 +262,11 @@ class QuestionPass:
             q_HXD, k_HKD, v_HKD = q_HSGD[:, block.rows].flatten(1, 2), k[0, :, : block.stop], v[0, :, : block.stop]
             weights_HXK = attention_weights(q_HXD, k_HKD, block, kw["scaling"], kw.get("softcap"))
             out_HSGD[:, block.rows] = torch.matmul(weights_HXK, v_HKD).unflatten(1, (-1, groups))
-        attention_K = weights_HXK[:, -groups:].float().mean((0, 1))  # of the last row; the last block sees all keys
+        self._add(weights_HXK[:, -groups:].float().mean((0, 1)))  # of the last row; the last block sees all keys
+        return out_1SQD
+
+    def _add(self, attention_K: torch.Tensor) -> None:
         if self._question.readable_K is None:
             self.attention_N += attention_K
         else:
             self.attention_N.index_add_(0, self._question.readable_K, attention_K)
-        return out_1SQD

@@ -30,6 +30,7 @@ from cacheblend.blend.attention import Rows
 from cacheblend.blend.decoder import ROWS_AT_ONCE
 from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, SharedPrefix, prefix_mask, runs
 from cacheblend.blend.model_runner import CosSin
+from cacheblend.blend.rms_norm import with_fused_norms
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass
@@ -124,6 +125,8 @@ class VllmRunner:
             raise UnsupportedModelError(f"{family} cannot be blended in vLLM: its layers have (heads, head size) {shapes}")
         twins = list(zip(layers, self._stubs, strict=True))
         self._layers = [_with_modules(x, self_attn=_with_modules(x.self_attn, attn=stub)) for x, stub in twins]
+        # For chosen rows; neighbours have the very bits of vLLM's own norms.
+        self._fused_layers = [with_fused_norms(layer, residuals=True) for layer in self._layers]
         none = _NoRotary()
         self._unrotated = [
             _with_modules(x, self_attn=_with_modules(x.self_attn, attn=stub, rotary_emb=none)) for x, stub in twins
@@ -222,7 +225,8 @@ class VllmRunner:
             layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
             if self.cpu_attention is not None and self.cpu_attention.takes(piece):
                 layer_pass = CpuRowsPass(self.cpu_attention, layer, whole, piece, scatter=scatter)
-            pieces.append(self._run(layer, hidden_2SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
+            block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
+            pieces.append(self._run(block, layer, hidden_2SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
             done += len(piece)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
@@ -230,7 +234,7 @@ class VllmRunner:
         self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
         """See `ModelRunner.run_question`."""
-        return self._run(layer, hidden_2SM, rows.on_device_S, question)
+        return self._run(self._fused_layers[layer], layer, hidden_2SM, rows.on_device_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
@@ -258,7 +262,7 @@ class VllmRunner:
             prefix = None if shared is None else shared.layers[layer]
             attention = _isolated_attention if kernel is None else partial(_kernel_attention, kernel, layer, rows)
             layer_pass = IsolatedPass(_both(turn), attention, masks, prefix)
-            hidden_2NM = self._run(layer, hidden_2NM, positions_N, layer_pass, self._unrotated[layer])
+            hidden_2NM = self._run(self._unrotated[layer], layer, hidden_2NM, positions_N, layer_pass)
             yield _apart(layer_pass.k_1HND), _apart(layer_pass.v_1HND)
         k_1HND, v_1HND = self.project_kv(len(self._layers) - 1, hidden_2NM)
         yield _apart(k_1HND), _apart(v_1HND)
@@ -271,10 +275,9 @@ class VllmRunner:
         return SharedPrefix(len(prefix_ids), [(self.rotate(k, rotary[kind]), v.clone()) for kind, (k, v) in every])
 
     def _run(
-        self, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: LayerPass, block: Any = None
+        self, block: Any, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: LayerPass
     ) -> torch.Tensor:
-        """Rows through one layer, by default with its rotary embedding; gives (2, S, M)."""
-        block = self._layers[layer] if block is None else block
+        """Rows through one layer, by one of its twins; gives (2, S, M)."""
         hidden_SM, residual_SM = hidden_2SM.clone()  # vLLM's fused norms write into both
         with self._stubs[layer].running(layer_pass):
             pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)

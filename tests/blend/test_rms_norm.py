@@ -1,4 +1,4 @@
-"""A decoding step's fused RMS norms are the models' own, or are not used."""
+"""Fused RMS norms are the models' own, or are not used."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from tiny_models import CONFIGS, tiny_model
 
 from cacheblend.blend import rms_norm
-from cacheblend.blend.rms_norm import MAX_ROWS, FusedNorm, with_fused_norms
+from cacheblend.blend.rms_norm import FusedNorm, with_fused_norms
 
 needs_compiler = pytest.mark.skipif(
     all(shutil.which(name) is None for name in ("cc", "gcc", "clang")), reason="there is no C compiler"
 )
+
+ROWS = 200  # which threads share
 
 FUSED = ("llama", "mistral-window", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "qwen3-moe")
 
@@ -52,21 +54,49 @@ def test_equals_the_model(family: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for module in fused:
         plain = module.plain
-        rows = 5 * torch.randn(1, MAX_ROWS, plain.get_parameter("weight").numel(), generator=generator).to(dtype)
+        rows = 5 * torch.randn(1, ROWS, plain.get_parameter("weight").numel(), generator=generator).to(dtype)
         with torch.no_grad():
             mine, own = module(rows), plain(rows)
         torch.testing.assert_close(mine, own, rtol=10 * torch.finfo(dtype).eps, atol=1e-5)
         assert (mine != own).float().mean() < (0.02 if dtype == torch.bfloat16 else 1)  # a sum in another order, rarely
 
 
+class AddingRMSNorm(torch.nn.Module):
+    """A norm as vLLM's, which takes a residual: it norms the sum as it is before it is rounded."""
+
+    def __init__(self, size: int, dtype: torch.dtype, *, forgets: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(size, generator=torch.Generator().manual_seed(0)).to(dtype))
+        self.eps, self.forgets = 1e-5, forgets
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> object:
+        """Normed rows; with a residual also the sum."""
+        total = hidden.float() + (0 if residual is None or self.forgets else residual.float())
+        normed = (total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + self.eps)).to(hidden.dtype) * self.weight
+        return normed if residual is None else (normed, total.to(hidden.dtype))
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    "rows", [torch.ones(1, MAX_ROWS + 1, 64), torch.ones(1, 64, 8).transpose(1, 2)], ids=["many", "strided"]
-)
-def test_other_rows_are_the_modules(rows: torch.Tensor) -> None:
-    """More rows than a step has, and rows that are not in one piece, go through the model's own module."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adds_a_residual(dtype: torch.dtype) -> None:
+    """A residual is added and takes the sum; a norm that does something else with it stays as it is."""
+    norm, generator = AddingRMSNorm(48, dtype), torch.Generator().manual_seed(1)
+    fused = with_fused_norms(torch.nn.ModuleDict({"norm": norm}), residuals=True)["norm"]
+    assert isinstance(fused, FusedNorm)
+    hidden, residual = (torch.randn(ROWS, 48, generator=generator).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        own, mine = norm(hidden, residual), fused(hidden, residual)
+    for x, y in zip(mine, own, strict=True):
+        torch.testing.assert_close(x, y, rtol=10 * torch.finfo(dtype).eps, atol=1e-5)
+    other = torch.nn.ModuleDict({"norm": AddingRMSNorm(48, dtype, forgets=True)})
+    assert with_fused_norms(other, residuals=True) is other
+
+
+@needs_compiler
+def test_strided_rows_are_the_modules() -> None:
+    """Rows that are not in one piece go through the model's own module."""
     norm = norms_of(copy.deepcopy(tiny_model("llama")))[0]
-    rows = rows[..., : norm.get_parameter("weight").numel()]
+    rows = torch.ones(1, 64, norm.get_parameter("weight").numel()).transpose(1, 2).contiguous().transpose(1, 2)
     (fused,) = with_fused_norms(torch.nn.ModuleList([norm]))
     with torch.no_grad():
         assert torch.equal(fused(rows), norm(rows))
