@@ -17,6 +17,7 @@ from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import WAITING, FusionResult, LayerReport, Prompt
+from .row_attention import RowKernel, row_kernel
 from .selection import SelectionStep, Selector
 
 # Rows of a check that are projected together: what they need stays near the caches.
@@ -24,6 +25,8 @@ PROJECTED_AT_ONCE = 512
 # Stored keys that are rotated together on the CPU: what the model's own function makes on the way stays in the caches (1,800
 # keys of 4 heads of 64 take 0.7 ms a layer, 1.0 by 256, 1.2 by 1,024, 1.8 at once). On a GPU one launch does all.
 ROTATED_AT_ONCE = 512
+# Keys of a prompt that both ways rotate, to see that the kernel's is the model's.
+COMPARED_KEYS = 16
 
 
 class Fusion:
@@ -52,6 +55,7 @@ class Fusion:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
         self._deviation: tuple[torch.Tensor, torch.Tensor] | None = None  # the positions measured, and theirs on the device
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
+        self._turned_by_kernel: dict[Hashable, bool] = {}  # by the kind of rotary embedding
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
@@ -87,7 +91,7 @@ class Fusion:
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             if not is_read:
-                self._rotate(whole, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
+                self._rotate(layer, whole, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
             # 4. Fewer tokens go on, where the selector says so; K and V projected on the way stay.
             fresh_S, scatter = self._filter(layer, whole, cos_sin_N) if layer > 0 else (self._rows.positions_S, True)
             rows = self._rows
@@ -146,7 +150,7 @@ class Fusion:
             whole, wait_s = yield from self._arrival(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
-            self._rotate(whole, cos_sin_N, to_rotate)
+            self._rotate(layer, whole, cos_sin_N, to_rotate)
             layer_pass = QuestionPass(whole, question, runner.windows[layer])
             hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
             if layer > 0:  # layer 0's stored KV is exact
@@ -236,14 +240,32 @@ class Fusion:
             deviation_C[-1] = torch.inf  # runs in any case, so it counts as the first of the chosen
         return deviation_C
 
-    def _rotate(self, whole: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
+    def _rotate(self, layer: int, whole: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
         """Turn the stored keys of these runs to the positions where they now stand."""
+        k_1HND = whole.k_1HND
+        size = ROTATED_AT_ONCE if k_1HND.device.type == "cpu" else k_1HND.shape[2]
+        kernel = self._rotating_kernel(layer, k_1HND, cos_sin_N, runs)
         for start, stop in runs:
-            size = ROTATED_AT_ONCE if whole.k_1HND.device.type == "cpu" else stop - start
             for first in range(start, stop, size):
-                last = min(first + size, stop)
-                k_1HTD = whole.k_1HND[:, :, first:last]
-                k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
+                part = slice(first, min(first + size, stop))
+                k_1HTD, pair = k_1HND[:, :, part], (cos_sin_N[0][:, part], cos_sin_N[1][:, part])
+                if kernel is None:
+                    k_1HTD.copy_(self._runner.rotate(k_1HTD, pair))
+                else:
+                    kernel.rotate(k_1HTD, *pair)
+
+    def _rotating_kernel(
+        self, layer: int, k_1HND: torch.Tensor, cos_sin_N: CosSin, runs: list[tuple[int, int]]
+    ) -> RowKernel | None:
+        """The compiled rotation, if it is that of the model for the layer's kind of rotary embedding."""
+        kernel, kind = row_kernel(k_1HND.dtype, k_1HND.device, k_1HND.shape[-1]), self._runner.layer_types[layer]
+        if kernel is None or not runs:
+            return None
+        if kind not in self._turned_by_kernel:
+            few = slice(runs[0][0], min(runs[0][0] + COMPARED_KEYS, runs[0][1]))
+            pair = cos_sin_N[0][:, few], cos_sin_N[1][:, few]
+            self._turned_by_kernel[kind] = kernel.turns_as(self._runner.rotate, k_1HND[:, :, few], pair)
+        return kernel if self._turned_by_kernel[kind] else None
 
 
 def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:

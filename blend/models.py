@@ -235,7 +235,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-DTypeOption = torch.dtype | Literal["auto"]
+DTypeOption = torch.dtype | Literal["auto", "float32", "bfloat16", "float16"]
 _HALF = (torch.bfloat16, torch.float16)
 _SIZE = 512  # of the measured matrices: a few milliseconds, and long enough to tell hardware from emulation
 _REPEATS = 5
@@ -323,14 +323,13 @@ def load_model(
         kwargs: for transformers.
 
     Raises:
-        InputError: no model there, or its files cannot be read.
+        InputError: no such dtype, no model there, or its files cannot be read.
         UnsupportedModelError: transformers has no causal LM for it.
 
     """
     name = locate_model(path_or_hub_id)
     try:
-        if not isinstance(dtype, torch.dtype):
-            dtype = choose_dtype(_checkpoint_dtype(name, kwargs), device)
+        dtype = _resolve_dtype(dtype, name, device, kwargs)
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
         if drops_softcap(model):
             model.set_attn_implementation("eager")
@@ -394,9 +393,19 @@ def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -
         raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
     config: Any = whole.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not isinstance(dtype, torch.dtype):
-        dtype = choose_dtype(_checkpoint_dtype(name, {"config": whole}), device)
+    dtype = _resolve_dtype(dtype, name, device, {"config": whole})
     return KVGeometry(int(config.num_hidden_layers), int(config.num_key_value_heads), int(head_dim), dtype, device)
+
+
+def _resolve_dtype(dtype: DTypeOption, name: str, device: str | torch.device, kwargs: dict[str, Any]) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return choose_dtype(_checkpoint_dtype(name, kwargs), device)
+    named: torch.dtype | None = {str(each).removeprefix("torch."): each for each in (torch.float32, *_HALF)}.get(dtype)
+    if named is None:
+        raise InputError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16, or a torch.dtype")
+    return named
 
 
 def _checkpoint_dtype(name: str, kwargs: dict[str, Any]) -> torch.dtype | None:

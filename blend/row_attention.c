@@ -1,4 +1,5 @@
-/* Attention of chosen rows of a prompt, each over all keys up to its own position, by the matrix instructions of AMX.
+/* Attention of chosen rows of a prompt, each over all keys up to its own position, by the matrix instructions of AMX; and the
+   rotation of the keys.
 
 Compiled on the machine that runs it, for one head size: see row_attention.py. Keys and values are packed into the order of the
 instructions once a call. Then every thread takes QUERIES queries of one KV head at a time through the keys that they see, KEYS at
@@ -56,6 +57,37 @@ typedef struct {
 
 /* Asks the system for the tiles' registers, which a process may use only after that. Returns 0 where it may. */
 int prepare(void) { return (int)syscall(SYS_arch_prctl, PERMISSION, TILE_DATA); }
+
+static inline float widen(Element x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+static inline Element narrow(float x) { /* to the nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+/* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have `table_row`
+   numbers a row. */
+void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t rows, const Element *cosines, const Element *sines,
+            int64_t table_row, int64_t half, int threads) {
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t r = 0; r < rows; r++) {
+            Element *first = keys + h * head + r * row, *second = first + half;
+            const Element *cosine = cosines + r * table_row, *sine = sines + r * table_row;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
+                first[i] = narrow(a * c - b * s);
+                second[i] = narrow(b * c + a * s);
+            }
+        }
+}
 
 static void begin_tiles(void) {
     struct {

@@ -1,4 +1,4 @@
-"""Attention of chosen rows in bfloat16, by the matrix instructions of CPUs that have AMX.
+"""Attention of chosen rows in bfloat16, by the matrix instructions of CPUs that have AMX; and the rotation of stored keys.
 
 `row_attention.c` takes each row over the keys up to its own position and no others, and never has the scores of more than a few
 rows in memory. It is compiled at its first use on a machine, for the model's head size, where there is a C compiler; other
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURE = "amx_bf16"
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
 ALL_KEYS = 2**62  # a window that no row reaches the end of
+ALLOWED_TURNED = 2e-2
+Rotation = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 ALLOWED = 1e-2  # of outputs of about 1, that are rounded to 8 bits
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,9 @@ class RowKernel:
         self._call = library.row_attention
         self._call.restype = ctypes.c_int
         count, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+        self._rotate = library.rotate
+        self._rotate.restype = None
+        self._rotate.argtypes = [pointer, *[count] * 4, pointer, pointer, count, count, ctypes.c_int]
         self._call.argtypes = [pointer] * 4 + [count] * 4 + [real, real, ctypes.c_int, pointer, pointer, count]
 
     def attend(
@@ -96,6 +102,36 @@ class RowKernel:
         if failed:
             raise MemoryError(f"the system has no memory left for the attention of {rows} rows over {k_1HND.shape[2]} keys")
         return out_1SQD
+
+    def rotate(self, k_1HTD: torch.Tensor, cos_1TX: torch.Tensor, sin_1TX: torch.Tensor) -> None:
+        """Turn keys in place, the halves of their first X numbers against each other; in float32, rounded once.
+
+        Args:
+            k_1HTD: keys, which may be a slice of a layer's.
+            cos_1TX: of each position, X numbers of which the second half is the first again.
+            sin_1TX: the same.
+        """
+        _, heads, rows, _ = k_1HTD.shape
+        cos_1TX, sin_1TX = cos_1TX.contiguous(), sin_1TX.contiguous()
+        self._rotate(
+            k_1HTD.data_ptr(),
+            k_1HTD.stride(1),
+            k_1HTD.stride(2),
+            heads,
+            rows,
+            cos_1TX.data_ptr(),
+            sin_1TX.data_ptr(),
+            cos_1TX.shape[-1],
+            cos_1TX.shape[-1] // 2,
+            torch.get_num_threads(),
+        )
+
+    def turns_as(self, rotate: Rotation, k_1HTD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        """Whether a model rotates these keys as `rotate` here does, to the rounding of its own steps."""
+        mine_1HTD = k_1HTD.clone(memory_format=torch.contiguous_format)
+        self.rotate(mine_1HTD, *cos_sin)
+        own_1HTD = rotate(k_1HTD, cos_sin)
+        return float((mine_1HTD - own_1HTD).abs().max()) <= ALLOWED_TURNED * float(own_1HTD.abs().max())
 
 
 def row_kernel(dtype: torch.dtype, device: torch.device, head_size: int) -> RowKernel | None:

@@ -4,6 +4,7 @@
     python scripts/bench_fusor.py --model smollm2-135m   # in the model's dtype
     python scripts/bench_fusor.py --chunks 12 --repeats 7
 
+Every round has a prompt of another length, as a server's prompts have: what is compiled for a length is not ready.
 Definitions: full prefill is the Hugging Face model's own forward (sdpa, `logits_to_keep=1`) to the first logits; blend is
 `Fusor.fuse` to the first logits, chunk KV in RAM. Medians over interleaved repeats after one warm-up each; `speedup` is
 their ratio. `ideal` is full prefill's multiply-adds over the blend's own (`cacheblend.eval.metrics.compute`): matrix products
@@ -37,33 +38,37 @@ SHAPE: dict[str, Any] = {
 }
 
 
+WARM_UP = 3  # rounds in which the numbers of rows that recur are met
+
+
 def make_fusor(seed: int = 0, dtype: torch.dtype = torch.float32) -> Fusor:
     """A random Llama of the stated shape."""
     torch.manual_seed(seed)
     return Fusor(LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().requires_grad_(False).to(dtype), fingerprint="bench")
 
 
-def make_segments(fusor: Fusor, chunks: int, chunk_tokens: int, question_tokens: int) -> list[Segment]:
-    """BOS, chunks with their KV precomputed, a question."""
+def make_prompts(fusor: Fusor, chunks: int, chunk_tokens: int, question_tokens: int, count: int) -> list[list[Segment]]:
+    """Prompts of BOS, chunks with their KV precomputed and a question, which is a token longer in each."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(count: int) -> list[int]:
         return torch.randint(2, fusor.decoder.config.vocab_size, (count,), generator=generator).tolist()
 
     texts = [draw(chunk_tokens) for _ in range(chunks)]
-    return [Segment([1]), *(Segment(text, fusor.precompute(text, (1,))) for text in texts), Segment(draw(question_tokens))]
+    begin = [Segment([1]), *(Segment(text, fusor.precompute(text, (1,))) for text in texts)]
+    return [[*begin, Segment(draw(question_tokens + number))] for number in range(count)]
 
 
-def measure(calls: dict[str, Callable[[], FusionResult]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every call, interleaved, after one warm-up each."""
+def measure(calls: dict[str, Callable[[list[Segment]], FusionResult]], prompts: list[list[Segment]]) -> dict[str, list[float]]:
+    """Seconds of every call, interleaved, a prompt a round; the first `WARM_UP` rounds do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
+    for number, prompt in enumerate(prompts):
         for name, call in calls.items():
             started = time.perf_counter()
-            call()
-            if repeat:
+            call(prompt)
+            if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
-        print(f"round {repeat} of {repeats}", file=sys.stderr)
+        print(f"round {number + 1} of {len(prompts)}", file=sys.stderr)
     return seconds
 
 
@@ -87,20 +92,24 @@ def main() -> None:
         fusor = Fusor.from_pretrained(options.model, dtype=options.dtype)
     else:
         fusor = make_fusor(dtype=torch.bfloat16 if options.dtype == "bfloat16" else torch.float32)
-    segments = make_segments(fusor, options.chunks, options.chunk_tokens, options.question_tokens)
-    token_ids = [token for segment in segments for token in segment.token_ids]
-    calls: dict[str, Callable[[], FusionResult]] = {"full": lambda: fusor.prefill(token_ids)}
+    prompts = make_prompts(fusor, options.chunks, options.chunk_tokens, options.question_tokens, WARM_UP + options.repeats)
+    tokens = sum(len(segment.token_ids) for segment in prompts[-1])
+
+    def full(prompt: list[Segment]) -> FusionResult:
+        return fusor.prefill([token for segment in prompt for token in segment.token_ids])
+
+    calls: dict[str, Callable[[list[Segment]], FusionResult]] = {"full": full}
     for ratio in options.ratios:
         config = FusionConfig(recompute_ratio=ratio, selector=options.selector)
-        calls[f"blend {ratio}"] = lambda config=config: fusor.fuse(segments, config)
+        calls[f"blend {ratio}"] = lambda prompt, config=config: fusor.fuse(prompt, config)
     compute = ModelCompute.of(fusor.decoder)
-    ideal = {name: 1 / compute_share(call(), compute) for name, call in calls.items()}
-    seconds = measure(calls, options.repeats)
+    ideal = {name: 1 / compute_share(call(prompts[-1]), compute) for name, call in calls.items()}
+    seconds = measure(calls, prompts)
     full_s = statistics.median(seconds["full"])
     spread = f"min {min(seconds['full']):.3f}, max {max(seconds['full']):.3f}"
-    print(f"full prefill of {len(token_ids)} tokens: {full_s:.3f} s ({spread})")
+    print(f"full prefill of {tokens} tokens: {full_s:.3f} s ({spread})")
     summary: dict[str, Any] = {
-        "tokens": len(token_ids),
+        "tokens": tokens,
         "full_s": full_s,
         "threads": options.threads,
         "dtype": str(fusor.decoder.dtype),

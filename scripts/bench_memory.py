@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import torch
-from bench_fusor import make_fusor, make_segments
+from bench_fusor import make_fusor, make_prompts
 
 from cacheblend.blend import FusionConfig
 
@@ -38,7 +38,7 @@ def measure(side: str, tokens: int, ratio: float) -> dict[str, int]:
     torch.set_num_threads(2)
     fusor = make_fusor()
     chunks = (tokens - 32) // CHUNK_TOKENS
-    segments = make_segments(fusor, chunks, CHUNK_TOKENS, question_tokens=tokens - 1 - chunks * CHUNK_TOKENS)
+    (segments,) = make_prompts(fusor, chunks, CHUNK_TOKENS, tokens - 1 - chunks * CHUNK_TOKENS, 1)
     token_ids = [token for segment in segments for token in segment.token_ids]
     if side == "full":
         segments = []

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from bench_fusor import make_segments
+from bench_fusor import make_prompts
 
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
@@ -21,7 +21,7 @@ class Bench:
 
     def __init__(self, fusor: Fusor, store: KVStore, config: LoaderConfig, chunks: int) -> None:
         self.fusor, self.store, self.config = fusor, store, config
-        head, *stored, question = make_segments(fusor, chunks, CHUNK_TOKENS, 32)
+        head, *stored, question = make_prompts(fusor, chunks, CHUNK_TOKENS, 32, 1)[0]
         self.head, self.question = head, question
         self.keys = []
         for segment in stored:

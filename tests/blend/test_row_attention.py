@@ -1,0 +1,173 @@
+"""The compiled attention of chosen rows, and the compiled rotation, are the exact ones to rounding, or are not used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+from cacheblend.blend import FusionConfig, Fusor, Segment, compiled_file, row_attention
+from cacheblend.blend.attention import Rows, attend
+from cacheblend.blend.row_attention import FEATURE, RowKernel, row_kernel
+
+needs_amx = pytest.mark.skipif(
+    not compiled_file.has_feature(FEATURE) or compiled_file.find_compiler() is None, reason="no AMX, or no C compiler"
+)
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder of compiled files, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    row_attention._load.cache_clear()
+    yield
+    row_attention._load.cache_clear()
+
+
+def kernel_of(head_size: int) -> RowKernel:
+    """The kernel of a head size."""
+    kernel = row_kernel(torch.bfloat16, torch.device("cpu"), head_size)
+    assert kernel is not None
+    return kernel
+
+
+@needs_amx
+@given(
+    data=st.data(),
+    keys=st.integers(1, 700),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 9),
+    head_size=st.sampled_from([32, 64, 96]),
+    window=st.none() | st.integers(1, 800),
+    softcap=st.none() | st.just(2.0),
+)
+@settings(max_examples=150, deadline=None)
+def test_equals_attention_in_float32(
+    data: st.DataObject, keys: int, kv_heads: int, groups: int, head_size: int, window: int | None, softcap: float | None
+) -> None:
+    """Any rows, heads, window and soft-capping; the last row's weights too. What no row may see is not a number."""
+    rows_S = torch.tensor(sorted(data.draw(st.sets(st.integers(0, keys - 1), min_size=1, max_size=90))))
+    generator, seen = torch.Generator().manual_seed(keys), int(rows_S[-1]) + 1
+    q_1QSD, k_1HND, v_1HND = (
+        torch.randn(1, heads, count, head_size, generator=generator).bfloat16()
+        for heads, count in ((kv_heads * groups, len(rows_S)), (kv_heads, keys), (kv_heads, keys))
+    )
+    hidden_SN = torch.arange(seen) > rows_S[:, None]
+    if window is not None:
+        hidden_SN |= torch.arange(seen) <= rows_S[:, None] - window
+    k_1QND, v_1QND = (x[:, :, :seen].float().repeat_interleave(groups, 1) for x in (k_1HND, v_1HND))
+    scores = q_1QSD.float() @ k_1QND.transpose(2, 3) * 0.2
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax(scores.masked_fill(hidden_SN, -torch.inf), -1)
+    k_1HND[:, :, seen:], v_1HND[:, :, seen:] = torch.nan, torch.nan
+    last_QN = torch.zeros(kv_heads * groups, seen)
+    got = kernel_of(head_size).attend(
+        q_1QSD, k_1HND, v_1HND, rows_S, scaling=0.2, window=window, softcap=softcap, weights_QN=last_QN
+    )
+    torch.testing.assert_close(got.float(), (weights @ v_1QND).transpose(1, 2), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(last_QN, weights[0, :, -1], rtol=1e-2, atol=1e-4)
+
+
+@needs_amx
+def test_blocks_and_kernel_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attend` gives the same with and without the kernel, of keys and queries that are views."""
+    generator = torch.Generator().manual_seed(0)
+    q_1QSD = torch.randn(1, 50, 6, 64, generator=generator).bfloat16().transpose(1, 2)
+    k_1HND, v_1HND = torch.randn(2, 1, 2, 400, 64, generator=generator).bfloat16()[:, :, :, :333]
+    rows = Rows.of(torch.arange(50) * 6, torch.device("cpu"))
+    mine = attend(q_1QSD, k_1HND, v_1HND, rows, scaling=0.125)
+    monkeypatch.setattr("cacheblend.blend.attention.row_kernel", lambda *_: None)
+    torch.testing.assert_close(mine, attend(q_1QSD, k_1HND, v_1HND, rows, scaling=0.125), rtol=2e-2, atol=2e-2)
+
+
+@needs_amx
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("config", [LlamaConfig, Gemma2Config])
+def test_blends_as_without(config: Any, missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blend in bfloat16 gives what it gives without the kernel, with windows and soft-capping, and a missing chunk."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    window = {"sliding_window": 50} if config is Gemma2Config else {}
+    model = AutoModelForCausalLM.from_config(config(**sizes, **heads, **window), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(2, 97, (60,), generator=generator).tolist() for _ in range(4)]
+
+    def blend() -> torch.Tensor:
+        fusor = Fusor(model)
+        chunks = [Segment(text, fusor.precompute(text, [1])) for text in texts[:2]]
+        between = [Segment(texts[2])] if missing else []
+        segments = [Segment([1]), chunks[0], *between, chunks[1], Segment(texts[3])]
+        return fusor.fuse(segments, FusionConfig(recompute_ratio=0.3)).logits
+
+    mine = blend()
+    for module in ("attention", "layer_passes", "fusion"):
+        monkeypatch.setattr(f"cacheblend.blend.{module}.row_kernel", lambda *_: None)
+    without = blend()
+    assert torch.nn.functional.cosine_similarity(mine, without, dim=0) > 0.99
+
+
+@needs_amx
+def test_rotates_as_the_model_does() -> None:
+    """Keys are turned in place as a model turns them, a part of a head too; what is turned otherwise is told apart."""
+    generator = torch.Generator().manual_seed(0)
+    kernel = kernel_of(64)
+    k_1HTD = torch.randn(1, 3, 40, 64, generator=generator).bfloat16()[:, :, 5:33]
+    angles_TX = torch.rand(28, 16, generator=generator) * 6
+    cos_sin = torch.cat([angles_TX.cos()] * 2, -1)[None].bfloat16(), torch.cat([angles_TX.sin()] * 2, -1)[None].bfloat16()
+
+    def halves(k: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        turned, left = k[..., :32].float(), k[..., 32:]
+        crossed = torch.cat([-turned[..., 16:], turned[..., :16]], -1)
+        return torch.cat([(turned * pair[0].float() + crossed * pair[1].float()).bfloat16(), left], -1)
+
+    def neighbours(k: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return halves(k.flip(-1), pair).flip(-1)
+
+    assert kernel.turns_as(halves, k_1HTD, cos_sin)
+    assert not kernel.turns_as(neighbours, k_1HTD, cos_sin)
+    expected = halves(k_1HTD, cos_sin)
+    kernel.rotate(k_1HTD, *cos_sin)
+    torch.testing.assert_close(k_1HTD, expected, rtol=1e-2, atol=1e-5)
+
+
+@needs_amx
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("stop = positions[rows - 1] + 1;", "stop = positions[rows - 1];"),  # the last key is not packed
+        ("position + 1 - window - start", "position - window - start"),
+        ("2.0f * 1.44269504f * scaling", "1.44269504f * scaling"),
+        (
+            "1.0f / room->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
+            "0.5f / room->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
+        ),
+        ("_tile_dpbf16ps(2, 5, 6)", "_tile_dpbf16ps(2, 4, 6)"),
+        ("#include <omp.h>", "#error"),
+    ],
+)
+@pytest.mark.usefixtures("fresh_cache")
+def test_wrong_code_is_not_used(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not compile, or gives something else than exact attention, is not used."""
+    text = row_attention.SOURCE.read_text()
+    assert right in text
+    source = tmp_path / "wrong.c"
+    source.write_text(text.replace(right, wrong))
+    monkeypatch.setattr(row_attention, "SOURCE", source)
+    assert row_kernel(torch.bfloat16, torch.device("cpu"), 64) is None
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_other_processors_have_the_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without AMX nothing is compiled; nor for other dtypes and head sizes."""
+    assert row_kernel(torch.float32, torch.device("cpu"), 64) is None
+    assert row_kernel(torch.bfloat16, torch.device("cpu"), 80) is None
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx512f\n")
+    monkeypatch.setattr(compiled_file, "CPUINFO", tmp_path / "cpuinfo")
+    assert row_kernel(torch.bfloat16, torch.device("cpu"), 64) is None
