@@ -277,9 +277,13 @@ class BlendWorker:
 
     def _find(self, keys: Sequence[ChunkKey], held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each key, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
-        placements = held.enter_context(self._store.pin(keys, remote=False))
         if self._ranks.ranks == 1:
-            return list(placements), held.enter_context(LayerLoader())
+            return list(held.enter_context(self._store.pin(keys, remote=False))), held.enter_context(LayerLoader())
+        placements: Sequence[Placement | None] = [None] * len(keys)
+        try:
+            placements = held.enter_context(self._store.pin(keys, remote=False))
+        except CacheBlendError as error:  # the other ranks wait for what this one has found
+            logger.warning("chunks' KV is not read: %s", error)
         found = [None if placement is None else self._own_heads(placement) for placement in placements]
         agreed = self._ranks.agree([kv is not None for kv in found])
         return [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)], ResidentLayers()
@@ -372,29 +376,35 @@ class BlendWorker:
         kv_bytes = geometry.layers * geometry.layer_bytes(tokens) * self._ranks.ranks
         if not count or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
             return 0, count
-        # 2. Compute the others, and hand them to the store.
-        for kv in self._fusor.precompute_documents(wanted, self._keys.head, self._keys.context):
-            whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
-            key = ChunkKey.of(
-                whole.token_ids,
-                prefix_ids=whole.prefix_ids,
-                context=whole.context,
-                model=self._keys.model,
-                codec=self._keys.codec,
-                namespace=self._keys.key(whole.token_ids, (), cache_salt).namespace,
-            )
-            if not self._has_room(sum(x_HTD.nbytes for pair in whole.layers for x_HTD in pair)):
-                left += 1
-                continue
-            try:
-                if self._ranks.rank == 0:
-                    self._store.put(key, whole, flush=False)
-                stored += 1
-            except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
-                logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
-        del kv, whole
+        # 2. Compute the others, and hand them to the store; a document at a time, whose pass is in memory until then.
+        for document in wanted:
+            for kv in self._fusor.precompute_documents([document], self._keys.head, self._keys.context):
+                has_room, is_stored = self._put(kv, cache_salt)
+                left, stored = left + (not has_room), stored + is_stored
+                del kv  # a view of what its pass gave
         return_freed_memory()  # of the passes, which no request needs
         return stored, left
+
+    def _put(self, kv: ChunkKV, cache_salt: str | None) -> tuple[bool, bool]:
+        """Hand a chunk's KV to the store; gives whether that has room for it, and whether it took it."""
+        whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
+        key = ChunkKey.of(
+            whole.token_ids,
+            prefix_ids=whole.prefix_ids,
+            context=whole.context,
+            model=self._keys.model,
+            codec=self._keys.codec,
+            namespace=self._keys.key(whole.token_ids, (), cache_salt).namespace,
+        )
+        if not self._has_room(sum(x_HTD.nbytes for pair in whole.layers for x_HTD in pair)):
+            return False, False
+        try:
+            if self._ranks.rank == 0:
+                self._store.put(key, whole, flush=False)
+        except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
+            logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
+            return True, False
+        return True, True
 
     def _has_room(self, kv_bytes: int) -> bool:
         """Whether this rank's store takes so much without waiting for the disk; the engine's thread must not."""

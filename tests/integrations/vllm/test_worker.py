@@ -258,12 +258,16 @@ def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMac
     ranks = CountedRanks()
     machine = open_machine("a", ranks=ranks)
 
-    def broken(*_: Any) -> list[bool]:
+    def broken(*_: Any, **__: Any) -> list[bool]:
         raise StoreFullError("planted")
 
     monkeypatch.setattr("cacheblend.integrations.vllm.worker.find_stored", broken)
     assert machine.worker.precompute([CHUNKS], None, None) == (2, 0)
     assert ranks.together[0] == 2
+    monkeypatch.setattr(machine.store, "pin", broken)
+    report = machine.blend()
+    assert report["blended"]
+    assert report["hits"] == 0
 
 
 def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
