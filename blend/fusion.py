@@ -17,7 +17,7 @@ from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import WAITING, FusionResult, LayerReport, Prompt
-from .row_attention import RowKernel, row_kernel
+from .row_attention import Turn, row_kernel
 from .selection import SelectionStep, Selector
 
 # Rows of a check that are projected together: what they need stays near the caches.
@@ -25,7 +25,7 @@ PROJECTED_AT_ONCE = 512
 # Stored keys that are rotated together on the CPU: what the model's own function makes on the way stays in the caches (1,800
 # keys of 4 heads of 64 take 0.7 ms a layer, 1.0 by 256, 1.2 by 1,024, 1.8 at once). On a GPU one launch does all.
 ROTATED_AT_ONCE = 512
-# Keys of a prompt that both ways rotate, to see that the kernel's is the model's.
+# Positions at which the compiled rotation is compared with the model's.
 COMPARED_KEYS = 16
 
 
@@ -55,7 +55,7 @@ class Fusion:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
         self._deviation: tuple[torch.Tensor, torch.Tensor] | None = None  # the positions measured, and theirs on the device
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
-        self._turned_by_kernel: dict[Hashable, bool] = {}  # by the kind of rotary embedding
+        self._turns: dict[Hashable, Turn | None] = {}  # see `_compiled_rotation`, by the kind of rotary embedding
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
@@ -242,30 +242,26 @@ class Fusion:
 
     def _rotate(self, layer: int, whole: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
         """Turn the stored keys of these runs to the positions where they now stand."""
-        k_1HND = whole.k_1HND
-        size = ROTATED_AT_ONCE if k_1HND.device.type == "cpu" else k_1HND.shape[2]
-        kernel = self._rotating_kernel(layer, k_1HND, cos_sin_N, runs)
+        turn = self._compiled_rotation(layer, whole.k_1HND, cos_sin_N)
         for start, stop in runs:
+            if turn is not None:
+                turn(whole.k_1HND[:, :, start:stop], cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])
+                continue
+            size = ROTATED_AT_ONCE if whole.k_1HND.device.type == "cpu" else stop - start
             for first in range(start, stop, size):
-                part = slice(first, min(first + size, stop))
-                k_1HTD, pair = k_1HND[:, :, part], (cos_sin_N[0][:, part], cos_sin_N[1][:, part])
-                if kernel is None:
-                    k_1HTD.copy_(self._runner.rotate(k_1HTD, pair))
-                else:
-                    kernel.rotate(k_1HTD, *pair)
+                last = min(first + size, stop)
+                k_1HTD = whole.k_1HND[:, :, first:last]
+                k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
 
-    def _rotating_kernel(
-        self, layer: int, k_1HND: torch.Tensor, cos_sin_N: CosSin, runs: list[tuple[int, int]]
-    ) -> RowKernel | None:
-        """The compiled rotation, if it is that of the model for the layer's kind of rotary embedding."""
-        kernel, kind = row_kernel(k_1HND.dtype, k_1HND.device, k_1HND.shape[-1]), self._runner.layer_types[layer]
-        if kernel is None or not runs:
+    def _compiled_rotation(self, layer: int, k_1HND: torch.Tensor, cos_sin_N: CosSin) -> Turn | None:
+        """The compiled rotation for the layer's kind of rotary embedding; None for the model's own."""
+        kind, kernel = self._runner.layer_types[layer], row_kernel(k_1HND.dtype, k_1HND.device, k_1HND.shape[-1])
+        if kernel is None:
             return None
-        if kind not in self._turned_by_kernel:
-            few = slice(runs[0][0], min(runs[0][0] + COMPARED_KEYS, runs[0][1]))
-            pair = cos_sin_N[0][:, few], cos_sin_N[1][:, few]
-            self._turned_by_kernel[kind] = kernel.turns_as(self._runner.rotate, k_1HND[:, :, few], pair)
-        return kernel if self._turned_by_kernel[kind] else None
+        if kind not in self._turns:
+            few = cos_sin_N[0][:, -COMPARED_KEYS:], cos_sin_N[1][:, -COMPARED_KEYS:]
+            self._turns[kind] = kernel.rotation_of(self._runner.rotate, few, k_1HND.shape)
+        return self._turns[kind]
 
 
 def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:

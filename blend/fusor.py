@@ -27,6 +27,7 @@ from .model_runner import LayerSink, ModelRunner
 from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import FusionResult, LayerReport, Prompt, Segment
+from .row_attention import row_kernel
 from .selection import FusionConfig
 
 # A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.
@@ -75,6 +76,8 @@ class Fusor:
     def _over(self, runner: ModelRunner, fingerprint: str, model: PreTrainedModel | None, tokenizer: Any) -> None:
         self._model, self.tokenizer = model, tokenizer
         self.runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
+        geometry = runner.geometry
+        row_kernel(geometry.dtype, geometry.device, geometry.head_dim)  # compiled now, not at the first blend
         self._sharing = threading.Lock()
         self._shared: tuple[tuple[int, ...], SharedPrefix | None] | None = None
 

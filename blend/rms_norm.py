@@ -1,8 +1,8 @@
 """RMS norms of rows, each one call of C where the models' own modules are eight operations.
 
-The decoder takes them for decoding and for rows that are chosen; a prompt's neighbours have the very bits of the model's own. A
-module stays as it is on other devices, and where the compiled file does not give
-its outputs; which of the two ways of scaling a model has is found by comparing them.
+Runners take them for decoding and for chosen rows; contiguous rows of a prompt have the very bits of the model's own. A module
+stays as it is on other devices, and where the compiled file does not give its outputs; which of the two ways of scaling a model
+has is found by comparing them.
 
 Shapes: R rows, M hidden size.
 """
@@ -43,7 +43,8 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Normed rows (..., M); with a residual, which takes the sum, as vLLM's: both."""
-        if not hidden.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        taken = [hidden] if residual is None else [hidden, residual]
+        if not all(x.is_contiguous() and x.dtype == self._weight.dtype for x in taken):
             return self.plain(hidden) if residual is None else self.plain(hidden, residual)
         size, out = hidden.shape[-1], torch.empty_like(hidden)
         self._call(

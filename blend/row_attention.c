@@ -25,6 +25,7 @@ Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a K
 #define TILE 512   /* 16-bit numbers of one */
 #define SCORES (KEYS + 16)  /* numbers from a row to the next: rows that are a power of two apart would share places in the cache */
 #define WEIGHTS (KEYS + 32)
+#define PACKED (1 << 22) /* numbers that are packed at a time: memory that the C library keeps for the next call */
 #define HIDDEN (-1e30f)
 #define PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
@@ -53,7 +54,7 @@ typedef struct {
 typedef struct {
     Element queries[QUERIES][HEAD_SIZE], weights[QUERIES][WEIGHTS];
     float scores[QUERIES][SCORES], sums[QUERIES][HEAD_SIZE], largest[QUERIES], total[QUERIES];
-} Room;
+} Workspace;
 
 /* Asks the system for the tiles' registers, which a process may use only after that. Returns 0 where it may. */
 int prepare(void) { return (int)syscall(SYS_arch_prctl, PERMISSION, TILE_DATA); }
@@ -72,20 +73,26 @@ static inline Element narrow(float x) { /* to the nearest, ties to even */
 }
 
 /* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have `table_row`
-   numbers a row. */
+   numbers a row. With `rounds_products` each product is rounded before they are added, as models in bfloat16 do it. */
 void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t rows, const Element *cosines, const Element *sines,
-            int64_t table_row, int64_t half, int threads) {
+            int64_t table_row, int64_t half, int rounds_products, int threads) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < rows; r++) {
             Element *first = keys + h * head + r * row, *second = first + half;
             const Element *cosine = cosines + r * table_row, *sine = sines + r * table_row;
-#pragma omp simd
-            for (int64_t i = 0; i < half; i++) {
-                float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
-                first[i] = narrow(a * c - b * s);
-                second[i] = narrow(b * c + a * s);
-            }
+            if (rounds_products)
+                for (int64_t i = 0; i < half; i++) {
+                    float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
+                    first[i] = narrow(widen(narrow(a * c)) - widen(narrow(b * s)));
+                    second[i] = narrow(widen(narrow(b * c)) + widen(narrow(a * s)));
+                }
+            else
+                for (int64_t i = 0; i < half; i++) {
+                    float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
+                    first[i] = narrow(a * c - b * s);
+                    second[i] = narrow(b * c + a * s);
+                }
         }
 }
 
@@ -96,6 +103,7 @@ static void begin_tiles(void) {
         uint8_t rows[16];
     } config = {.palette = 1};
     for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    IN_MEMORY;
     _tile_loadconfig(&config);
 }
 
@@ -109,7 +117,7 @@ static inline __m512 power_of_two(__m512 x) {
 }
 
 /* cap * tanh(x / cap) of a row of scores, which come unscaled. */
-static void soften(float *row, int count, float scaling, float cap) {
+static void soft_cap(float *row, int count, float scaling, float cap) {
     __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1.0f);
     for (int i = 0; i < count; i += 16) {
         __m512 x = _mm512_loadu_ps(row + i);
@@ -151,14 +159,14 @@ static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Scores of the queries over `groups` groups of keys. */
-static void score(Room *room, const Element *keys, int groups) {
+static void score(Workspace *workspace, const Element *keys, int groups) {
     IN_MEMORY;
     for (int group = 0; group < groups; group++) {
-        float *to = &room->scores[0][GROUP * group];
+        float *to = &workspace->scores[0][GROUP * group];
         ZERO_SUMS;
         for (int part = 0; part < HEAD_SIZE / 32; part++, keys += 2 * TILE) {
-            _tile_loadd(4, &room->queries[0][32 * part], HEAD_SIZE * sizeof(Element));
-            _tile_loadd(5, &room->queries[16][32 * part], HEAD_SIZE * sizeof(Element));
+            _tile_loadd(4, &workspace->queries[0][32 * part], HEAD_SIZE * sizeof(Element));
+            _tile_loadd(5, &workspace->queries[16][32 * part], HEAD_SIZE * sizeof(Element));
             _tile_loadd(6, keys, 64);
             _tile_loadd(7, keys + TILE, 64);
             ADD_PRODUCTS;
@@ -169,48 +177,48 @@ static void score(Room *room, const Element *keys, int groups) {
 
 /* Weights of query x over `count` keys, a multiple of 32, of which it sees those from `low` to before `high`. What its sums and
    total were for is scaled down where a score is larger than all before. */
-static void weigh(Room *room, int x, int low, int high, int count, float scaling, float softcap) {
-    float *row = room->scores[x];
+static void weigh(Workspace *workspace, int x, int low, int high, int count, float scaling, float softcap) {
+    float *row = workspace->scores[x];
     if (low >= high) {
-        memset(room->weights[x], 0, count * sizeof(Element));
+        memset(workspace->weights[x], 0, count * sizeof(Element));
         return;
     }
-    if (softcap > 0) soften(row, count, scaling, softcap), scaling = 1.0f;
+    if (softcap > 0) soft_cap(row, count, scaling, softcap), scaling = 1.0f;
     for (int i = 0; i < low; i++) row[i] = HIDDEN;
     for (int i = high; i < count; i++) row[i] = HIDDEN;
-    __m512 most = _mm512_set1_ps(room->largest[x]), other = most, total = _mm512_setzero_ps();
+    __m512 most = _mm512_set1_ps(workspace->largest[x]), other = most, total = _mm512_setzero_ps();
     __m512 factor = _mm512_set1_ps(scaling * 1.44269504f);
     for (int i = 0; i < count; i += 32) {
         most = _mm512_max_ps(most, _mm512_loadu_ps(row + i));
         other = _mm512_max_ps(other, _mm512_loadu_ps(row + i + 16));
     }
     float largest = _mm512_reduce_max_ps(_mm512_max_ps(most, other));
-    if (largest > room->largest[x]) {
-        __m512 down = power_of_two(_mm512_mul_ps(_mm512_set1_ps(room->largest[x] - largest), factor));
+    if (largest > workspace->largest[x]) {
+        __m512 down = power_of_two(_mm512_mul_ps(_mm512_set1_ps(workspace->largest[x] - largest), factor));
         for (int i = 0; i < HEAD_SIZE; i += 16)
-            _mm512_storeu_ps(room->sums[x] + i, _mm512_mul_ps(_mm512_loadu_ps(room->sums[x] + i), down));
-        room->total[x] *= _mm512_cvtss_f32(down);
-        room->largest[x] = largest;
+            _mm512_storeu_ps(workspace->sums[x] + i, _mm512_mul_ps(_mm512_loadu_ps(workspace->sums[x] + i), down));
+        workspace->total[x] *= _mm512_cvtss_f32(down);
+        workspace->largest[x] = largest;
     }
     __m512 shift = _mm512_mul_ps(_mm512_set1_ps(largest), factor);
     for (int i = 0; i < count; i += 32) {
         __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i), factor, shift));
         __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i + 16), factor, shift));
         total = _mm512_add_ps(total, _mm512_add_ps(first, second));
-        _mm512_storeu_si512(room->weights[x] + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        _mm512_storeu_si512(workspace->weights[x] + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
-    room->total[x] += _mm512_reduce_add_ps(total);
+    workspace->total[x] += _mm512_reduce_add_ps(total);
 }
 
 /* Adds the values of `groups` groups of keys to the queries' sums, by their weights. */
-static void add_values(Room *room, const Element *values, int groups) {
+static void add_values(Workspace *workspace, const Element *values, int groups) {
     for (int part = 0; part < HEAD_SIZE; part += 32) {
-        float *sums = &room->sums[0][part];
+        float *sums = &workspace->sums[0][part];
         MOVE_SUMS(_tile_loadd, sums, HEAD_SIZE);
         for (int group = 0; group < groups; group++) {
             const Element *from = values + group * GROUP * HEAD_SIZE + part / 16 * TILE;
-            _tile_loadd(4, &room->weights[0][GROUP * group], WEIGHTS * sizeof(Element));
-            _tile_loadd(5, &room->weights[16][GROUP * group], WEIGHTS * sizeof(Element));
+            _tile_loadd(4, &workspace->weights[0][GROUP * group], WEIGHTS * sizeof(Element));
+            _tile_loadd(5, &workspace->weights[16][GROUP * group], WEIGHTS * sizeof(Element));
             _tile_loadd(6, from, 64);
             _tile_loadd(7, from + TILE, 64);
             ADD_PRODUCTS;
@@ -220,15 +228,15 @@ static void add_values(Room *room, const Element *values, int groups) {
 }
 
 /* Weights of query x over its keys, from `first` to before `stop`, once its largest score and total are known. */
-static void weigh_again(Room *room, const Element *keys, int x, int64_t first, int64_t stop, float scaling, float softcap,
+static void weigh_again(Workspace *workspace, const Element *keys, int x, int64_t first, int64_t stop, float scaling, float softcap,
                         float *weights) {
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
         int seen = (int)smaller(KEYS, stop - start), groups = (seen + GROUP - 1) / GROUP, hidden = (int)larger(0, first - start);
-        float *row = room->scores[x];
-        score(room, keys + start * HEAD_SIZE, groups);
-        if (softcap > 0) soften(row, GROUP * groups, scaling, softcap);
+        float *row = workspace->scores[x];
+        score(workspace, keys + start * HEAD_SIZE, groups);
+        if (softcap > 0) soft_cap(row, GROUP * groups, scaling, softcap);
         __m512 factor = _mm512_set1_ps(1.44269504f * (softcap > 0 ? 1.0f : scaling));
-        __m512 shift = _mm512_mul_ps(_mm512_set1_ps(room->largest[x]), factor), part = _mm512_set1_ps(1.0f / room->total[x]);
+        __m512 shift = _mm512_mul_ps(_mm512_set1_ps(workspace->largest[x]), factor), part = _mm512_set1_ps(1.0f / workspace->total[x]);
         for (int i = 0; i < seen; i += 16) {
             __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i), factor, shift));
             _mm512_storeu_ps(row + i, _mm512_mul_ps(weight, part));
@@ -238,41 +246,41 @@ static void weigh_again(Room *room, const Element *keys, int x, int64_t first, i
 }
 
 /* Output of QUERIES queries of head h from query x0 on, over its packed keys and values. */
-static void attend(Room *room, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h, int64_t kv_heads,
+static void attend(Workspace *workspace, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h, int64_t kv_heads,
                    int64_t groups, int64_t window, const Element *keys, const Element *values, float scaling, float softcap,
                    Element *out, float *last, int64_t last_keys) {
     int count = (int)smaller(QUERIES, queries - x0);
-    memset(room->queries[count], 0, (QUERIES - count) * sizeof room->queries[0]);
-    memset(room->sums, 0, sizeof room->sums);
+    memset(workspace->queries[count], 0, (QUERIES - count) * sizeof workspace->queries[0]);
+    memset(workspace->sums, 0, sizeof workspace->sums);
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
-        memcpy(room->queries[x], q->at + row * q->row + (h * groups + group) * q->head, sizeof room->queries[0]);
-        room->largest[x] = HIDDEN, room->total[x] = 0;
+        memcpy(workspace->queries[x], q->at + row * q->row + (h * groups + group) * q->head, sizeof workspace->queries[0]);
+        workspace->largest[x] = HIDDEN, workspace->total[x] = 0;
     }
     int64_t first = larger(0, positions[x0 / groups] + 1 - window), stop = positions[(x0 + count - 1) / groups] + 1;
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
         int key_groups = (int)((smaller(KEYS, stop - start) + GROUP - 1) / GROUP), seen = GROUP * key_groups;
-        score(room, keys + start * HEAD_SIZE, key_groups);
+        score(workspace, keys + start * HEAD_SIZE, key_groups);
         for (int x = 0; x < count; x++) {
             int64_t position = positions[(x0 + x) / groups];
             int64_t low = larger(0, position + 1 - window - start), high = smaller(seen, position + 1 - start);
-            weigh(room, x, (int)smaller(low, seen), (int)larger(0, high), seen, scaling, softcap);
+            weigh(workspace, x, (int)smaller(low, seen), (int)larger(0, high), seen, scaling, softcap);
         }
-        add_values(room, values + start * HEAD_SIZE, key_groups);
+        add_values(workspace, values + start * HEAD_SIZE, key_groups);
     }
     for (int x = 0; last != NULL && x < count; x++)
         if (x0 + x >= queries - groups) {
             int64_t seen = positions[(x0 + x) / groups] + 1;
             int64_t head = h * groups + (x0 + x) % groups;
-            weigh_again(room, keys, x, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys);
+            weigh_again(workspace, keys, x, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys);
         }
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
         Element *to = out + ((row * kv_heads + h) * groups + group) * HEAD_SIZE;
-        __m512 part = _mm512_set1_ps(1.0f / room->total[x]);
+        __m512 part = _mm512_set1_ps(1.0f / workspace->total[x]);
         for (int i = 0; i < HEAD_SIZE; i += 32) {
-            __m512 low = _mm512_mul_ps(_mm512_loadu_ps(room->sums[x] + i), part);
-            __m512 high = _mm512_mul_ps(_mm512_loadu_ps(room->sums[x] + i + 16), part);
+            __m512 low = _mm512_mul_ps(_mm512_loadu_ps(workspace->sums[x] + i), part);
+            __m512 high = _mm512_mul_ps(_mm512_loadu_ps(workspace->sums[x] + i + 16), part);
             _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
@@ -287,27 +295,31 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
     int64_t first = larger(0, positions[0] + 1 - window) / GROUP, stop = positions[rows - 1] + 1;
     int64_t key_groups = (stop + GROUP - 1) / GROUP, head = key_groups * GROUP * HEAD_SIZE;
     int64_t queries = rows * groups, tasks = (queries + QUERIES - 1) / QUERIES;
-    size_t packed = (size_t)(2 * kv_heads * head) * sizeof(Element), rooms = threads * ((sizeof(Room) + 63) / 64 * 64);
-    char *memory = aligned_alloc(64, packed + rooms);
+    int64_t together = smaller(kv_heads, larger(1, PACKED / (2 * head))); /* KV heads that are packed at a time */
+    size_t packed = (size_t)(2 * together * head) * sizeof(Element), own = (sizeof(Workspace) + 63) / 64 * 64;
+    char *memory = aligned_alloc(64, packed + threads * own);
     if (memory == NULL) return 1;
-    Element *keys = (Element *)memory, *values = keys + kv_heads * head;
+    Element *keys = (Element *)memory, *values = keys + together * head;
 #pragma omp parallel num_threads(threads)
     {
-        Room *room = (Room *)(memory + packed + omp_get_thread_num() * ((sizeof(Room) + 63) / 64 * 64));
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t h = 0; h < kv_heads; h++)
-            for (int64_t group = first; group < key_groups; group++) {
-                int64_t start = group * GROUP;
-                int count = (int)smaller(GROUP, stop - start);
-                pack_keys(k->at + h * k->head + start * k->row, k->row, count, keys + h * head + start * HEAD_SIZE);
-                pack_values(v->at + h * v->head + start * v->row, v->row, count, values + h * head + start * HEAD_SIZE);
-            }
+        Workspace *workspace = (Workspace *)(memory + packed + omp_get_thread_num() * own);
         begin_tiles();
+        for (int64_t h0 = 0; h0 < kv_heads; h0 += together) {
+            int64_t heads = smaller(together, kv_heads - h0);
+#pragma omp for schedule(static) collapse(2)
+            for (int64_t h = 0; h < heads; h++)
+                for (int64_t group = first; group < key_groups; group++) {
+                    int64_t start = group * GROUP, at = h * head + start * HEAD_SIZE;
+                    int count = (int)smaller(GROUP, stop - start);
+                    pack_keys(k->at + (h0 + h) * k->head + start * k->row, k->row, count, keys + at);
+                    pack_values(v->at + (h0 + h) * v->head + start * v->row, v->row, count, values + at);
+                }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks * kv_heads; task++) { /* the last queries see the most keys */
-            int64_t h = task % kv_heads, x0 = (tasks - 1 - task / kv_heads) * QUERIES;
-            attend(room, q, positions, x0, queries, h, kv_heads, groups, window, keys + h * head, values + h * head, scaling,
-                   softcap, out, last, last_keys);
+            for (int64_t task = 0; task < tasks * heads; task++) { /* the last queries see the most keys */
+                int64_t h = task % heads, x0 = (tasks - 1 - task / heads) * QUERIES;
+                attend(workspace, q, positions, x0, queries, h0 + h, kv_heads, groups, window, keys + h * head, values + h * head,
+                       scaling, softcap, out, last, last_keys);
+            }
         }
         _tile_release();
     }

@@ -1,7 +1,7 @@
 """Attention of chosen rows in bfloat16, by the matrix instructions of CPUs that have AMX; and the rotation of stored keys.
 
 `row_attention.c` takes each row over the keys up to its own position and no others, and never has the scores of more than a few
-rows in memory. It is compiled at its first use on a machine, for the model's head size, where there is a C compiler; other
+rows in memory. It is compiled when a model is first loaded on a machine, for its head size, where there is a C compiler; other
 processors, and head sizes that do not fill its tiles, have the blocks of `attention`.
 
 Shapes: Q query heads, H KV heads, S rows, N keys, D head size.
@@ -23,8 +23,9 @@ SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURE = "amx_bf16"
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
 ALL_KEYS = 2**62  # a window that no row reaches the end of
-ALLOWED_TURNED = 2e-2
-Rotation = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
+Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
+Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 ALLOWED = 1e-2  # of outputs of about 1, that are rounded to 8 bits
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class RowKernel:
         count, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
         self._rotate = library.rotate
         self._rotate.restype = None
-        self._rotate.argtypes = [pointer, *[count] * 4, pointer, pointer, count, count, ctypes.c_int]
+        self._rotate.argtypes = [pointer, *[count] * 4, pointer, pointer, count, count, ctypes.c_int, ctypes.c_int]
         self._call.argtypes = [pointer] * 4 + [count] * 4 + [real, real, ctypes.c_int, pointer, pointer, count]
 
     def attend(
@@ -103,13 +104,16 @@ class RowKernel:
             raise MemoryError(f"the system has no memory left for the attention of {rows} rows over {k_1HND.shape[2]} keys")
         return out_1SQD
 
-    def rotate(self, k_1HTD: torch.Tensor, cos_1TX: torch.Tensor, sin_1TX: torch.Tensor) -> None:
-        """Turn keys in place, the halves of their first X numbers against each other; in float32, rounded once.
+    def rotate(
+        self, k_1HTD: torch.Tensor, cos_1TX: torch.Tensor, sin_1TX: torch.Tensor, *, rounds_products: bool = False
+    ) -> None:
+        """Turn keys in place, the halves of their first X numbers against each other.
 
         Args:
             k_1HTD: keys, which may be a slice of a layer's.
             cos_1TX: of each position, X numbers of which the second half is the first again.
             sin_1TX: the same.
+            rounds_products: to bfloat16, before they are added; else the sums alone are rounded.
         """
         _, heads, rows, _ = k_1HTD.shape
         cos_1TX, sin_1TX = cos_1TX.contiguous(), sin_1TX.contiguous()
@@ -123,15 +127,28 @@ class RowKernel:
             sin_1TX.data_ptr(),
             cos_1TX.shape[-1],
             cos_1TX.shape[-1] // 2,
+            rounds_products,
             torch.get_num_threads(),
         )
 
-    def turns_as(self, rotate: Rotation, k_1HTD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> bool:
-        """Whether a model rotates these keys as `rotate` here does, to the rounding of its own steps."""
-        mine_1HTD = k_1HTD.clone(memory_format=torch.contiguous_format)
-        self.rotate(mine_1HTD, *cos_sin)
+    def rotation_of(self, rotate: Rotate, cos_sin: CosSin, shape: torch.Size) -> Turn | None:
+        """A model's rotation of keys, in place and to the bit; None where it is another than these two.
+
+        Args:
+            rotate: the model's, which gives new keys.
+            cos_sin: of the positions to compare it at.
+            shape: of a layer's keys, (1, H, N, D).
+        """
+        generator = torch.Generator().manual_seed(0)
+        k_1HTD = torch.randn(*shape[:2], cos_sin[0].shape[1], shape[3], generator=generator).bfloat16()
         own_1HTD = rotate(k_1HTD, cos_sin)
-        return float((mine_1HTD - own_1HTD).abs().max()) <= ALLOWED_TURNED * float(own_1HTD.abs().max())
+        for rounds_products in (False, True):
+            turn = functools.partial(self.rotate, rounds_products=rounds_products)
+            mine_1HTD = k_1HTD.clone()
+            turn(mine_1HTD, *cos_sin)
+            if torch.equal(mine_1HTD, own_1HTD):
+                return turn
+        return None
 
 
 def row_kernel(dtype: torch.dtype, device: torch.device, head_size: int) -> RowKernel | None:

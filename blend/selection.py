@@ -18,7 +18,8 @@ from cacheblend.base.options import option
 # Layers between two filterings. Scoring a layer's candidates costs about 7 % of that layer; on every layer it took back what
 # the filtering of twelve layers saved.
 FILTER_EVERY = 2
-MIN_USUAL_ROWS = 64
+MIN_BUCKETED_ROWS = 64
+MAX_MEAN_OFF = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +57,38 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float, fresh:
     """How many of R reusable tokens the layers 1..L-1 recompute: falling every second layer, and `ratio` of R in the mean.
 
     The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
-    are rounded so that layers meant to take the same do and none of them is scored; with `fresh` see `usual_rows`. What is
-    rounded away is owed to the next layers.
+    are rounded so that layers meant to take the same do and none of them is scored; with `fresh` see `bucket_rows`. What is
+    rounded away is owed to the next layers; where they cannot make it up, nothing is.
     """
     later = layers - 1
     if later < 1:
         return []
     slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and later > 1 else 0.0
     falling = [1 + slope * (1 - 2 * step / max(later - 1, 1)) for step in range(later)]
-    counts, most, owed = list[int](), reusable, 0.0
-    for first in range(0, later, FILTER_EVERY):
-        part = falling[first : first + FILTER_EVERY]
-        wanted = ratio * reusable * sum(part) / len(part)
-        count = round(wanted)
-        if fresh is not None and 0 < slope == spread and usual_rows(fresh + count) > fresh:
-            count = usual_rows(fresh + round(wanted + owed / len(part))) - fresh
-        most = max(0, min(count, most))
-        counts += [most] * len(part)
-        owed += len(part) * (wanted - most)
-    return counts
+    parts = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
+    wanted = [ratio * reusable * sum(part) / len(part) for part in parts]
+    exact = [min(round(tokens), reusable) for part, tokens in zip(parts, wanted, strict=True) for _ in part]
+    if fresh is None or slope < spread:  # few tokens are left out: what is rounded away could not be made up
+        return exact
+    bucketed, limit, owed = list[int](), reusable, 0.0
+    for part, tokens in zip(parts, wanted, strict=True):
+        limit = max(0, min(bucket_rows(round(tokens + owed / len(part)), fresh), limit))
+        bucketed += [limit] * len(part)
+        owed += len(part) * (tokens - limit)
+    return bucketed if abs(sum(bucketed) - sum(exact)) <= MAX_MEAN_OFF * sum(exact) else exact
 
 
-def usual_rows(rows: int) -> int:
-    """A number of rows close to `rows`, one of eight from a power of two to the next; few rows stay what they are.
+def bucket_rows(tokens: int, fresh: int) -> int:
+    """About `tokens`, so that with the `fresh` rows beside them a layer runs a number of rows that other prompts have too.
 
-    The CPU's matrix products are compiled for a number of rows when they first meet it (oneDNN), 2 to 20 ms and 1 MB for each
-    of a layer's weights: a prompt of 3,105 tokens whose layers have other numbers of rows than all before took 0.57 s for 0.38.
+    Rows are a multiple of a sixteenth to an eighth of the tokens. The CPU's 16-bit products are compiled for a number of rows
+    when they first meet it (oneDNN), 2 to 20 ms and 1 MB for each of a layer's weights: a prompt of 3,105 tokens whose layers
+    had other numbers of rows than all before took 0.57 s for 0.38.
     """
-    if rows < MIN_USUAL_ROWS:
-        return rows
-    step = 1 << (rows.bit_length() - 4)
-    return (rows + step // 2) // step * step
+    if tokens + fresh < MIN_BUCKETED_ROWS:
+        return tokens
+    step = 1 << max(0, tokens.bit_length() - 4)
+    return max(0, (tokens + fresh + step // 2) // step * step - fresh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

