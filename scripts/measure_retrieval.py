@@ -8,10 +8,13 @@ service does. Gold passages of a question are those of its own case that hold an
 `recall`: their share among the documents of the `--top-k` chunks found; `answer`: whether one of these chunks is of a gold
 passage and holds an answer; `all`: whether chunks of all gold passages are there; in the mean.
 
-With `--answers` the model answers each question from what was found, by full recompute and by blending at r*, the KV of all
-chunks stored. `f1` is SQuAD's; `contains`: whether a right answer stands in the model's, both as SQuAD compares them;
-`gold_nll_nats`: of the right answer that full recompute finds likeliest. The first line of `--out` is the set-up, then comes a
-line a case; the same call goes on after the last one. The last line on stdout is a JSON object.
+With `--answers` the model answers each question from what was found, by full recompute and by blending at r* or `--ratio`, the
+KV of all chunks stored. `f1` is SQuAD's; `contains`: whether a right answer stands in the model's, both as SQuAD compares them;
+`gold_nll_nats`: of the right answer that full recompute finds likeliest; `first_token_kl_nats`: from full recompute;
+`nll_over_full`: the blend's NLL above full recompute's, its mean, the bounds of its 95 % interval, and its median.
+
+The first line of `--out` is the set-up, then comes a line a case; the same call goes on after the last one. The last line on
+stdout is a JSON object.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
 from cacheblend.eval.data.request import Example, Passage
 from cacheblend.eval.data.source import SHORT_ANSWER
-from cacheblend.eval.metrics import answer_nll_nats, f1, normalize
+from cacheblend.eval.metrics import answer_nll_nats, f1, first_token_kl_nats, normalize, paired_difference
 from cacheblend.retriever import (
     Document,
     Retriever,
@@ -115,10 +118,13 @@ class Answerer:
     Args:
         engine: has the corpus in its index.
         corpus: its documents by id.
+        ratio: blends recompute so much; None for r*.
+        best_last: the chunks stand in the opposite order, the nearest one beside the question.
     """
 
-    def __init__(self, engine: Engine, corpus: Mapping[str, Mapping[str, str]]) -> None:
-        self._engine, self._corpus = engine, corpus
+    def __init__(self, engine: Engine, corpus: Mapping[str, Mapping[str, str]], ratio: float | None, best_last: bool) -> None:
+        self._engine, self._corpus, self._best_last = engine, corpus, best_last
+        self._ratio = engine.config.loader.quality_ratio if ratio is None else ratio
 
     def marks(self, example: Example, found: Sequence[ScoredChunk]) -> dict[str, dict[str, Any]]:
         """Each method's answer, and how good that is."""
@@ -127,24 +133,28 @@ class Answerer:
         engine.ingest([self._corpus[id_] for id_ in dict.fromkeys(one.chunk.document_id for one in found)])
         # 2. Answer from the same chunks by each method, full recompute first: it says which right answer is meant.
         marks: dict[str, dict[str, Any]] = {}
+        chunks = [one.chunk for one in in_reading_order(found)]
         golds = [ids for answer in example.answers if (ids := engine.prompts.answer_ids(answer))]
+        full_V = None
         for method in METHODS:
             request = engine.prepare(
                 SHORT_ANSWER.question.format(question=example.question),
-                documents=[one.chunk for one in in_reading_order(found)],
+                documents=chunks[::-1] if self._best_last else chunks,
                 method=method,
-                recompute_ratio=engine.config.loader.quality_ratio,
+                recompute_ratio=self._ratio,
                 max_tokens=ANSWER_TOKENS,
             )
             plan = engine.complete(request).plan
             nll, gold = min((answer_nll_nats(fusor, request.fused, ids), ids) for ids in golds)
             golds = [gold]
+            full_V = request.fused.logits if full_V is None else full_V
             text = SHORT_ANSWER.answer_in(request.text)
             marks[method] = {
                 "text": text,
                 "f1": f1(text, example.answers),
                 "contains": any(f" {normalize(answer)} " in f" {normalize(text)} " for answer in example.answers),
                 "gold_nll_nats": nll,
+                "first_token_kl_nats": first_token_kl_nats(full_V, request.fused.logits),
                 "prompt_tokens": plan.prompt_tokens,
                 "hits": plan.hits,
                 "misses": plan.misses,
@@ -175,12 +185,13 @@ def opened(
         model=options.model,
         store_dir=folder,
         instruction=SHORT_ANSWER.instruction if has_template else SHORT_ANSWER.text_instruction,
+        context_filler=options.context_filler,
         retriever=config,
         store=StoreConfig(nvme_budget_bytes=STORE_BYTES),
     )
     with Engine(engine_config, fusor=fusor, embedder=embedder) as engine:
         engine.retriever.add(corpus.values(), report)
-        yield engine.retriever, Answerer(engine, corpus)
+        yield engine.retriever, Answerer(engine, corpus, options.ratio, options.best_last)
 
 
 class Rows:
@@ -227,8 +238,13 @@ class Rows:
         if own and own[0]["answers"]:
             for method in METHODS:
                 answers = [row["answers"][method] for row in own]
-                names = ("f1", "contains", "gold_nll_nats", "prompt_tokens")
+                names = ("f1", "contains", "gold_nll_nats", "first_token_kl_nats", "prompt_tokens")
                 figures[method] = {name: round(statistics.fmean(one[name] for one in answers), 3) for name in names}
+            full, blended = ([row["answers"][method]["gold_nll_nats"] for row in own] for method in METHODS)
+            over = paired_difference(blended, full)
+            median = statistics.median(one - other for one, other in zip(blended, full, strict=True))
+            bounds = (over.mean, over.low, over.high, median)
+            figures["nll_over_full"] = [None if bound is None else round(bound, 3) for bound in bounds]
         return figures
 
 
@@ -247,6 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--prompt", default="auto", choices=["auto", "few-shot"], help="auto: a chat where the model has a template"
     )
+    parser.add_argument("--ratio", type=float, help="recompute ratio of the blend; left out, r*")
+    parser.add_argument(
+        "--best-last", action="store_true", help="chunks in the opposite order, the nearest beside the question"
+    )
+    parser.add_argument("--context-filler", default="auto", help="see the engine's option: auto, none, or a text file")
     parser.add_argument("--chunk-tokens", type=int, help="split passages into chunks of so many; left out, they stay whole")
     parser.add_argument("--reranker", default="none", help="a CrossEncoder that orders what was found, or none")
     parser.add_argument("--out", type=Path, help="a line a case; a file that is there is gone on with")
@@ -259,8 +280,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     examples = list(read_examples(options.file))
     corpus = {_id_of(one): {"title": one.title, "text": one.text} for example in examples for one in example.passages}
     cases = [case for case in map(Case.of, examples[:: options.every][: options.cases]) if case.gold]
+    depends_on = (
+        "every",
+        "top_k",
+        "model",
+        "answers",
+        "prompt",
+        "chunk_tokens",
+        "reranker",
+        "ratio",
+        "best_last",
+        "context_filler",
+    )
     setup = {"file": options.file.name, "passages": len(corpus), "questions": len(cases)} | {
-        name: getattr(options, name) for name in ("every", "top_k", "model", "answers", "prompt", "chunk_tokens", "reranker")
+        name: getattr(options, name) for name in depends_on
     }
     rows = Rows(options.out, setup)
     print(f"{len(corpus)} passages, {len(cases)} questions", file=sys.stderr)
@@ -291,16 +324,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures as Markdown: what was found, and with answers a row for each method."""
     lines = [
-        "| found by | recall | answer | all | answered by | F1 | contains | gold NLL |",
-        "|---|---|---|---|---|---|---|---|",
+        "| found by | recall | answer | all | answered by | F1 | contains | gold NLL | KL |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    names = ("f1", "contains", "gold_nll_nats", "first_token_kl_nats")
     for way, own in figures.items():
         found = f"| {way} | {own['recall']} | {own['answer']} | {own['all']} "
         methods = [(method, own[method]) for method in METHODS if method in own] or [("", dict[str, Any]())]
-        lines += [
-            f"{found}| {method} | {one.get('f1', '')} | {one.get('contains', '')} | {one.get('gold_nll_nats', '')} |"
-            for method, one in methods
-        ]
+        lines += [f"{found}| {method} | {' | '.join(str(one.get(name, '')) for name in names)} |" for method, one in methods]
     return "\n".join(lines)
 
 

@@ -65,7 +65,12 @@ def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()[1:]]
     assert [row["id"] for row in rows] == ["case-0", "case-1", "case-2"]
     assert all(row["answers"]["blend"]["hits"] == 2 for row in rows)
-    assert whole["hybrid"]["full_recompute"]["gold_nll_nats"] != whole["hybrid"]["blend"]["gold_nll_nats"]
+    full, blended = (whole["hybrid"][method] for method in measure_retrieval.METHODS)
+    assert full["gold_nll_nats"] != blended["gold_nll_nats"]
+    assert full["first_token_kl_nats"] == 0 < blended["first_token_kl_nats"]
+    mean, low, high, _ = whole["hybrid"]["nll_over_full"]
+    assert mean == pytest.approx(blended["gold_nll_nats"] - full["gold_nll_nats"], abs=0.002)
+    assert low <= mean <= high
 
     lines = (tmp_path / "rows").read_text().splitlines(keepends=True)
     (tmp_path / "rows").write_text("".join(lines[:3]) + lines[3][:20])
@@ -77,3 +82,16 @@ def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert answered == ["case-2"]
     with pytest.raises(InputError, match="choose another --out"):
         measure_retrieval.main([*arguments, "--top-k", "1"])
+
+
+def test_ratio_filler_and_order(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ratio of 1 is nearer full recompute than 0, each filler gives other KV, and another order is another prompt."""
+    arguments = [str(data), "--answers", "--top-k", "2", "--chunk-tokens", "64", "--way", "hybrid"]
+    exact, reused, unfilled, last = (
+        figures(capsys, *arguments, *own)["hybrid"]
+        for own in (["--ratio", "1"], ["--ratio", "0"], ["--ratio", "0", "--context-filler", "none"], ["--best-last"])
+    )
+    kl = [one["blend"]["first_token_kl_nats"] for one in (exact, reused, unfilled)]
+    assert kl[0] < kl[1] != kl[2]
+    full = [one["full_recompute"]["gold_nll_nats"] for one in (exact, reused, unfilled, last)]
+    assert full[0] == full[1] == full[2] != full[3]
