@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +18,11 @@ from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import WAITING, FusionResult, LayerReport, Prompt
-from .row_attention import Turn, row_kernel
+from .row_attention import row_kernel
 from .selection import SelectionStep, Selector
+
+if TYPE_CHECKING:
+    from .row_attention import Turn
 
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512

@@ -14,6 +14,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,11 +24,12 @@ SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURE = "amx_bf16"
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
 ALL_KEYS = 2**62  # a window that no row reaches the end of
-CosSin = tuple[torch.Tensor, torch.Tensor]
-Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
-Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 ALLOWED = 1e-2  # of outputs of about 1, that are rounded to 8 bits
 logger = logging.getLogger(__name__)
+if TYPE_CHECKING:  # torch is not loaded by who asks for a command's help
+    CosSin = tuple[torch.Tensor, torch.Tensor]
+    Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
+    Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class _Rows(ctypes.Structure):
