@@ -95,7 +95,8 @@ def test_blends_as_without(config: Any, missing: bool, monkeypatch: pytest.Monke
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 97}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     window = {"sliding_window": 50} if config is Gemma2Config else {}
-    model = AutoModelForCausalLM.from_config(config(**sizes, **heads, **window), dtype=torch.bfloat16)
+    made = config(**sizes, **heads, **window)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="eager")
     for name, weight in model.named_parameters():  # so that what attention looks at matters
         if any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj")):
             weight.data.mul_(8)
