@@ -26,9 +26,9 @@ static inline float widen(Element x) { return x; }
 static inline Element narrow(float x) { return x; }
 #endif
 
-/* Rows (rows, size), one after the other; with `residual` they are added to it first, and it is normed before it is rounded, as
-   vLLM does. With `one_added` the scale is 1 + weight, as Gemma has it, and is rounded once, with the product; without, the normed
-   row is rounded before it is scaled, as Llama has it. */
+/* Rows (rows, size), one after the other; with `residual` they are added to it first, and the sum is normed before it is
+   rounded, as vLLM does. With `one_added` the scale is 1 + weight, as Gemma has it, and is rounded once, with the product;
+   without, the normed row is rounded before it is scaled, as Llama has it. */
 void rms_norm(const Element *inputs, Element *residual, const Element *weight, Element *outputs, int64_t rows, int64_t size,
               float epsilon, int one_added, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows >= 8 * threads)

@@ -1,9 +1,10 @@
 /* Attention of chosen rows of a prompt, each over all keys up to its own position, by the matrix instructions of AMX; and the
    rotation of the keys.
 
-Compiled on the machine that runs it, for one head size: see row_attention.py. Keys and values are packed into the order of the
-instructions once a call. Then every thread takes QUERIES queries of one KV head at a time through the keys that they see, KEYS at
-a time: scores, softmax with what the keys before have left (FlashAttention's), and the sum of the values.
+Compiled on the machine that runs it, for one head size: see row_attention.py. Keys and values are packed into the order of
+the instructions once a call, some KV heads at a time. Then every thread takes QUERIES queries of one KV head at a time through
+the keys that they see, KEYS at a time: scores, softmax with what the keys before have left (FlashAttention's), and the sum of
+the values.
 
 Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a KV head, N keys, D head size. */
 
@@ -23,7 +24,7 @@ Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a K
 #define KEYS 256   /* so that a thread's scores stay in its first cache */
 #define GROUP 32   /* keys that are packed together: two tiles of keys, or the depth of one of values */
 #define TILE 512   /* 16-bit numbers of one */
-#define SCORES (KEYS + 16)  /* numbers from a row to the next: rows that are a power of two apart would share places in the cache */
+#define SCORES (KEYS + 16) /* numbers from a row to the next; a power of two apart, rows would share places in the cache */
 #define WEIGHTS (KEYS + 32)
 #define PACKED (1 << 22) /* numbers that are packed at a time: memory that the C library keeps for the next call */
 #define HIDDEN (-1e30f)
@@ -72,8 +73,8 @@ static inline Element narrow(float x) { /* to the nearest, ties to even */
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-/* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have `table_row`
-   numbers a row. With `rounds_products` each product is rounded before they are added, as models in bfloat16 do it. */
+/* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have
+   `table_row` numbers a row. With `rounds_products` each product is rounded before they are added, as models in bfloat16 do. */
 void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t rows, const Element *cosines, const Element *sines,
             int64_t table_row, int64_t half, int rounds_products, int threads) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
@@ -128,7 +129,7 @@ static void soft_cap(float *row, int count, float scaling, float cap) {
     }
 }
 
-/* GROUP keys of a head, `count` of which there are: tiles [D / 32][2 x 16 keys], in which a row has two numbers of every key. */
+/* GROUP keys of a head, `count` of which there are: tiles [D / 32][2 x 16 keys], a row of which has two numbers of every key. */
 static void pack_keys(const Element *keys, int64_t row, int count, Element *packed) {
     for (int part = 0; part < HEAD_SIZE / 32; part++)
         for (int half = 0; half < 2; half++, packed += TILE) {
@@ -159,14 +160,14 @@ static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Scores of the queries over `groups` groups of keys. */
-static void score(Workspace *workspace, const Element *keys, int groups) {
+static void score(Workspace *work, const Element *keys, int groups) {
     IN_MEMORY;
     for (int group = 0; group < groups; group++) {
-        float *to = &workspace->scores[0][GROUP * group];
+        float *to = &work->scores[0][GROUP * group];
         ZERO_SUMS;
         for (int part = 0; part < HEAD_SIZE / 32; part++, keys += 2 * TILE) {
-            _tile_loadd(4, &workspace->queries[0][32 * part], HEAD_SIZE * sizeof(Element));
-            _tile_loadd(5, &workspace->queries[16][32 * part], HEAD_SIZE * sizeof(Element));
+            _tile_loadd(4, &work->queries[0][32 * part], HEAD_SIZE * sizeof(Element));
+            _tile_loadd(5, &work->queries[16][32 * part], HEAD_SIZE * sizeof(Element));
             _tile_loadd(6, keys, 64);
             _tile_loadd(7, keys + TILE, 64);
             ADD_PRODUCTS;
@@ -177,48 +178,48 @@ static void score(Workspace *workspace, const Element *keys, int groups) {
 
 /* Weights of query x over `count` keys, a multiple of 32, of which it sees those from `low` to before `high`. What its sums and
    total were for is scaled down where a score is larger than all before. */
-static void weigh(Workspace *workspace, int x, int low, int high, int count, float scaling, float softcap) {
-    float *row = workspace->scores[x];
+static void weigh(Workspace *work, int x, int low, int high, int count, float scaling, float softcap) {
+    float *row = work->scores[x];
     if (low >= high) {
-        memset(workspace->weights[x], 0, count * sizeof(Element));
+        memset(work->weights[x], 0, count * sizeof(Element));
         return;
     }
     if (softcap > 0) soft_cap(row, count, scaling, softcap), scaling = 1.0f;
     for (int i = 0; i < low; i++) row[i] = HIDDEN;
     for (int i = high; i < count; i++) row[i] = HIDDEN;
-    __m512 most = _mm512_set1_ps(workspace->largest[x]), other = most, total = _mm512_setzero_ps();
+    __m512 most = _mm512_set1_ps(work->largest[x]), other = most, total = _mm512_setzero_ps();
     __m512 factor = _mm512_set1_ps(scaling * 1.44269504f);
     for (int i = 0; i < count; i += 32) {
         most = _mm512_max_ps(most, _mm512_loadu_ps(row + i));
         other = _mm512_max_ps(other, _mm512_loadu_ps(row + i + 16));
     }
     float largest = _mm512_reduce_max_ps(_mm512_max_ps(most, other));
-    if (largest > workspace->largest[x]) {
-        __m512 down = power_of_two(_mm512_mul_ps(_mm512_set1_ps(workspace->largest[x] - largest), factor));
+    if (largest > work->largest[x]) {
+        __m512 down = power_of_two(_mm512_mul_ps(_mm512_set1_ps(work->largest[x] - largest), factor));
         for (int i = 0; i < HEAD_SIZE; i += 16)
-            _mm512_storeu_ps(workspace->sums[x] + i, _mm512_mul_ps(_mm512_loadu_ps(workspace->sums[x] + i), down));
-        workspace->total[x] *= _mm512_cvtss_f32(down);
-        workspace->largest[x] = largest;
+            _mm512_storeu_ps(work->sums[x] + i, _mm512_mul_ps(_mm512_loadu_ps(work->sums[x] + i), down));
+        work->total[x] *= _mm512_cvtss_f32(down);
+        work->largest[x] = largest;
     }
     __m512 shift = _mm512_mul_ps(_mm512_set1_ps(largest), factor);
     for (int i = 0; i < count; i += 32) {
         __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i), factor, shift));
         __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i + 16), factor, shift));
         total = _mm512_add_ps(total, _mm512_add_ps(first, second));
-        _mm512_storeu_si512(workspace->weights[x] + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        _mm512_storeu_si512(work->weights[x] + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
-    workspace->total[x] += _mm512_reduce_add_ps(total);
+    work->total[x] += _mm512_reduce_add_ps(total);
 }
 
 /* Adds the values of `groups` groups of keys to the queries' sums, by their weights. */
-static void add_values(Workspace *workspace, const Element *values, int groups) {
+static void add_values(Workspace *work, const Element *values, int groups) {
     for (int part = 0; part < HEAD_SIZE; part += 32) {
-        float *sums = &workspace->sums[0][part];
+        float *sums = &work->sums[0][part];
         MOVE_SUMS(_tile_loadd, sums, HEAD_SIZE);
         for (int group = 0; group < groups; group++) {
             const Element *from = values + group * GROUP * HEAD_SIZE + part / 16 * TILE;
-            _tile_loadd(4, &workspace->weights[0][GROUP * group], WEIGHTS * sizeof(Element));
-            _tile_loadd(5, &workspace->weights[16][GROUP * group], WEIGHTS * sizeof(Element));
+            _tile_loadd(4, &work->weights[0][GROUP * group], WEIGHTS * sizeof(Element));
+            _tile_loadd(5, &work->weights[16][GROUP * group], WEIGHTS * sizeof(Element));
             _tile_loadd(6, from, 64);
             _tile_loadd(7, from + TILE, 64);
             ADD_PRODUCTS;
@@ -228,15 +229,16 @@ static void add_values(Workspace *workspace, const Element *values, int groups) 
 }
 
 /* Weights of query x over its keys, from `first` to before `stop`, once its largest score and total are known. */
-static void weigh_again(Workspace *workspace, const Element *keys, int x, int64_t first, int64_t stop, float scaling, float softcap,
+static void weigh_again(Workspace *work, const Element *keys, int x, int64_t first, int64_t stop, float scaling, float softcap,
                         float *weights) {
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
-        int seen = (int)smaller(KEYS, stop - start), groups = (seen + GROUP - 1) / GROUP, hidden = (int)larger(0, first - start);
-        float *row = workspace->scores[x];
-        score(workspace, keys + start * HEAD_SIZE, groups);
+        int seen = (int)smaller(KEYS, stop - start), hidden = (int)larger(0, first - start);
+        int groups = (seen + GROUP - 1) / GROUP;
+        float *row = work->scores[x];
+        score(work, keys + start * HEAD_SIZE, groups);
         if (softcap > 0) soft_cap(row, GROUP * groups, scaling, softcap);
         __m512 factor = _mm512_set1_ps(1.44269504f * (softcap > 0 ? 1.0f : scaling));
-        __m512 shift = _mm512_mul_ps(_mm512_set1_ps(workspace->largest[x]), factor), part = _mm512_set1_ps(1.0f / workspace->total[x]);
+        __m512 shift = _mm512_mul_ps(_mm512_set1_ps(work->largest[x]), factor), part = _mm512_set1_ps(1.0f / work->total[x]);
         for (int i = 0; i < seen; i += 16) {
             __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i), factor, shift));
             _mm512_storeu_ps(row + i, _mm512_mul_ps(weight, part));
@@ -246,49 +248,49 @@ static void weigh_again(Workspace *workspace, const Element *keys, int x, int64_
 }
 
 /* Output of QUERIES queries of head h from query x0 on, over its packed keys and values. */
-static void attend(Workspace *workspace, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h, int64_t kv_heads,
-                   int64_t groups, int64_t window, const Element *keys, const Element *values, float scaling, float softcap,
-                   Element *out, float *last, int64_t last_keys) {
+static void attend(Workspace *work, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h,
+                   int64_t kv_heads, int64_t groups, int64_t window, const Element *keys, const Element *values, float scaling,
+                   float softcap, Element *out, float *last, int64_t last_keys) {
     int count = (int)smaller(QUERIES, queries - x0);
-    memset(workspace->queries[count], 0, (QUERIES - count) * sizeof workspace->queries[0]);
-    memset(workspace->sums, 0, sizeof workspace->sums);
+    memset(work->queries[count], 0, (QUERIES - count) * sizeof work->queries[0]);
+    memset(work->sums, 0, sizeof work->sums);
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
-        memcpy(workspace->queries[x], q->at + row * q->row + (h * groups + group) * q->head, sizeof workspace->queries[0]);
-        workspace->largest[x] = HIDDEN, workspace->total[x] = 0;
+        memcpy(work->queries[x], q->at + row * q->row + (h * groups + group) * q->head, sizeof work->queries[0]);
+        work->largest[x] = HIDDEN, work->total[x] = 0;
     }
     int64_t first = larger(0, positions[x0 / groups] + 1 - window), stop = positions[(x0 + count - 1) / groups] + 1;
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
         int key_groups = (int)((smaller(KEYS, stop - start) + GROUP - 1) / GROUP), seen = GROUP * key_groups;
-        score(workspace, keys + start * HEAD_SIZE, key_groups);
+        score(work, keys + start * HEAD_SIZE, key_groups);
         for (int x = 0; x < count; x++) {
             int64_t position = positions[(x0 + x) / groups];
             int64_t low = larger(0, position + 1 - window - start), high = smaller(seen, position + 1 - start);
-            weigh(workspace, x, (int)smaller(low, seen), (int)larger(0, high), seen, scaling, softcap);
+            weigh(work, x, (int)smaller(low, seen), (int)larger(0, high), seen, scaling, softcap);
         }
-        add_values(workspace, values + start * HEAD_SIZE, key_groups);
+        add_values(work, values + start * HEAD_SIZE, key_groups);
     }
     for (int x = 0; last != NULL && x < count; x++)
         if (x0 + x >= queries - groups) {
             int64_t seen = positions[(x0 + x) / groups] + 1;
             int64_t head = h * groups + (x0 + x) % groups;
-            weigh_again(workspace, keys, x, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys);
+            weigh_again(work, keys, x, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys);
         }
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
         Element *to = out + ((row * kv_heads + h) * groups + group) * HEAD_SIZE;
-        __m512 part = _mm512_set1_ps(1.0f / workspace->total[x]);
+        __m512 part = _mm512_set1_ps(1.0f / work->total[x]);
         for (int i = 0; i < HEAD_SIZE; i += 32) {
-            __m512 low = _mm512_mul_ps(_mm512_loadu_ps(workspace->sums[x] + i), part);
-            __m512 high = _mm512_mul_ps(_mm512_loadu_ps(workspace->sums[x] + i + 16), part);
+            __m512 low = _mm512_mul_ps(_mm512_loadu_ps(work->sums[x] + i), part);
+            __m512 high = _mm512_mul_ps(_mm512_loadu_ps(work->sums[x] + i + 16), part);
             _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
 }
 
 /* Writes the rows' output, (S, H x G, D), and unless `last` is NULL the weights of the last row's queries over the keys that
-   they see, (H x G, last_keys). `positions` are sorted; `window` is a row's number of visible keys. Returns 0, or 1 where memory
-   is short. */
+   they see, (H x G, last_keys). `positions` are sorted; `window` is a row's number of visible keys. Returns 0, or 1 where
+   memory is short. */
 int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *positions, int64_t rows, int64_t kv_heads,
                   int64_t groups, int64_t window, float scaling, float softcap, int threads, Element *out, float *last,
                   int64_t last_keys) {
@@ -302,7 +304,7 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
     Element *keys = (Element *)memory, *values = keys + together * head;
 #pragma omp parallel num_threads(threads)
     {
-        Workspace *workspace = (Workspace *)(memory + packed + omp_get_thread_num() * own);
+        Workspace *work = (Workspace *)(memory + packed + omp_get_thread_num() * own);
         begin_tiles();
         for (int64_t h0 = 0; h0 < kv_heads; h0 += together) {
             int64_t heads = smaller(together, kv_heads - h0);
@@ -317,7 +319,7 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < tasks * heads; task++) { /* the last queries see the most keys */
                 int64_t h = task % heads, x0 = (tasks - 1 - task / heads) * QUERIES;
-                attend(workspace, q, positions, x0, queries, h0 + h, kv_heads, groups, window, keys + h * head, values + h * head,
+                attend(work, q, positions, x0, queries, h0 + h, kv_heads, groups, window, keys + h * head, values + h * head,
                        scaling, softcap, out, last, last_keys);
             }
         }

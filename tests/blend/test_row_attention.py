@@ -173,8 +173,8 @@ def test_exact_prefixes_have_the_models_bits(monkeypatch: pytest.MonkeyPatch) ->
         ("position + 1 - window - start", "position - window - start"),
         ("2.0f * 1.44269504f * scaling", "1.44269504f * scaling"),
         (
-            "1.0f / workspace->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
-            "0.5f / workspace->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
+            "1.0f / work->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
+            "0.5f / work->total[x]);\n        for (int i = 0; i < HEAD_SIZE",
         ),
         ("_tile_dpbf16ps(2, 5, 6)", "_tile_dpbf16ps(2, 4, 6)"),
         ("#include <omp.h>", "#error"),
