@@ -39,7 +39,7 @@ class _Rows(ctypes.Structure):
 
     @classmethod
     def of(cls, x_1HND: torch.Tensor) -> _Rows:
-        """Where a tensor's rows are; the last axis must be contiguous."""
+        """The place of a tensor's rows; the last axis must be contiguous."""
         return cls(x_1HND.data_ptr(), x_1HND.stride(2), x_1HND.stride(1))
 
 

@@ -182,7 +182,7 @@ def test_exact_prefixes_have_the_models_bits(monkeypatch: pytest.MonkeyPatch) ->
 )
 @pytest.mark.usefixtures("fresh_cache")
 def test_wrong_code_is_not_used(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not compile, or gives something else than exact attention, is not used."""
+    """A kernel that does not compile, or gives something else than exact attention, is not used."""
     text = row_attention.SOURCE.read_text()
     assert right in text
     source = tmp_path / "wrong.c"

@@ -95,10 +95,8 @@ def served(make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_bfloat16(name: str, make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 16 bits an answer at ratio 1.0 is vLLM's own to the bit, after short openings and long ones, which are kept.
-
-    The prompts have no more than 256 tokens: with AMX vLLM's step of one row is not its prefill's to the bit beyond that.
-    """
+    """In 16 bits an answer at ratio 1.0 is vLLM's own to the bit, after short openings and long ones, which are kept."""
+    # With AMX vLLM's own step of one row is not its prefill's to the bit beyond 256 tokens.
     monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
     with open_served(make_model(name, torch.bfloat16), dtype="bfloat16") as served:
         served.precompute(*([chunk] for chunk in CHUNKS))
