@@ -9,7 +9,6 @@ the values.
 Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a KV head, N keys, D head size. */
 
 #include <immintrin.h>
-#include <math.h>
 #include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
