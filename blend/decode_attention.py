@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cacheblend.store import LayerPair
 
 from . import layer_source
+from .attention import HeadRows
 from .compiled_file import load_or_warn
 
 if TYPE_CHECKING:
@@ -145,17 +146,6 @@ def _attend_one(
     return torch.matmul(weights_HGK, v_HKD).flatten(0, 1)
 
 
-class _New(ctypes.Structure):
-    """`New` of the C file."""
-
-    _fields_ = (("at", ctypes.c_void_p), ("row", ctypes.c_int64), ("head", ctypes.c_int64))
-
-    @classmethod
-    def rows_of(cls, x_1HRD: torch.Tensor) -> _New:
-        """Where a tensor's rows are; the last axis must be contiguous."""
-        return cls(x_1HRD.data_ptr(), x_1HRD.stride(2), x_1HRD.stride(1))
-
-
 class DecodeKernel:
     """The compiled `decode_attention.c`.
 
@@ -186,7 +176,7 @@ class DecodeKernel:
             words += kv.begin_append()
         sequences = (ctypes.c_int64 * len(words))(*words)
         fresh = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QRD, k_1HRD, v_1HRD)]
-        new = map(_New.rows_of, fresh)
+        new = map(HeadRows.of, fresh)
         out_1RQD = q_1QRD.new_empty(1, count, heads, size)
         failed = self._call(
             *map(ctypes.byref, new),

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .attention import Rows, upload
+from .attention import Rows, row_kernel, upload
 from .decoder import CacheSink
 from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import WAITING, FusionResult, LayerReport, Prompt
-from .row_attention import row_kernel
 from .selection import SelectionStep, Selector
 
 if TYPE_CHECKING:
-    from .row_attention import Turn
+    from .attention import Turn
 
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from cacheblend.base.errors import InputError, PromptTooLongError, UnsupportedModelError
 from cacheblend.store import ChunkKV, PrefixRun, context_digest
 
+from .attention import row_kernel
 from .decoder import Decoder
 from .families import VERIFIED, check_model, fingerprint_module
 from .fusion import Fusion
@@ -27,7 +28,6 @@ from .model_runner import LayerSink, ModelRunner
 from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import FusionResult, LayerReport, Prompt, Segment
-from .row_attention import row_kernel
 from .selection import FusionConfig
 
 # A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .attention import Block, Rows, attend, attention_weights, upload
-from .row_attention import row_kernel
+from .attention import Block, Rows, attend, attention_weights, row_kernel, upload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,7 +1,7 @@
 /* Attention of chosen rows of a prompt, each over all keys up to its own position, by the matrix instructions of AMX; and the
    rotation of the keys.
 
-Compiled on the machine that runs it, for one head size: see row_attention.py. Keys and values are packed into the order of
+Compiled on the machine that runs it, for one head size: see attention.py. Keys and values are packed into the order of
 the instructions once a call, some KV heads at a time. Then every thread takes QUERIES queries of one KV head at a time through
 the keys that they see, KEYS at a time: scores, softmax with what the keys before have left (FlashAttention's), and the sum of
 the values.

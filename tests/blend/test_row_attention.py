@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment, compiled_file, row_attention
-from cacheblend.blend.attention import Rows, attend
-from cacheblend.blend.row_attention import FEATURE, RowKernel, row_kernel
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment, attention, compiled_file
+from cacheblend.blend.attention import FEATURE, RowKernel, Rows, attend, row_kernel
 
 needs_amx = pytest.mark.skipif(
     not compiled_file.has_feature(FEATURE) or compiled_file.find_compiler() is None, reason="no AMX, or no C compiler"
@@ -25,9 +24,9 @@ needs_amx = pytest.mark.skipif(
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder of compiled files, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    row_attention._load.cache_clear()
+    attention._load.cache_clear()
     yield
-    row_attention._load.cache_clear()
+    attention._load.cache_clear()
 
 
 def kernel_of(head_size: int) -> RowKernel:
@@ -183,11 +182,11 @@ def test_exact_prefixes_have_the_models_bits(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("fresh_cache")
 def test_wrong_code_is_not_used(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that does not compile, or gives something else than exact attention, is not used."""
-    text = row_attention.SOURCE.read_text()
+    text = attention.SOURCE.read_text()
     assert right in text
     source = tmp_path / "wrong.c"
     source.write_text(text.replace(right, wrong))
-    monkeypatch.setattr(row_attention, "SOURCE", source)
+    monkeypatch.setattr(attention, "SOURCE", source)
     assert row_kernel(torch.bfloat16, torch.device("cpu"), 64) is None
 
 
