@@ -5,9 +5,9 @@ are sorted by position and processed in blocks, each against the keys up to its 
 that no row of the block can see, and never (rows x keys x heads) scores of the whole layer, nor a mask of more than
 `KEPT_MASK_BYTES`.
 
-In bfloat16 on CPUs that have AMX, `row_attention.c` takes each row over the keys that it sees by the matrix instructions, and
-turns stored keys (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size, where there is a
-C compiler; other processors, and head sizes that do not fill its tiles, have the blocks.
+On a CPU `row_attention.c` takes each row over the keys that it sees, and turns stored keys, in float32 and, where there is AMX,
+in bfloat16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size and dtype, where there
+is a C compiler; heads of no multiple of 32 numbers have the blocks.
 
 Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, X = B x G, N keys or
 positions, K keys that a block sees, D head size.
@@ -53,7 +53,6 @@ SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURE = "amx_bf16"
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
 ALL_KEYS = 2**62  # a window that no row reaches the end of
-ALLOWED = 1e-2  # of outputs of about 1, that are rounded to 8 bits
 logger = logging.getLogger(__name__)
 if TYPE_CHECKING:  # torch is not loaded by who asks for a command's help
     CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -277,7 +276,7 @@ class RowKernel:
     """The compiled `row_attention.c`.
 
     Args:
-        library: the compiled file, for one head size.
+        library: the compiled file, for one head size and dtype.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -301,7 +300,7 @@ class RowKernel:
         softcap: float | None,
         weights_QN: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Output (1, S, Q, D) in bfloat16; see `attend`.
+        """Output (1, S, Q, D); see `attend`.
 
         Args:
             q_1QSD: see `attend`.
@@ -345,7 +344,7 @@ class RowKernel:
             k_1HTD: keys, which may be a slice of a layer's.
             cos_1TX: of each position, X numbers of which the second half is the first again.
             sin_1TX: the same.
-            rounds_products: to bfloat16, before they are added; else the sums alone are rounded.
+            rounds_products: before they are added; else the sums alone are rounded.
         """
         _, heads, rows, _ = k_1HTD.shape
         cos_1TX, sin_1TX = cos_1TX.contiguous(), sin_1TX.contiguous()
@@ -363,16 +362,19 @@ class RowKernel:
             torch.get_num_threads(),
         )
 
-    def rotation_of(self, rotate: Rotate, cos_sin: CosSin, shape: torch.Size) -> Turn | None:
+    def rotation_of(self, rotate: Rotate, cos_sin: CosSin, k_1HND: torch.Tensor) -> Turn | None:
         """A model's rotation of keys, in place and to the bit; None where it is another than these two.
 
         Args:
             rotate: the model's, which gives new keys.
             cos_sin: of the positions to compare it at.
-            shape: of a layer's keys, (1, H, N, D).
+            k_1HND: a layer's keys, of which it takes shape and dtype.
         """
+        if cos_sin[0].dtype != k_1HND.dtype:
+            return None
         generator = torch.Generator().manual_seed(0)
-        k_1HTD = torch.randn(*shape[:2], cos_sin[0].shape[1], shape[3], generator=generator).bfloat16()
+        _, heads, _, size = k_1HND.shape
+        k_1HTD = torch.randn(1, heads, cos_sin[0].shape[1], size, generator=generator).to(k_1HND.dtype)
         own_1HTD = rotate(k_1HTD, cos_sin)
         for rounds_products in (False, True):
             turn = functools.partial(self.rotate, rounds_products=rounds_products)
@@ -385,37 +387,41 @@ class RowKernel:
 
 def row_kernel(dtype: torch.dtype, device: torch.device, head_size: int) -> RowKernel | None:
     """The kernel for a model, compiled where that was not done before; None where other attention serves."""
-    if dtype != torch.bfloat16 or device.type != "cpu" or head_size % HEAD_MULTIPLE or head_size > MAX_HEAD_SIZE:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return None
-    return _load(head_size)
+    if head_size % HEAD_MULTIPLE or head_size > MAX_HEAD_SIZE:
+        return None
+    return _load(dtype, head_size)
 
 
 @functools.cache
-def _load(head_size: int) -> RowKernel | None:
-    if not has_feature(FEATURE):
+def _load(dtype: torch.dtype, head_size: int) -> RowKernel | None:
+    is_half = dtype == torch.bfloat16
+    if is_half and not has_feature(FEATURE):
         return None
-    library = load_or_warn(SOURCE, [f"-DHEAD_SIZE={head_size}"], "rows attend by PyTorch's slower products")
+    shape = [f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if is_half else [])]
+    library = load_or_warn(SOURCE, shape, "rows attend by PyTorch's slower products")
     if library is None:
         return None
     if library.prepare() != 0:
         logger.warning("the system does not let this process use AMX: rows attend by PyTorch's slower products")
         return None
     kernel = RowKernel(library)
-    off = _error_of(kernel, head_size)
-    if not off <= ALLOWED:  # nor where it is not a number
+    off = _error_of(kernel, dtype, head_size)
+    if not off <= (1e-2 if is_half else 1e-5):  # of outputs of about 1; nor where it is not a number
         logger.warning("row_attention.c as it was compiled is off by %.2g and not used", off)
         return None
     return kernel
 
 
-def _error_of(kernel: RowKernel, head_size: int) -> float:
+def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:
     """The largest difference from attention in float32, for a case with window and soft-capping and one without."""
     generator = torch.Generator().manual_seed(0)
     kv_heads, groups, keys = 2, 3, 601
     positions_S = torch.cat([torch.arange(0, keys, 23), torch.tensor([keys - 2, keys - 1])]).unique()
     rows_S1, keys_N, errors = positions_S[:, None], torch.arange(keys), list[torch.Tensor]()
     q_1QSD, k_1HND, v_1HND = (
-        torch.randn(1, heads, count, head_size, generator=generator).bfloat16()
+        torch.randn(1, heads, count, head_size, generator=generator).to(dtype)
         for heads, count in ((kv_heads * groups, len(positions_S)), (kv_heads, keys), (kv_heads, keys))
     )
     k_1QND, v_1QND = (x.float().repeat_interleave(groups, 1) for x in (k_1HND, v_1HND))

@@ -263,7 +263,7 @@ class Fusion:
             return None
         if kind not in self._turns:
             few = cos_sin_N[0][:, -COMPARED_KEYS:], cos_sin_N[1][:, -COMPARED_KEYS:]
-            self._turns[kind] = kernel.rotation_of(self._runner.rotate, few, k_1HND.shape)
+            self._turns[kind] = kernel.rotation_of(self._runner.rotate, few, k_1HND)
         return self._turns[kind]
 
 

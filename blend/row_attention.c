@@ -1,32 +1,91 @@
-/* Attention of chosen rows of a prompt, each over all keys up to its own position, by the matrix instructions of AMX; and the
-   rotation of the keys.
+/* Attention of chosen rows of a prompt, each over all keys up to its own position: in bfloat16 by the matrix instructions of AMX,
+   in float32 by vector instructions; and the rotation of the keys.
 
-Compiled on the machine that runs it, for one head size: see attention.py. Keys and values are packed into the order of
-the instructions once a call, some KV heads at a time. Then every thread takes QUERIES queries of one KV head at a time through
-the keys that they see, KEYS at a time: scores, softmax with what the keys before have left (FlashAttention's), and the sum of
-the values.
+Compiled on the machine that runs it, for one head size and dtype: see attention.py. Keys, and for AMX values too, are packed into
+the order of the instructions once a call, some KV heads at a time. Then every thread takes QUERIES queries of one KV head at a
+time through the keys that they see, KEYS at a time: scores, softmax with what the keys before have left (FlashAttention's), and
+the sum of the values. In float32 only GCC's vector extensions are needed, which clang knows too.
 
 Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a KV head, N keys, D head size. */
 
-#include <immintrin.h>
 #include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+#ifdef BFLOAT16
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #if HEAD_SIZE % 32
-#error "a tile takes 32 numbers of a head"
+#error "a product takes 32 numbers of a head"
 #endif
+#if defined __AVX512F__
+#define WIDTH 16
+#elif defined __AVX__
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#ifdef BFLOAT16
 #define QUERIES 32 /* two tiles */
-#define KEYS 256   /* so that a thread's scores stay in its first cache */
-#define GROUP 32   /* keys that are packed together: two tiles of keys, or the depth of one of values */
-#define TILE 512   /* 16-bit numbers of one */
+#else
+#define QUERIES 48 /* a multiple of ROWS */
+#endif
+#define KEYS 256 /* so that a thread's scores stay in its first caches */
+#define GROUP 32 /* keys that are packed together: two tiles of keys, or the depth of one of values */
 #define SCORES (KEYS + 16) /* numbers from a row to the next; a power of two apart, rows would share places in the cache */
 #define WEIGHTS (KEYS + 32)
 #define PACKED (1 << 22) /* numbers that are packed at a time: memory that the C library keeps for the next call */
 #define HIDDEN (-1e30f)
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline Floats load(const float *from) {
+    Floats x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void store(float *to, Floats x) { memcpy(to, &x, sizeof x); }
+
+static inline Floats all(float x) { return (Floats){0} + x; }
+
+#ifdef __AVX512F__
+static inline Floats larger_of(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+static inline float largest_in(Floats x) { return _mm512_reduce_max_ps(x); }
+static inline float sum_in(Floats x) { return _mm512_reduce_add_ps(x); }
+#else
+static inline Floats larger_of(Floats a, Floats b) {
+    Ints first = a > b;
+    return (Floats)(((Ints)a & first) | ((Ints)b & ~first));
+}
+static inline float largest_in(Floats x) {
+    float largest = x[0];
+    for (int i = 1; i < WIDTH; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+static inline float sum_in(Floats x) {
+    float sum = 0;
+    for (int i = 0; i < WIDTH; i++) sum += x[i];
+    return sum;
+}
+#endif
+
+/* What each dtype has of its own: a thread's memory, conversions, powers of two, packing, and the two products. */
+
+#ifdef BFLOAT16
+
+#define PACKS_VALUES 1
+#define TILE 512          /* 16-bit numbers of one */
 #define PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
 
@@ -42,15 +101,7 @@ Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a K
 #define ADD_PRODUCTS _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7)
 #define IN_MEMORY __asm__ volatile("" ::: "memory")
 
-typedef uint16_t Element; /* bfloat16 */
-
-/* Rows that are read: elements from one row to the next, and from one head to the next. */
-typedef struct {
-    const Element *at;
-    int64_t row, head;
-} Rows;
-
-/* What a thread works in. */
+typedef uint16_t Element;
 typedef struct {
     Element queries[QUERIES][HEAD_SIZE], weights[QUERIES][WEIGHTS];
     float scores[QUERIES][SCORES], sums[QUERIES][HEAD_SIZE], largest[QUERIES], total[QUERIES];
@@ -58,6 +109,19 @@ typedef struct {
 
 /* Asks the system for the tiles' registers, which a process may use only after that. Returns 0 where it may. */
 int prepare(void) { return (int)syscall(SYS_arch_prctl, PERMISSION, TILE_DATA); }
+
+static void begin_thread(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    IN_MEMORY;
+    _tile_loadconfig(&config);
+}
+
+static void end_thread(void) { _tile_release(); }
 
 static inline float widen(Element x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -72,60 +136,18 @@ static inline Element narrow(float x) { /* to the nearest, ties to even */
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-/* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have
-   `table_row` numbers a row. With `rounds_products` each product is rounded before they are added, as models in bfloat16 do. */
-void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t rows, const Element *cosines, const Element *sines,
-            int64_t table_row, int64_t half, int rounds_products, int threads) {
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
-    for (int64_t h = 0; h < heads; h++)
-        for (int64_t r = 0; r < rows; r++) {
-            Element *first = keys + h * head + r * row, *second = first + half;
-            const Element *cosine = cosines + r * table_row, *sine = sines + r * table_row;
-            if (rounds_products)
-                for (int64_t i = 0; i < half; i++) {
-                    float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
-                    first[i] = narrow(widen(narrow(a * c)) - widen(narrow(b * s)));
-                    second[i] = narrow(widen(narrow(b * c)) + widen(narrow(a * s)));
-                }
-            else
-                for (int64_t i = 0; i < half; i++) {
-                    float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
-                    first[i] = narrow(a * c - b * s);
-                    second[i] = narrow(b * c + a * s);
-                }
-        }
-}
-
-static void begin_tiles(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
-    IN_MEMORY;
-    _tile_loadconfig(&config);
+/* Two vectors, rounded. */
+static inline void put(Element *to, Floats first, Floats second) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
 /* 2 to the power of x <= 0, to 1e-4 relative: weights are rounded to 8 bits, 4e-3. */
-static inline __m512 power_of_two(__m512 x) {
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = _mm512_sub_ps(x, whole);
-    __m512 series = _mm512_fmadd_ps(_mm512_set1_ps(5.592204e-2f), rest, _mm512_set1_ps(2.4264008e-1f));
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(6.9312103e-1f));
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(9.9992448e-1f));
+static inline Floats power_of_two(Floats x) {
+    Floats whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = x - whole;
+    Floats series = rest * 5.592204e-2f + 2.4264008e-1f;
+    series = series * rest + 6.9312103e-1f;
+    series = series * rest + 9.9992448e-1f;
     return _mm512_scalef_ps(series, whole);
-}
-
-/* cap * tanh(x / cap) of a row of scores, which come unscaled. */
-static void soft_cap(float *row, int count, float scaling, float cap) {
-    __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1.0f);
-    for (int i = 0; i < count; i += 16) {
-        __m512 x = _mm512_loadu_ps(row + i);
-        __m512 size = _mm512_mul_ps(_mm512_or_ps(x, sign), _mm512_set1_ps(2.0f * 1.44269504f * scaling / cap));
-        __m512 small = power_of_two(_mm512_max_ps(size, _mm512_set1_ps(-126.0f)));
-        __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, small), _mm512_add_ps(one, small));
-        _mm512_storeu_ps(row + i, _mm512_mul_ps(_mm512_or_ps(tanh, _mm512_and_ps(x, sign)), _mm512_set1_ps(cap)));
-    }
 }
 
 /* GROUP keys of a head, `count` of which there are: tiles [D / 32][2 x 16 keys], a row of which has two numbers of every key. */
@@ -155,14 +177,11 @@ static void pack_values(const Element *values, int64_t row, int count, Element *
     }
 }
 
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Scores of the queries over `groups` groups of keys. */
-static void score(Workspace *work, const Element *keys, int groups) {
+/* Scores of the first queries, or all, over so many packed keys, whole groups. */
+static void score(Workspace *work, int queries, const Element *keys, int count) {
     IN_MEMORY;
-    for (int group = 0; group < groups; group++) {
-        float *to = &work->scores[0][GROUP * group];
+    for (int key = 0; key < count; key += GROUP) {
+        float *to = &work->scores[0][key];
         ZERO_SUMS;
         for (int part = 0; part < HEAD_SIZE / 32; part++, keys += 2 * TILE) {
             _tile_loadd(4, &work->queries[0][32 * part], HEAD_SIZE * sizeof(Element));
@@ -175,50 +194,17 @@ static void score(Workspace *work, const Element *keys, int groups) {
     }
 }
 
-/* Weights of query x over `count` keys, a multiple of 32, of which it sees those from `low` to before `high`. What its sums and
-   total were for is scaled down where a score is larger than all before. */
-static void weigh(Workspace *work, int x, int low, int high, int count, float scaling, float softcap) {
-    float *row = work->scores[x];
-    if (low >= high) {
-        memset(work->weights[x], 0, count * sizeof(Element));
-        return;
-    }
-    if (softcap > 0) soft_cap(row, count, scaling, softcap), scaling = 1.0f;
-    for (int i = 0; i < low; i++) row[i] = HIDDEN;
-    for (int i = high; i < count; i++) row[i] = HIDDEN;
-    __m512 most = _mm512_set1_ps(work->largest[x]), other = most, total = _mm512_setzero_ps();
-    __m512 factor = _mm512_set1_ps(scaling * 1.44269504f);
-    for (int i = 0; i < count; i += 32) {
-        most = _mm512_max_ps(most, _mm512_loadu_ps(row + i));
-        other = _mm512_max_ps(other, _mm512_loadu_ps(row + i + 16));
-    }
-    float largest = _mm512_reduce_max_ps(_mm512_max_ps(most, other));
-    if (largest > work->largest[x]) {
-        __m512 down = power_of_two(_mm512_mul_ps(_mm512_set1_ps(work->largest[x] - largest), factor));
-        for (int i = 0; i < HEAD_SIZE; i += 16)
-            _mm512_storeu_ps(work->sums[x] + i, _mm512_mul_ps(_mm512_loadu_ps(work->sums[x] + i), down));
-        work->total[x] *= _mm512_cvtss_f32(down);
-        work->largest[x] = largest;
-    }
-    __m512 shift = _mm512_mul_ps(_mm512_set1_ps(largest), factor);
-    for (int i = 0; i < count; i += 32) {
-        __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i), factor, shift));
-        __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i + 16), factor, shift));
-        total = _mm512_add_ps(total, _mm512_add_ps(first, second));
-        _mm512_storeu_si512(work->weights[x] + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-    }
-    work->total[x] += _mm512_reduce_add_ps(total);
-}
+static inline Element *weights_of(Workspace *work, int x) { return work->weights[x]; }
 
-/* Adds the values of `groups` groups of keys to the queries' sums, by their weights. */
-static void add_values(Workspace *work, const Element *values, int groups) {
+/* Adds the values of so many keys to the queries' sums, by their weights; `values` are packed, in whole groups. */
+static void add_values(Workspace *work, int queries, const Element *values, int64_t row, int count) {
     for (int part = 0; part < HEAD_SIZE; part += 32) {
         float *sums = &work->sums[0][part];
         MOVE_SUMS(_tile_loadd, sums, HEAD_SIZE);
-        for (int group = 0; group < groups; group++) {
-            const Element *from = values + group * GROUP * HEAD_SIZE + part / 16 * TILE;
-            _tile_loadd(4, &work->weights[0][GROUP * group], WEIGHTS * sizeof(Element));
-            _tile_loadd(5, &work->weights[16][GROUP * group], WEIGHTS * sizeof(Element));
+        for (int key = 0; key < count; key += GROUP) {
+            const Element *from = values + key * row + part / 16 * TILE;
+            _tile_loadd(4, &work->weights[0][key], WEIGHTS * sizeof(Element));
+            _tile_loadd(5, &work->weights[16][key], WEIGHTS * sizeof(Element));
             _tile_loadd(6, from, 64);
             _tile_loadd(7, from + TILE, 64);
             ADD_PRODUCTS;
@@ -227,29 +213,188 @@ static void add_values(Workspace *work, const Element *values, int groups) {
     }
 }
 
+#else
+
+#define PACKS_VALUES 0
+#define ROWS (WIDTH == 16 ? 12 : 6) /* of a product: with two vectors each, as many sums as there are registers for */
+
+typedef float Element;
+typedef struct { /* weights stand where the scores stood */
+    float queries[QUERIES][HEAD_SIZE], scores[QUERIES][SCORES], sums[QUERIES][HEAD_SIZE], largest[QUERIES], total[QUERIES];
+} Workspace;
+
+int prepare(void) { return 0; }
+static void begin_thread(void) {}
+static void end_thread(void) {}
+static inline float widen(Element x) { return x; }
+static inline Element narrow(float x) { return x; }
+static inline Element *weights_of(Workspace *work, int x) { return work->scores[x]; }
+
+static inline void put(Element *to, Floats first, Floats second) {
+    store(to, first);
+    store(to + WIDTH, second);
+}
+
+/* 2 to the power of x <= 0, to 2e-7 relative; at least 2 to the power of -126. */
+static inline Floats power_of_two(Floats x) {
+    x = larger_of(x, all(-126.0f));
+    Ints whole = __builtin_convertvector(x - 0.5f, Ints);
+    Floats rest = x - __builtin_convertvector(whole, Floats);
+    Floats series = rest * 1.5403530e-4f + 1.3333558e-3f;
+    series = series * rest + 9.6181291e-3f;
+    series = series * rest + 5.5504109e-2f;
+    series = series * rest + 2.4022651e-1f;
+    series = series * rest + 6.9314718e-1f;
+    series = series * rest + 1.0f;
+    return series * (Floats)((whole + 127) << 23);
+}
+
+/* GROUP keys of a head, `count` of which there are: for each of D the number of every key. */
+static void pack_keys(const Element *keys, int64_t row, int count, Element *packed) {
+    for (int key = 0; key < GROUP; key++)
+        for (int i = 0; i < HEAD_SIZE; i++) packed[i * GROUP + key] = key < count ? keys[key * row + i] : 0;
+}
+
+static void pack_values(const Element *values, int64_t row, int count, Element *packed) {}
+
+/* ROWS rows of a product of matrices, two vectors of each: `a` is (ROWS, depth) and `b` (depth, 2 x WIDTH). */
+static inline void multiply(const float *a, int64_t a_row, const float *b, int64_t b_row, int depth, float *out, int64_t out_row,
+                            int adds) {
+    Floats sums[ROWS][2];
+    UNROLL for (int x = 0; x < ROWS; x++) UNROLL for (int j = 0; j < 2; j++)
+        sums[x][j] = adds ? load(out + x * out_row + j * WIDTH) : all(0);
+    for (int i = 0; i < depth; i++) {
+        Floats first = load(b + i * b_row), second = load(b + i * b_row + WIDTH);
+        UNROLL for (int x = 0; x < ROWS; x++) {
+            sums[x][0] += first * a[x * a_row + i];
+            sums[x][1] += second * a[x * a_row + i];
+        }
+    }
+    UNROLL for (int x = 0; x < ROWS; x++) UNROLL for (int j = 0; j < 2; j++)
+        store(out + x * out_row + j * WIDTH, sums[x][j]);
+}
+
+/* Scores of the first queries, or all, over so many packed keys, whole groups. */
+static void score(Workspace *work, int queries, const Element *keys, int count) {
+    for (int key = 0; key < count; key += 2 * WIDTH)
+        for (int x = 0; x < queries; x += ROWS)
+            multiply(work->queries[x], HEAD_SIZE, keys + key / GROUP * GROUP * HEAD_SIZE + key % GROUP, GROUP, HEAD_SIZE,
+                     &work->scores[x][key], SCORES, 0);
+}
+
+/* Adds the values of so many keys to the queries' sums, by their weights. */
+static void add_values(Workspace *work, int queries, const Element *values, int64_t row, int count) {
+    for (int part = 0; part < HEAD_SIZE; part += 2 * WIDTH)
+        for (int x = 0; x < queries; x += ROWS)
+            multiply(work->scores[x], SCORES, values + part, row, count, &work->sums[x][part], HEAD_SIZE, 1);
+}
+
+#endif
+
+/* Rows that are read: elements from one row to the next, and from one head to the next. */
+typedef struct {
+    const Element *at;
+    int64_t row, head;
+} Rows;
+
+/* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have
+   `table_row` numbers a row. With `rounds_products` each product is rounded before they are added, as the models do: they wait
+   in memory, so that no compiler takes product and sum in one instruction. */
+void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t rows, const Element *cosines, const Element *sines,
+            int64_t table_row, int64_t half, int rounds_products, int threads) {
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t r = 0; r < rows; r++) {
+            Element *first = keys + h * head + r * row, *second = first + half;
+            const Element *cosine = cosines + r * table_row, *sine = sines + r * table_row;
+            if (rounds_products) {
+                float products[4][HEAD_SIZE / 2];
+                for (int64_t i = 0; i < half; i++) {
+                    float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
+                    products[0][i] = widen(narrow(a * c)), products[1][i] = widen(narrow(b * s));
+                    products[2][i] = widen(narrow(b * c)), products[3][i] = widen(narrow(a * s));
+                }
+                for (int64_t i = 0; i < half; i++) {
+                    first[i] = narrow(products[0][i] - products[1][i]);
+                    second[i] = narrow(products[2][i] + products[3][i]);
+                }
+            } else
+                for (int64_t i = 0; i < half; i++) {
+                    float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
+                    first[i] = narrow(a * c - b * s);
+                    second[i] = narrow(b * c + a * s);
+                }
+        }
+}
+
+/* cap * tanh(x / cap) of a row of scores, which come unscaled. */
+static void soft_cap(float *row, int count, float scaling, float cap) {
+    for (int i = 0; i < count; i += WIDTH) {
+        Floats x = load(row + i);
+        Ints sign = (Ints)x & INT32_MIN;
+        Floats size = (Floats)((Ints)x | INT32_MIN) * (2.0f * 1.44269504f * scaling / cap);
+        Floats small = power_of_two(larger_of(size, all(-126.0f)));
+        Floats tanh = (1.0f - small) / (1.0f + small);
+        store(row + i, (Floats)((Ints)tanh | sign) * cap);
+    }
+}
+
+/* Weights of query x over `count` keys, a multiple of GROUP, of which it sees those from `low` to before `high`. What its sums
+   and total were for is scaled down where a score is larger than all before. */
+static void weigh(Workspace *work, int x, int low, int high, int count, float scaling, float softcap) {
+    float *row = work->scores[x];
+    Element *weights = weights_of(work, x);
+    if (low >= high) {
+        memset(weights, 0, count * sizeof(Element));
+        return;
+    }
+    if (softcap > 0) soft_cap(row, count, scaling, softcap), scaling = 1.0f;
+    for (int i = 0; i < low; i++) row[i] = HIDDEN;
+    for (int i = high; i < count; i++) row[i] = HIDDEN;
+    Floats most = all(work->largest[x]), other = most, total = all(0);
+    float factor = scaling * 1.44269504f;
+    for (int i = 0; i < count; i += 2 * WIDTH) {
+        most = larger_of(most, load(row + i));
+        other = larger_of(other, load(row + i + WIDTH));
+    }
+    float largest = largest_in(larger_of(most, other));
+    if (largest > work->largest[x]) {
+        Floats down = power_of_two(all((work->largest[x] - largest) * factor));
+        for (int i = 0; i < HEAD_SIZE; i += WIDTH) store(work->sums[x] + i, load(work->sums[x] + i) * down);
+        work->total[x] *= down[0];
+        work->largest[x] = largest;
+    }
+    for (int i = 0; i < count; i += 2 * WIDTH) {
+        Floats first = power_of_two(load(row + i) * factor - largest * factor);
+        Floats second = power_of_two(load(row + i + WIDTH) * factor - largest * factor);
+        total += first + second;
+        put(weights + i, first, second);
+    }
+    work->total[x] += sum_in(total);
+}
+
 /* Weights of query x over its keys, from `first` to before `stop`, once its largest score and total are known. */
 static void weigh_again(Workspace *work, const Element *keys, int x, int64_t first, int64_t stop, float scaling, float softcap,
                         float *weights) {
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
         int seen = (int)smaller(KEYS, stop - start), hidden = (int)larger(0, first - start);
-        int groups = (seen + GROUP - 1) / GROUP;
-        float *row = work->scores[x];
-        score(work, keys + start * HEAD_SIZE, groups);
-        if (softcap > 0) soft_cap(row, GROUP * groups, scaling, softcap);
-        __m512 factor = _mm512_set1_ps(1.44269504f * (softcap > 0 ? 1.0f : scaling));
-        __m512 shift = _mm512_mul_ps(_mm512_set1_ps(work->largest[x]), factor), part = _mm512_set1_ps(1.0f / work->total[x]);
-        for (int i = 0; i < seen; i += 16) {
-            __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(row + i), factor, shift));
-            _mm512_storeu_ps(row + i, _mm512_mul_ps(weight, part));
+        int padded = (seen + GROUP - 1) / GROUP * GROUP;
+        float *row = work->scores[x], factor = 1.44269504f * (softcap > 0 ? 1.0f : scaling);
+        score(work, x + 1, keys + start * HEAD_SIZE, padded);
+        if (softcap > 0) soft_cap(row, padded, scaling, softcap);
+        for (int i = 0; i < padded; i += WIDTH) {
+            Floats weight = power_of_two(load(row + i) * factor - work->largest[x] * factor);
+            store(row + i, weight * (1.0f / work->total[x]));
         }
         memcpy(weights + start + hidden, row + hidden, (seen - hidden) * sizeof(float));
     }
 }
 
-/* Output of QUERIES queries of head h from query x0 on, over its packed keys and values. */
+/* Output of QUERIES queries of head h from query x0 on, over its packed keys and its values, whose `value_row` numbers are from
+   a key's to the next's. */
 static void attend(Workspace *work, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h,
-                   int64_t kv_heads, int64_t groups, int64_t window, const Element *keys, const Element *values, float scaling,
-                   float softcap, Element *out, float *last, int64_t last_keys) {
+                   int64_t kv_heads, int64_t groups, int64_t window, const Element *keys, const Element *values,
+                   int64_t value_row, float scaling, float softcap, Element *out, float *last, int64_t last_keys) {
     int count = (int)smaller(QUERIES, queries - x0);
     memset(work->queries[count], 0, (QUERIES - count) * sizeof work->queries[0]);
     memset(work->sums, 0, sizeof work->sums);
@@ -260,14 +405,14 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
     }
     int64_t first = larger(0, positions[x0 / groups] + 1 - window), stop = positions[(x0 + count - 1) / groups] + 1;
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
-        int key_groups = (int)((smaller(KEYS, stop - start) + GROUP - 1) / GROUP), seen = GROUP * key_groups;
-        score(work, keys + start * HEAD_SIZE, key_groups);
+        int seen = (int)smaller(KEYS, stop - start), padded = (seen + GROUP - 1) / GROUP * GROUP;
+        score(work, count, keys + start * HEAD_SIZE, padded);
         for (int x = 0; x < count; x++) {
             int64_t position = positions[(x0 + x) / groups];
-            int64_t low = larger(0, position + 1 - window - start), high = smaller(seen, position + 1 - start);
-            weigh(work, x, (int)smaller(low, seen), (int)larger(0, high), seen, scaling, softcap);
+            int64_t low = larger(0, position + 1 - window - start), high = smaller(padded, position + 1 - start);
+            weigh(work, x, (int)smaller(low, padded), (int)larger(0, high), padded, scaling, softcap);
         }
-        add_values(work, values + start * HEAD_SIZE, key_groups);
+        add_values(work, count, values + start * value_row, value_row, seen);
     }
     for (int x = 0; last != NULL && x < count; x++)
         if (x0 + x >= queries - groups) {
@@ -278,12 +423,9 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
         Element *to = out + ((row * kv_heads + h) * groups + group) * HEAD_SIZE;
-        __m512 part = _mm512_set1_ps(1.0f / work->total[x]);
-        for (int i = 0; i < HEAD_SIZE; i += 32) {
-            __m512 low = _mm512_mul_ps(_mm512_loadu_ps(work->sums[x] + i), part);
-            __m512 high = _mm512_mul_ps(_mm512_loadu_ps(work->sums[x] + i + 16), part);
-            _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        }
+        float part = 1.0f / work->total[x];
+        for (int i = 0; i < HEAD_SIZE; i += 2 * WIDTH)
+            put(to + i, load(work->sums[x] + i) * part, load(work->sums[x] + i + WIDTH) * part);
     }
 }
 
@@ -296,15 +438,15 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
     int64_t first = larger(0, positions[0] + 1 - window) / GROUP, stop = positions[rows - 1] + 1;
     int64_t key_groups = (stop + GROUP - 1) / GROUP, head = key_groups * GROUP * HEAD_SIZE;
     int64_t queries = rows * groups, tasks = (queries + QUERIES - 1) / QUERIES;
-    int64_t together = smaller(kv_heads, larger(1, PACKED / (2 * head))); /* KV heads that are packed at a time */
-    size_t packed = (size_t)(2 * together * head) * sizeof(Element), own = (sizeof(Workspace) + 63) / 64 * 64;
+    int64_t together = smaller(kv_heads, larger(1, PACKED / ((1 + PACKS_VALUES) * head))); /* KV heads that are packed at a time */
+    size_t packed = (size_t)((1 + PACKS_VALUES) * together * head) * sizeof(Element), own = (sizeof(Workspace) + 63) / 64 * 64;
     char *memory = aligned_alloc(64, packed + threads * own);
     if (memory == NULL) return 1;
-    Element *keys = (Element *)memory, *values = keys + together * head;
+    Element *packed_keys = (Element *)memory, *packed_values = packed_keys + together * head;
 #pragma omp parallel num_threads(threads)
     {
         Workspace *work = (Workspace *)(memory + packed + omp_get_thread_num() * own);
-        begin_tiles();
+        begin_thread();
         for (int64_t h0 = 0; h0 < kv_heads; h0 += together) {
             int64_t heads = smaller(together, kv_heads - h0);
 #pragma omp for schedule(static) collapse(2)
@@ -312,17 +454,19 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
                 for (int64_t group = first; group < key_groups; group++) {
                     int64_t start = group * GROUP, at = h * head + start * HEAD_SIZE;
                     int count = (int)smaller(GROUP, stop - start);
-                    pack_keys(k->at + (h0 + h) * k->head + start * k->row, k->row, count, keys + at);
-                    pack_values(v->at + (h0 + h) * v->head + start * v->row, v->row, count, values + at);
+                    pack_keys(k->at + (h0 + h) * k->head + start * k->row, k->row, count, packed_keys + at);
+                    if (PACKS_VALUES)
+                        pack_values(v->at + (h0 + h) * v->head + start * v->row, v->row, count, packed_values + at);
                 }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < tasks * heads; task++) { /* the last queries see the most keys */
                 int64_t h = task % heads, x0 = (tasks - 1 - task / heads) * QUERIES;
-                attend(work, q, positions, x0, queries, h0 + h, kv_heads, groups, window, keys + h * head, values + h * head,
-                       scaling, softcap, out, last, last_keys);
+                const Element *values = PACKS_VALUES ? packed_values + h * head : v->at + (h0 + h) * v->head;
+                attend(work, q, positions, x0, queries, h0 + h, kv_heads, groups, window, packed_keys + h * head, values,
+                       PACKS_VALUES ? HEAD_SIZE : v->row, scaling, softcap, out, last, last_keys);
             }
         }
-        _tile_release();
+        end_thread();
     }
     free(memory);
     return 0;
