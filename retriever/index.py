@@ -25,8 +25,7 @@ from cacheblend.base.errors import RetrieverError, StoreFullError
 from cacheblend.base.files import replacing
 
 from .catalog import Catalog, Change
-from .document import Chunk
-from .places import found_texts
+from .document import Chunk, found_texts
 
 logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<8sq16s")  # magic, generation, xxh3-128 of what follows

@@ -12,14 +12,13 @@ from cacheblend.base.errors import RetrieverError
 from cacheblend.base.extras import needs_extra
 from cacheblend.base.files import make_folder
 
-from .places import places_of
+from .document import places_of
 from .sqlite_catalog import SqliteCatalog
 
 if TYPE_CHECKING:
     from .catalog import Catalog, IndexReport
     from .catalog_rows import CatalogedDocument
-    from .document import Chunk
-    from .places import ChunkPlace
+    from .document import Chunk, ChunkPlace
 
 INDEX_FILE = "catalogue.sqlite"
 

@@ -18,11 +18,10 @@ from cacheblend.base.files import make_folder
 
 from .catalog_rows import CatalogedDocument
 from .config import RetrieverConfig
-from .document import Chunk, Document, ScoredChunk
+from .document import Chunk, ChunkPlace, Document, ScoredChunk, chunk_places, found_texts, places_of
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import SyncedIndex, VectorIndex, WordIndex, fuse_rankings, names
 from .index_folder import open_catalog
-from .places import ChunkPlace, chunk_places, found_texts, places_of
 from .reranker import CrossEncoderReranker, Reranker
 from .splitter import Splitter
 

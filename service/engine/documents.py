@@ -24,8 +24,8 @@ from cacheblend.store import StoredDocument
 
 if TYPE_CHECKING:
     from cacheblend.retriever import Chunk, Retriever
+    from cacheblend.retriever.document import ChunkPlace
     from cacheblend.retriever.index_folder import IndexedDocuments
-    from cacheblend.retriever.places import ChunkPlace
     from cacheblend.store import ChunkKey, KVStore
 
     from .document_encoder import EncodedDocuments

@@ -28,10 +28,9 @@ from .document_encoder import Check, Progress
 from .documents import Documents, DocumentWriter
 from .index_follower import IndexFollower
 from .ingest import Ingester, IngestReport, StreamProgress
-from .prediction import Prediction, find_loss, predict_costs
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
-from .profiles import calibrated, find_calibration, find_controller
+from .profiles import Prediction, calibrated, find_calibration, find_controller, find_loss, predict_costs
 from .prompt import PromptLayout, PromptRenderer, check_characters
 from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
 

@@ -16,7 +16,7 @@ from cacheblend.service.engine.engine import Engine
 from .body import JsonRoute
 from .errors import ApiError
 from .schemas import DocumentBody, StrictModel, Text
-from .server import Server, run_call
+from .server import Server, run_call, run_document_call
 
 router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
 _Result = TypeVar("_Result")
@@ -65,9 +65,8 @@ async def ls(
     ] = "asc",
 ) -> Response:
     """A page of the documents; `has_more` says whether to ask for the one after `last_id`."""
-    engine: Engine = request.state.engine
 
-    def list_page() -> Response:  # written out here too: of many documents that takes long
+    def list_page(engine: Engine) -> Response:  # written out here too: of many documents that takes long
         read = engine.documents.files if by == "file" else engine.documents.page
         documents, has_more = read(limit, after, newest_first=order == "desc")
         ids = [document.id for document in documents]
@@ -82,7 +81,7 @@ async def ls(
         )
 
     try:
-        return await _call(request, list_page)
+        return await run_document_call(request, list_page)
     except InputError as error:
         raise ApiError(400, str(error), param="after", code="document_not_found") from error
 
@@ -90,9 +89,8 @@ async def ls(
 @router.get("/{id_:path}")
 async def show(id_: str, request: Request) -> dict[str, Any]:
     """One document, or a file's together, and the text of the chunks."""
-    engine: Engine = request.state.engine
 
-    def read() -> dict[str, Any]:  # places too: of a long document that takes a moment
+    def read(engine: Engine) -> dict[str, Any]:  # places too: of a long document that takes a moment
         status, chunks = engine.documents.show(id_)
         return {**_body(status), "content": list(map(shown_chunk, chunks, engine.documents.places(chunks)))}
 
@@ -108,18 +106,18 @@ async def replace(id_: str, body: ReplaceBody, request: Request) -> dict[str, An
 @router.delete("/{id_:path}")
 async def delete(id_: str, request: Request) -> dict[str, Any]:
     """Remove a document, or a file's, and the KV that no other document needs."""
-    engine: Engine = request.state.engine
-    await _known(request, lambda: engine.documents.delete(id_))
+    await _known(request, lambda engine: engine.documents.delete(id_))
     return {"id": id_, "object": "document", "deleted": True}
 
 
 @router.post("/{id_:path}/pin")
 async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     """Spare a document's KV from evictions, or no longer."""
-    engine: Engine = request.state.engine
 
-    set_pinned = engine.documents.pin if body.pinned else engine.documents.unpin
-    return _body(await _known(request, lambda: set_pinned(id_)))
+    def set_pinned(engine: Engine) -> DocumentStatus:
+        return engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_)
+
+    return _body(await _known(request, set_pinned))
 
 
 async def _upload(request: Request, documents: Sequence[Mapping[str, object]]) -> dict[str, Any]:
@@ -134,15 +132,10 @@ async def _upload(request: Request, documents: Sequence[Mapping[str, object]]) -
     return {"object": "ingest_report", **report.as_dict()}
 
 
-async def _call(request: Request, call: Callable[[], _Result]) -> _Result:
-    server: Server = request.app.state.server
-    return await run_call(server.document_calls, request, lambda _: call())
-
-
-async def _known(request: Request, call: Callable[[], _Result]) -> _Result:
+async def _known(request: Request, call: Callable[[Engine], _Result]) -> _Result:
     """Run a call that refuses an unknown document; that is a 404."""
     try:
-        return await _call(request, call)
+        return await run_document_call(request, call)
     except InputError as error:
         raise ApiError(404, str(error), param="id", code="document_not_found") from error
 

@@ -11,11 +11,11 @@ import hashlib
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from itertools import islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -32,7 +32,7 @@ from cacheblend.service.engine.json_lines import LineLimits
 
 from ..serving import Check
 from .errors import ApiError, shortened
-from .server import Server, run_call
+from .server import Server, run_call, run_document_call
 
 router = APIRouter(prefix="/v1/files")
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
@@ -48,7 +48,6 @@ _FORM = {
     "required": list(FORM_FIELDS),
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string", "enum": list(PURPOSES)}},
 }
-_Result = TypeVar("_Result")
 
 
 @router.post("", openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}})
@@ -94,7 +93,7 @@ async def ls(
     purpose: Annotated[str | None, Query(description="Those of this purpose alone.")] = None,
 ) -> dict[str, Any]:
     """A page of the files."""
-    files = list((await _call(request, lambda engine: _files(engine))).values())
+    files = list((await run_document_call(request, _files)).values())
     bodies = [body for body in (_body(ids[0]) for ids in files) if purpose in (None, body["purpose"])]
     bodies.sort(key=lambda body: str(body["id"]), reverse=order == "desc")
     start = next((at + 1 for at, body in enumerate(bodies) if body["id"] == after), 0)
@@ -113,7 +112,7 @@ async def ls(
 @router.get("/{id_}")
 async def retrieve(id_: str, request: Request) -> dict[str, Any]:
     """One file."""
-    return _body((await _call(request, lambda engine: _ids(engine, id_)))[0])
+    return _body((await run_document_call(request, lambda engine: _ids(engine, id_)))[0])
 
 
 @router.get("/{id_}/content")
@@ -128,7 +127,7 @@ async def content(id_: str, request: Request) -> Response:
         # The first chunk begins with the title, which is of the name, or of a JSON line.
         return "\n".join("".join(chunk.text for chunk in chunks).removeprefix(f"{status.title}\n") for status, chunks in shown)
 
-    return PlainTextResponse(await _call(request, read))
+    return PlainTextResponse(await run_document_call(request, read))
 
 
 @router.delete("/{id_}")
@@ -139,7 +138,7 @@ async def delete(id_: str, request: Request) -> dict[str, Any]:
         for document in _ids(engine, id_):
             engine.documents.delete(document)
 
-    await _call(request, remove)
+    await run_document_call(request, remove)
     return {"id": id_, "object": "file", "deleted": True}
 
 
@@ -242,12 +241,6 @@ def _ids(engine: Engine, id_: str) -> Sequence[str]:
     if id_ not in files:
         raise ApiError(404, f"there is no file {shortened(id_)}; `GET /v1/files` lists them", param="id", code="file_not_found")
     return files[id_]
-
-
-async def _call(request: Request, call: Callable[[Engine], _Result]) -> _Result:
-    server: Server = request.app.state.server
-    engine: Engine = request.state.engine
-    return await run_call(server.document_calls, request, lambda _: call(engine))
 
 
 def _body(document: str) -> dict[str, Any]:

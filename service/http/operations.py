@@ -13,10 +13,9 @@ from fastapi.responses import PlainTextResponse
 from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
 
-from ..serving import Check
 from .completions import DEFAULT_NUM_CHUNKS
 from .errors import ApiError
-from .server import Server, run_call
+from .server import Server, run_call, run_document_call
 
 router = APIRouter()
 
@@ -42,10 +41,9 @@ async def store(request: Request) -> dict[str, Any]:
     and questions to begin with.
     """
     server: Server = request.app.state.server
-    engine: Engine = request.state.engine
     tenant = request.state.tenant
 
-    def read(_: Check) -> dict[str, Any]:
+    def read(engine: Engine) -> dict[str, Any]:
         chunks = max(1, min(DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count))
         stats, prefix, quality = engine.store.stats(), engine.prefixes.stats(), server.scheduler.quality(tenant)
         return {
@@ -57,7 +55,7 @@ async def store(request: Request) -> dict[str, Any]:
             "examples": read_examples(Path(engine.config.store_dir)),
         }
 
-    return {"object": "store", **await run_call(server.document_calls, request, read)}
+    return {"object": "store", **await run_document_call(request, read)}
 
 
 @router.get("/healthz")

@@ -258,3 +258,10 @@ async def run_call(
         pool.leave(call, why)
         raise
     return waiting.result()
+
+
+async def run_document_call(request: Request, call: Callable[[Engine], _Result]) -> _Result:
+    """Have a call about documents done on the tenant's engine; see `run_call`, also for what it raises."""
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    return await run_call(server.document_calls, request, lambda _: call(engine))

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..serving.sampling import is_deeper
+
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
 MAX_TOOLS = 32
 MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
@@ -19,12 +21,8 @@ def check_bounds(value: Any) -> None:
     Raises:
         ValueError: it does; the message says what is allowed.
     """
-    level, depth = [value], 0
-    while inner := [one for one in level if isinstance(one, dict | list)]:
-        depth += 1
-        if depth > MAX_TOOL_DEPTH:
-            raise ValueError(f"is more than {MAX_TOOL_DEPTH} levels deep; make it simpler")
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    if is_deeper(value, MAX_TOOL_DEPTH):
+        raise ValueError(f"is more than {MAX_TOOL_DEPTH} levels deep; make it simpler")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()

@@ -197,7 +197,7 @@ class GrammarCompiler:
         text = json.dumps(schema)
         if len(text) > MAX_SCHEMA_CHARACTERS:
             raise InputError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters; make it simpler")
-        if _depth(schema) > MAX_SCHEMA_DEPTH:
+        if is_deeper(schema, MAX_SCHEMA_DEPTH):
             raise InputError(f"{field}: a schema is at most {MAX_SCHEMA_DEPTH} levels deep; make it simpler")
         with self._lock:
             if self._vocabulary is None:
@@ -218,13 +218,12 @@ class GrammarCompiler:
         return Grammar(matcher, field)
 
 
-def _depth(value: Any) -> int:
-    """Levels of objects and lists; one more than the most where there are more than that."""
-    level, depth = [value], 0
-    while level and depth <= MAX_SCHEMA_DEPTH:
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON has objects and lists on more than so many levels."""
+    level = [value]
+    for _ in range(levels + 1):
         inner = [one for one in level if isinstance(one, dict | list)]
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-        depth += bool(inner)
         if not inner:
-            break
-    return depth
+            return False
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return True

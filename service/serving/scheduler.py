@@ -1,4 +1,6 @@
-"""The thread that owns the model: one layer of a prefill, one step of the batch, and again."""
+"""The thread that owns the model: one layer of a prefill, one step of the batch, and again; whose turn it is, by seconds of
+the device.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,25 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+
+import torch
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.blend import Fusor
 
 from .calls import FairQueue
 from .config import ServingConfig
-from .device_clock import DeviceClock
 from .quality_guard import QualityStatus, ShadowEvaluation, ShadowReport
 from .request import Done, Failed, ServedRequest
 
+LAYERS_AHEAD = 2  # that are launched on the device and have not run: enough for one that is never idle
 CREDIT_S = 0.25  # of the model's time that a tenant may be ahead of the others after a pause
 GIVING_WAY = 4.0
 SHADOW_AFTER_S = 0.25  # without a request: a client that asks one after the other does not wait for a check's layer
@@ -87,6 +92,88 @@ class DecodePace:
     def stepped(self, began_s: float, ended_s: float) -> None:
         """A step took from one moment to the other."""
         self._ended_s, self._took_s = ended_s, ended_s - began_s
+
+
+class DeviceEvent(Protocol):
+    """A moment in the order of what a device does, as `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def synchronize(self) -> None:
+        """Wait until it has come."""
+
+    def elapsed_time(self, end_event: Self) -> float:
+        """Milliseconds to a later one; both have come."""
+
+
+class HostEvent:
+    """A moment on the CPU, where what was called has run: it has come."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        """See `DeviceEvent`."""
+        return True
+
+    def synchronize(self) -> None:
+        """See `DeviceEvent`."""
+
+    def elapsed_time(self, end_event: Self) -> float:
+        """See `DeviceEvent`."""
+        return (end_event._at_s - self._at_s) * 1000
+
+
+class DeviceClock:
+    """Tells what each layer took on the device, and keeps the host at most `LAYERS_AHEAD` layers ahead of it.
+
+    So a step of the batch that becomes due waits for no more than those. A wait is for one event of the current stream, behind
+    which the device has more to do; copies on other streams go on, and nobody waits for them.
+
+    Args:
+        mark: notes the present moment in the device's order.
+    """
+
+    def __init__(self, mark: Callable[[], DeviceEvent]) -> None:
+        self._mark = mark
+        self._layers: deque[tuple[DeviceEvent, DeviceEvent, Callable[[float], None]]] = deque()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """The clock of a device's current stream, or of the CPU."""
+        if device.type != "cuda":
+            return cls(HostEvent)
+
+        def mark() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(device))
+            return event
+
+        return cls(mark)
+
+    @contextmanager
+    def measure(self, spend: Callable[[float], None]) -> Iterator[None]:
+        """Measure what the block launches; `spend` is called with its seconds once it has run, here or in a later call."""
+        began = self._mark()
+        try:
+            yield
+        finally:
+            self._layers.append((began, self._mark(), spend))
+            while self._layers and (len(self._layers) > LAYERS_AHEAD or self._layers[0][1].query()):
+                self._end_first()
+
+    def now(self) -> float:
+        """Seconds of `time.perf_counter` when all that was launched has run, and was spent."""
+        self._mark().synchronize()
+        while self._layers:
+            self._end_first()
+        return time.perf_counter()
+
+    def _end_first(self) -> None:
+        began, ended, spend = self._layers.popleft()
+        ended.synchronize()
+        spend(began.elapsed_time(ended) / 1000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from cacheblend.blend.models import KNOWN_MODELS
 from cacheblend.loader import Calibration, Measures, Thresholds, describe_device, write_calibration
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.service import EngineConfig
-from cacheblend.service.engine.prediction import KNOWN_LOSSES, RATIOS, LossPoint, find_loss
+from cacheblend.service.engine.profiles import KNOWN_LOSSES, RATIOS, LossPoint, find_loss
 
 FIGURE = Path(__file__).parents[3] / "docs" / "figures" / "loss_ttft.csv"
 KNOWN = next(iter(KNOWN_LOSSES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cacheblend.service.serving.device_clock import LAYERS_AHEAD, DeviceClock
+from cacheblend.service.serving.scheduler import LAYERS_AHEAD, DeviceClock
 
 
 class Device:
