@@ -1,4 +1,5 @@
-"""CPU memory as bytes, and a pool of large buffers, in huge pages where the system has them, that all threads use again.
+"""CPU memory as bytes; a pool of large buffers, in huge pages where the system has them, that all threads use again; and what
+the C library holds of freed memory.
 
 The first touch of new memory costs more than the copy into it, and the C library gives freed memory again only to the thread
 that asked for it first, while KV goes from thread to thread (docs/lab-notes). So freed buffers are cached here.
@@ -7,6 +8,7 @@ that asked for it first, while KV goes from thread to thread (docs/lab-notes). S
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
 import weakref
@@ -18,6 +20,10 @@ import torch
 
 Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE_BYTES = 2 * 2**20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+FREED_BYTES = 2**30  # that the C library may hold
+OWN_MAPPING_BYTES = 32 * 2**20  # the largest value that glibc takes
+ARENAS = 2  # of memory; glibc's eight a processor each keep what threads that have ended freed there
 
 
 def host_bytes(tensor: torch.Tensor) -> Bytes:
@@ -74,3 +80,27 @@ class BufferPool:
                 del self.cached[0]
         finally:
             self._lock.release()
+
+
+def hold_freed_memory() -> None:
+    """Have the C library hold up to `FREED_BYTES` of freed memory, but for large blocks, for any thread's next request.
+
+    A prefill frees its activations layer by layer, and the first touch of new memory is dear (docs/lab-notes). Does nothing
+    where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, TypeError, AttributeError):
+        return
+    mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+    mallopt(M_TRIM_THRESHOLD, FREED_BYTES)
+    mallopt(M_ARENA_MAX, ARENAS)
+
+
+def return_freed_memory() -> None:
+    """Hand back what `hold_freed_memory` holds, after work that is larger than a prefill's."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, TypeError, AttributeError):
+        return
+    trim(0)

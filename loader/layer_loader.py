@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from cacheblend.base.checks import MIB, check_share, check_whole
-from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import ConfigError, FusionCancelledError, RemoteError
+from cacheblend.base.threads import DaemonThreads
 from cacheblend.blend import DEFAULT_RATIO, check_shape
 from cacheblend.store import tiers_in_memory
 

@@ -278,7 +278,7 @@ def _one_thread() -> AbstractContextManager[object]:
     """Keeps OpenMP from making a team for the calling thread.
 
     A question is embedded in whatever thread a server has for it, whose team would stay, and slow down the model's own by a
-    quarter (`base/process.py`). One processor takes 13 ms for it in place of 8.
+    quarter (`base/threads.py`). One processor takes 13 ms for it in place of 8.
     """
     one: AbstractContextManager[object] = _threadpools().limit(limits=1, user_api="openmp")
     return one

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import set_forward_context
 
 from cacheblend.base.errors import UnsupportedModelError
-from cacheblend.base.process import return_freed_memory
+from cacheblend.base.memory import return_freed_memory
 from cacheblend.blend import Fusor, KVGeometry
 from cacheblend.store import KVStore
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
-from cacheblend.base.process import return_freed_memory
+from cacheblend.base.memory import return_freed_memory
+from cacheblend.base.threads import DaemonThreads
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.base.process import hold_freed_memory, in_own_thread
+from cacheblend.base.memory import hold_freed_memory
+from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
 from cacheblend.service.http.config import LOOPBACK, HttpConfig

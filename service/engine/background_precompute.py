@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from cacheblend.base.errors import CacheBlendError
-from cacheblend.base.process import in_own_thread, lower_priority
+from cacheblend.base.threads import in_own_thread, lower_priority
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.eviction import AdmissionFilter
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import ConfigError, DamagedEntryError, RemoteError
+from cacheblend.base.threads import DaemonThreads
 from cacheblend.blend import WAITING, FrontedLayers, Fusor, LayerReport, Prompt, ResidentLayers, Segment
 from cacheblend.loader import FrontChunk, LayerLoader, LoadingController, LoadingPlan, TierSpeed, WorkEstimator
 from cacheblend.loader.layer_loader import TURN_S

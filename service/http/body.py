@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.base.errors import CacheBlendError, QueueFullError
-from cacheblend.base.process import return_freed_memory
+from cacheblend.base.memory import return_freed_memory
 
 from .config import HttpConfig
 from .errors import ApiError, error_response, validation_error

@@ -20,7 +20,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cacheblend.base.process import in_own_thread
+from cacheblend.base.threads import in_own_thread
 
 from .app import create_app
 from .config import LOOPBACK

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
-from cacheblend.base.process import lower_priority
+from cacheblend.base.threads import lower_priority
 from cacheblend.service.engine.document_encoder import Check
 
 LOOK_EVERY_S = 0.02  # for the end of what work in a pool gives way to
@@ -170,7 +170,7 @@ class Call(Generic[_Result]):
 class CallPool:
     """Runs calls in threads of its own; none has a thread while it waits. Thread-safe.
 
-    A thread ends with its call: PyTorch's threads of it end too (`base/process.py`), and none keeps the process.
+    A thread ends with its call: PyTorch's threads of it end too (`base/threads.py`), and none keeps the process.
 
     Args:
         name: of its threads.

@@ -16,9 +16,9 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError
 from cacheblend.base.memory import Bytes
+from cacheblend.base.threads import DaemonThreads
 from cacheblend.store.config import StoreConfig
 from cacheblend.store.entry import EncodedEntry
 

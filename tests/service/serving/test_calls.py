@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_until
 
 from cacheblend.base.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
-from cacheblend.base.process import LOW_PRIORITY_NICENESS
+from cacheblend.base.threads import LOW_PRIORITY_NICENESS
 from cacheblend.service.serving import Call, CallPool, Check
 from cacheblend.service.serving.calls import TURN_S, FairQueue
 

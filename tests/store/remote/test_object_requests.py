@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from waiting import WAIT_S, wait_until
 
-from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import RemoteError
+from cacheblend.base.threads import DaemonThreads
 from cacheblend.store.remote.address import RemoteAddress
 from cacheblend.store.remote.backend import BackendLimits, ObjectRange
 

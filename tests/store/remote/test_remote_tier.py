@@ -17,8 +17,8 @@ from chunks import FILE_BYTES, file_of, make_chunk, same
 from remote_servers import SECRET, OpenShared, RedisServer, remote_of
 from waiting import WAIT_S, wait_until
 
-from cacheblend.base.daemon_threads import DaemonThreads
 from cacheblend.base.errors import ConfigError, EvictedEntryError, MissingExtraError, RemoteError
+from cacheblend.base.threads import DaemonThreads
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import KVStore, StoreConfig
 from cacheblend.store.remote.address import RemoteAddress

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from cacheblend.base.daemon_threads import DaemonThreads
+from cacheblend.base.threads import DaemonThreads
 
 
 def test_tasks_never_wait_for_each_other() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend.base.process import in_own_thread
+from cacheblend.base.threads import in_own_thread
 from cacheblend.blend import KVGeometry
 from cacheblend.loader.staging import Staging
 from cacheblend.retriever import SentenceTransformerEmbedder
