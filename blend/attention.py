@@ -344,7 +344,7 @@ class RowKernel:
             k_1HTD: keys, which may be a slice of a layer's.
             cos_1TX: of each position, X numbers of which the second half is the first again.
             sin_1TX: the same.
-            rounds_products: before they are added; else the sums alone are rounded.
+            rounds_products: both, before they are added; else the second goes to the sum unrounded.
         """
         _, heads, rows, _ = k_1HTD.shape
         cos_1TX, sin_1TX = cos_1TX.contiguous(), sin_1TX.contiguous()

@@ -8,6 +8,7 @@ the sum of the values. In float32 only GCC's vector extensions are needed, which
 
 Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a KV head, N keys, D head size. */
 
+#include <math.h>
 #include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -299,7 +300,7 @@ typedef struct {
 
 /* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have
    `table_row` numbers a row. With `rounds_products` each product is rounded before they are added, as the models do: they wait
-   in memory, so that no compiler takes product and sum in one instruction. */
+   in memory, so that no compiler takes product and sum in one instruction. Without, that is what is done, as by vLLM. */
 void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t rows, const Element *cosines, const Element *sines,
             int64_t table_row, int64_t half, int rounds_products, int threads) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
@@ -321,8 +322,8 @@ void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t row
             } else
                 for (int64_t i = 0; i < half; i++) {
                     float a = widen(first[i]), b = widen(second[i]), c = widen(cosine[i]), s = widen(sine[i]);
-                    first[i] = narrow(a * c - b * s);
-                    second[i] = narrow(b * c + a * s);
+                    first[i] = narrow(fmaf(-b, s, a * c));
+                    second[i] = narrow(fmaf(a, s, b * c));
                 }
         }
 }
@@ -373,20 +374,24 @@ static void weigh(Workspace *work, int x, int low, int high, int count, float sc
     work->total[x] += sum_in(total);
 }
 
-/* Weights of query x over its keys, from `first` to before `stop`, once its largest score and total are known. */
-static void weigh_again(Workspace *work, const Element *keys, int x, int64_t first, int64_t stop, float scaling, float softcap,
-                        float *weights) {
+/* Weights of the queries from x0 to before x1, all of one row, over its keys, from `first` to before `stop`, once their largest
+   scores and totals are known. The rows of `weights` are those of the queries. */
+static void weigh_again(Workspace *work, const Element *keys, int x0, int x1, int64_t first, int64_t stop, float scaling,
+                        float softcap, float *weights, int64_t weights_row) {
+    float factor = 1.44269504f * (softcap > 0 ? 1.0f : scaling);
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
         int seen = (int)smaller(KEYS, stop - start), hidden = (int)larger(0, first - start);
         int padded = (seen + GROUP - 1) / GROUP * GROUP;
-        float *row = work->scores[x], factor = 1.44269504f * (softcap > 0 ? 1.0f : scaling);
-        score(work, x + 1, keys + start * HEAD_SIZE, padded);
-        if (softcap > 0) soft_cap(row, padded, scaling, softcap);
-        for (int i = 0; i < padded; i += WIDTH) {
-            Floats weight = power_of_two(load(row + i) * factor - work->largest[x] * factor);
-            store(row + i, weight * (1.0f / work->total[x]));
+        score(work, x1, keys + start * HEAD_SIZE, padded);
+        for (int x = x0; x < x1; x++) {
+            float *row = work->scores[x];
+            if (softcap > 0) soft_cap(row, padded, scaling, softcap);
+            for (int i = 0; i < padded; i += WIDTH) {
+                Floats weight = power_of_two(load(row + i) * factor - work->largest[x] * factor);
+                store(row + i, weight * (1.0f / work->total[x]));
+            }
+            memcpy(weights + (x - x0) * weights_row + start + hidden, row + hidden, (seen - hidden) * sizeof(float));
         }
-        memcpy(weights + start + hidden, row + hidden, (seen - hidden) * sizeof(float));
     }
 }
 
@@ -414,12 +419,11 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
         }
         add_values(work, count, values + start * value_row, value_row, seen);
     }
-    for (int x = 0; last != NULL && x < count; x++)
-        if (x0 + x >= queries - groups) {
-            int64_t seen = positions[(x0 + x) / groups] + 1;
-            int64_t head = h * groups + (x0 + x) % groups;
-            weigh_again(work, keys, x, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys);
-        }
+    int of_last = (int)larger(0, queries - groups - x0); /* the first query here of the last row */
+    if (last != NULL && of_last < count) {
+        int64_t seen = positions[(queries - 1) / groups] + 1, head = h * groups + (x0 + of_last) % groups;
+        weigh_again(work, keys, of_last, count, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys, last_keys);
+    }
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
         Element *to = out + ((row * kv_heads + h) * groups + group) * HEAD_SIZE;

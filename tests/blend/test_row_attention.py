@@ -135,7 +135,8 @@ def test_blends_as_without(dtype: torch.dtype, config: Any, missing: bool, monke
 
 @pytest.mark.parametrize(
     ("dtype", "rounds_products"),
-    [  # in float32 a sum of unrounded products is the compiler's to order
+    [
+        pytest.param(torch.float32, False, marks=needs_compiler),
         pytest.param(torch.float32, True, marks=needs_compiler),
         pytest.param(torch.bfloat16, False, marks=needs_amx),
         pytest.param(torch.bfloat16, True, marks=needs_amx),
@@ -151,9 +152,10 @@ def test_rotates_as_the_model_does(dtype: torch.dtype, rounds_products: bool) ->
     def halves(k: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         turned, left = k[..., :32], k[..., 32:]
         crossed = torch.cat([-turned[..., 16:], turned[..., :16]], -1)
-        if not rounds_products:
-            turned, crossed = turned.double(), crossed.double()  # products of bfloat16 are exact in it
-        return torch.cat([(turned * pair[0] + crossed * pair[1]).to(dtype), left], -1)
+        if rounds_products:
+            return torch.cat([turned * pair[0] + crossed * pair[1], left], -1)
+        products = (turned.float() * pair[0].float()).double(), crossed.double() * pair[1].double()  # the second one exact
+        return torch.cat([(products[0] + products[1]).float().to(dtype), left], -1)
 
     def neighbours(k: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return halves(k.flip(-1), pair).flip(-1)
