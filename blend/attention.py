@@ -370,10 +370,10 @@ class RowKernel:
             cos_sin: of the positions to compare it at.
             k_1HND: a layer's keys, of which it takes shape and dtype.
         """
-        if cos_sin[0].dtype != k_1HND.dtype:
+        _, heads, _, size = k_1HND.shape
+        if cos_sin[0].dtype != k_1HND.dtype or cos_sin[0].shape[-1] > size:
             return None
         generator = torch.Generator().manual_seed(0)
-        _, heads, _, size = k_1HND.shape
         k_1HTD = torch.randn(1, heads, cos_sin[0].shape[1], size, generator=generator).to(k_1HND.dtype)
         own_1HTD = rotate(k_1HTD, cos_sin)
         for rounds_products in (False, True):

@@ -74,7 +74,7 @@ def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctype
         return ctypes.CDLL(str(found))
     with tempfile.TemporaryDirectory() as directory:  # which is this user's alone
         made = Path(directory) / f"{name}.so"
-        _compile([str(compiler), *FLAGS, *defines, str(source), "-o", str(made)])
+        _compile([str(compiler), *FLAGS, *defines, str(source), "-lm", "-o", str(made)])
         try:
             _keep(made, folder, name)
         except OSError as error:

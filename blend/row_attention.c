@@ -40,7 +40,7 @@ Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a K
 #define GROUP 32 /* keys that are packed together: two tiles of keys, or the depth of one of values */
 #define SCORES (KEYS + 16) /* numbers from a row to the next; a power of two apart, rows would share places in the cache */
 #define WEIGHTS (KEYS + 32)
-#define PACKED (1 << 22) /* numbers that are packed at a time: memory that the C library keeps for the next call */
+#define PACKED (1 << 23) /* bytes that are packed at a time: memory that the C library keeps for the next call */
 #define HIDDEN (-1e30f)
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -81,7 +81,7 @@ static inline float sum_in(Floats x) {
 }
 #endif
 
-/* What each dtype has of its own: a thread's memory, conversions, powers of two, packing, and the two products. */
+/* The parts that each dtype has of its own: a thread's memory, conversions, powers of two, packing, and the two products. */
 
 #ifdef BFLOAT16
 
@@ -236,9 +236,10 @@ static inline void put(Element *to, Floats first, Floats second) {
     store(to + WIDTH, second);
 }
 
-/* 2 to the power of x <= 0, to 2e-7 relative; at least 2 to the power of -126. */
+/* 2 to the power of x <= 0, to 2e-7 relative; 0 below 2 to the power of -126, so that no product is slowed by tiny numbers. What
+   is not a number stays so: of two, `larger_of` gives the second one then. */
 static inline Floats power_of_two(Floats x) {
-    x = larger_of(x, all(-126.0f));
+    x = larger_of(all(-127.0f), x);
     Ints whole = __builtin_convertvector(x - 0.5f, Ints);
     Floats rest = x - __builtin_convertvector(whole, Floats);
     Floats series = rest * 1.5403530e-4f + 1.3333558e-3f;
@@ -334,7 +335,7 @@ static void soft_cap(float *row, int count, float scaling, float cap) {
         Floats x = load(row + i);
         Ints sign = (Ints)x & INT32_MIN;
         Floats size = (Floats)((Ints)x | INT32_MIN) * (2.0f * 1.44269504f * scaling / cap);
-        Floats small = power_of_two(larger_of(size, all(-126.0f)));
+        Floats small = power_of_two(larger_of(all(-126.0f), size));
         Floats tanh = (1.0f - small) / (1.0f + small);
         store(row + i, (Floats)((Ints)tanh | sign) * cap);
     }
@@ -422,7 +423,8 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
     int of_last = (int)larger(0, queries - groups - x0); /* the first query here of the last row */
     if (last != NULL && of_last < count) {
         int64_t seen = positions[(queries - 1) / groups] + 1, head = h * groups + (x0 + of_last) % groups;
-        weigh_again(work, keys, of_last, count, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys, last_keys);
+        weigh_again(work, keys, of_last, count, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys,
+                    last_keys);
     }
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
@@ -442,8 +444,9 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
     int64_t first = larger(0, positions[0] + 1 - window) / GROUP, stop = positions[rows - 1] + 1;
     int64_t key_groups = (stop + GROUP - 1) / GROUP, head = key_groups * GROUP * HEAD_SIZE;
     int64_t queries = rows * groups, tasks = (queries + QUERIES - 1) / QUERIES;
-    int64_t together = smaller(kv_heads, larger(1, PACKED / ((1 + PACKS_VALUES) * head))); /* KV heads that are packed at a time */
-    size_t packed = (size_t)((1 + PACKS_VALUES) * together * head) * sizeof(Element), own = (sizeof(Workspace) + 63) / 64 * 64;
+    int64_t head_bytes = (1 + PACKS_VALUES) * head * (int64_t)sizeof(Element);
+    int64_t together = smaller(kv_heads, larger(1, PACKED / head_bytes)); /* KV heads that are packed at a time */
+    size_t packed = (size_t)(together * head_bytes), own = (sizeof(Workspace) + 63) / 64 * 64;
     char *memory = aligned_alloc(64, packed + threads * own);
     if (memory == NULL) return 1;
     Element *packed_keys = (Element *)memory, *packed_values = packed_keys + together * head;

@@ -101,7 +101,7 @@ class VllmRunner:
         device: where it is.
 
     Attributes:
-        cpu_attention: vLLM's own kernel for the attention of rows that it takes; None for PyTorch's.
+        cpu_attention: vLLM's own kernel for the attention of rows that it takes; None for `attend`.
 
     Raises:
         UnsupportedModelError: its layers are not of the shape that can be run on chosen rows; the message names what is not.

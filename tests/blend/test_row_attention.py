@@ -88,6 +88,18 @@ def test_equals_attention_in_float32(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_what_is_no_number_stays_so(dtype: torch.dtype, softcap: float | None) -> None:
+    """A row that sees a key with a number that is none has no output, as in the blocks; the row before it has one."""
+    q_1QSD, k_1HND, v_1HND = torch.ones(1, 2, 2, 32, dtype=dtype), *torch.ones(2, 1, 1, 50, 32, dtype=dtype)
+    k_1HND[..., 40, 7] = torch.nan
+    rows_S = torch.tensor([39, 45])
+    out_1SQD = kernel_of(dtype, 32).attend(q_1QSD, k_1HND, v_1HND, rows_S, scaling=0.1, window=None, softcap=softcap)
+    assert out_1SQD[0, 0].isfinite().all()
+    assert out_1SQD[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_and_kernel_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """`attend` gives the same with and without the kernel, of keys and queries that are views."""
     generator = torch.Generator().manual_seed(0)
