@@ -5,9 +5,9 @@ are sorted by position and processed in blocks, each against the keys up to its 
 that no row of the block can see, and never (rows x keys x heads) scores of the whole layer, nor a mask of more than
 `KEPT_MASK_BYTES`.
 
-On a CPU `row_attention.c` takes each row over the keys that it sees, and turns stored keys, in float32 and, where there is AMX,
-in bfloat16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size and dtype, where there
-is a C compiler; heads of no multiple of 32 numbers have the blocks.
+On a CPU `row_attention.c` takes each row over the keys that it sees, and turns stored keys: in float32, and in bfloat16 where there
+is AMX or AVX512-BF16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size and dtype, where
+there is a C compiler; heads of no multiple of 32 numbers have the blocks.
 
 Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, X = B x G, N keys or
 positions, K keys that a block sees, D head size.
@@ -50,7 +50,7 @@ KEYS_MULTIPLE = 64
 # Masks of all blocks together that are kept for the next layer of a window; to make them took a reader's layer 0.4 of 7.5 ms.
 KEPT_MASK_BYTES = 16 * 2**20
 SOURCE = Path(__file__).with_name("row_attention.c")
-FEATURE = "amx_bf16"
+FEATURES = "amx_bf16", "avx512_bf16"  # either of which bfloat16 needs
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
 ALL_KEYS = 2**62  # a window that no row reaches the end of
 logger = logging.getLogger(__name__)
@@ -397,9 +397,10 @@ def row_kernel(dtype: torch.dtype, device: torch.device, head_size: int) -> RowK
 @functools.cache
 def _load(dtype: torch.dtype, head_size: int) -> RowKernel | None:
     is_half = dtype == torch.bfloat16
-    if is_half and not has_feature(FEATURE):
+    if is_half and not any(map(has_feature, FEATURES)):
         return None
-    shape = [f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if is_half else [])]
+    has_amx = is_half and has_feature(FEATURES[0])
+    shape = [f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if is_half else []), *(["-DAMX"] if has_amx else [])]
     library = load_or_warn(SOURCE, shape, "rows attend by PyTorch's slower products")
     if library is None:
         return None

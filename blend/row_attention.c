@@ -1,7 +1,7 @@
-/* Attention of chosen rows of a prompt, each over all keys up to its own position: in bfloat16 by the matrix instructions of AMX,
-   in float32 by vector instructions; and the rotation of the keys.
+/* Attention of chosen rows of a prompt, each over all keys up to its own position: in bfloat16 by the matrix instructions of AMX
+   or AVX512-BF16's products of pairs, in float32 by any vector instructions; and the rotation of the keys.
 
-Compiled on the machine that runs it, for one head size and dtype: see attention.py. Keys, and for AMX values too, are packed into
+Compiled on the machine that runs it, for one head size and dtype: see attention.py. Keys, and in bfloat16 values, are packed into
 the order of the instructions once a call, some KV heads at a time. Then every thread takes QUERIES queries of one KV head at a
 time through the keys that they see, KEYS at a time: scores, softmax with what the keys before have left (FlashAttention's), and
 the sum of the values. In float32 only GCC's vector extensions are needed, which clang knows too.
@@ -16,7 +16,7 @@ Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a K
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
-#ifdef BFLOAT16
+#ifdef AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -31,7 +31,7 @@ Shapes: S rows, H KV heads, G query heads of a KV head, X = S x G queries of a K
 #else
 #define WIDTH 4
 #endif
-#ifdef BFLOAT16
+#ifdef AMX
 #define QUERIES 32 /* two tiles */
 #else
 #define QUERIES 48 /* a multiple of ROWS */
@@ -81,26 +81,9 @@ static inline float sum_in(Floats x) {
 }
 #endif
 
-/* The parts that each dtype has of its own: a thread's memory, conversions, powers of two, packing, and the two products. */
+/* The parts that a dtype has of its own: a thread's memory, conversions and powers of two. */
 
 #ifdef BFLOAT16
-
-#define PACKS_VALUES 1
-#define TILE 512          /* 16-bit numbers of one */
-#define PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
-#define TILE_DATA 18
-
-/* Tiles 0 to 3 are sums of products, of two tiles of rows (4, 5) by two of columns (6, 7). The compiler does not know that the
-   instructions read memory. */
-#define ZERO_SUMS _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3)
-#define MOVE_SUMS(move, at, row) \
-    IN_MEMORY; \
-    move(0, at, row * sizeof(float)); \
-    move(1, at + 16, row * sizeof(float)); \
-    move(2, at + 16 * row, row * sizeof(float)); \
-    move(3, at + 16 * row + 16, row * sizeof(float))
-#define ADD_PRODUCTS _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7)
-#define IN_MEMORY __asm__ volatile("" ::: "memory")
 
 typedef uint16_t Element;
 typedef struct {
@@ -108,21 +91,7 @@ typedef struct {
     float scores[QUERIES][SCORES], sums[QUERIES][HEAD_SIZE], largest[QUERIES], total[QUERIES];
 } Workspace;
 
-/* Asks the system for the tiles' registers, which a process may use only after that. Returns 0 where it may. */
-int prepare(void) { return (int)syscall(SYS_arch_prctl, PERMISSION, TILE_DATA); }
-
-static void begin_thread(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
-    IN_MEMORY;
-    _tile_loadconfig(&config);
-}
-
-static void end_thread(void) { _tile_release(); }
+static inline Element *weights_of(Workspace *work, int x) { return work->weights[x]; }
 
 static inline float widen(Element x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -151,85 +120,16 @@ static inline Floats power_of_two(Floats x) {
     return _mm512_scalef_ps(series, whole);
 }
 
-/* GROUP keys of a head, `count` of which there are: tiles [D / 32][2 x 16 keys], a row of which has two numbers of every key. */
-static void pack_keys(const Element *keys, int64_t row, int count, Element *packed) {
-    for (int part = 0; part < HEAD_SIZE / 32; part++)
-        for (int half = 0; half < 2; half++, packed += TILE) {
-            uint32_t *to = (uint32_t *)packed;
-            for (int key = 0; key < 16; key++) {
-                uint32_t pairs[16] = {0};
-                if (16 * half + key < count) memcpy(pairs, keys + (16 * half + key) * row + 32 * part, sizeof pairs);
-                for (int pair = 0; pair < 16; pair++) to[16 * pair + key] = pairs[pair];
-            }
-        }
-}
-
-/* GROUP values of a head: tiles [D / 16], in which a row has a number of every of 16 places, of two neighbouring keys. */
-static void pack_values(const Element *values, int64_t row, int count, Element *packed) {
-    for (int pair = 0; pair < GROUP / 2; pair++) {
-        Element none[HEAD_SIZE] = {0};
-        const Element *first = 2 * pair < count ? values + 2 * pair * row : none;
-        const Element *second = 2 * pair + 1 < count ? values + (2 * pair + 1) * row : none;
-        for (int tile = 0; tile < HEAD_SIZE / 16; tile++) {
-            __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(first + 16 * tile)));
-            __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(second + 16 * tile)));
-            _mm512_storeu_si512(packed + tile * TILE + 32 * pair, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-        }
-    }
-}
-
-/* Scores of the first queries, or all, over so many packed keys, whole groups. */
-static void score(Workspace *work, int queries, const Element *keys, int count) {
-    IN_MEMORY;
-    for (int key = 0; key < count; key += GROUP) {
-        float *to = &work->scores[0][key];
-        ZERO_SUMS;
-        for (int part = 0; part < HEAD_SIZE / 32; part++, keys += 2 * TILE) {
-            _tile_loadd(4, &work->queries[0][32 * part], HEAD_SIZE * sizeof(Element));
-            _tile_loadd(5, &work->queries[16][32 * part], HEAD_SIZE * sizeof(Element));
-            _tile_loadd(6, keys, 64);
-            _tile_loadd(7, keys + TILE, 64);
-            ADD_PRODUCTS;
-        }
-        MOVE_SUMS(_tile_stored, to, SCORES);
-    }
-}
-
-static inline Element *weights_of(Workspace *work, int x) { return work->weights[x]; }
-
-/* Adds the values of so many keys to the queries' sums, by their weights; `values` are packed, in whole groups. */
-static void add_values(Workspace *work, int queries, const Element *values, int64_t row, int count) {
-    for (int part = 0; part < HEAD_SIZE; part += 32) {
-        float *sums = &work->sums[0][part];
-        MOVE_SUMS(_tile_loadd, sums, HEAD_SIZE);
-        for (int key = 0; key < count; key += GROUP) {
-            const Element *from = values + key * row + part / 16 * TILE;
-            _tile_loadd(4, &work->weights[0][key], WEIGHTS * sizeof(Element));
-            _tile_loadd(5, &work->weights[16][key], WEIGHTS * sizeof(Element));
-            _tile_loadd(6, from, 64);
-            _tile_loadd(7, from + TILE, 64);
-            ADD_PRODUCTS;
-        }
-        MOVE_SUMS(_tile_stored, sums, HEAD_SIZE);
-    }
-}
-
 #else
-
-#define PACKS_VALUES 0
-#define ROWS (WIDTH == 16 ? 12 : 6) /* of a product: with two vectors each, as many sums as there are registers for */
 
 typedef float Element;
 typedef struct { /* weights stand where the scores stood */
     float queries[QUERIES][HEAD_SIZE], scores[QUERIES][SCORES], sums[QUERIES][HEAD_SIZE], largest[QUERIES], total[QUERIES];
 } Workspace;
 
-int prepare(void) { return 0; }
-static void begin_thread(void) {}
-static void end_thread(void) {}
+static inline Element *weights_of(Workspace *work, int x) { return work->scores[x]; }
 static inline float widen(Element x) { return x; }
 static inline Element narrow(float x) { return x; }
-static inline Element *weights_of(Workspace *work, int x) { return work->scores[x]; }
 
 static inline void put(Element *to, Floats first, Floats second) {
     store(to, first);
@@ -251,27 +151,136 @@ static inline Floats power_of_two(Floats x) {
     return series * (Floats)((whole + 127) << 23);
 }
 
-/* GROUP keys of a head, `count` of which there are: for each of D the number of every key. */
+#endif
+
+/* Packing. */
+
+#ifdef BFLOAT16
+#define PACKS_VALUES 1
+typedef uint32_t Unit __attribute__((may_alias)); /* two numbers that are multiplied by two others, and added to a sum, at once */
+#else
+#define PACKS_VALUES 0
+typedef float Unit;
+#endif
+#define NUMBERS ((int)(sizeof(Unit) / sizeof(Element)))
+
+/* GROUP keys of a head, `count` of which there are: for each unit of D that of every key. */
 static void pack_keys(const Element *keys, int64_t row, int count, Element *packed) {
+    Unit *to = (Unit *)packed;
     for (int key = 0; key < GROUP; key++)
-        for (int i = 0; i < HEAD_SIZE; i++) packed[i * GROUP + key] = key < count ? keys[key * row + i] : 0;
+        for (int i = 0; i < HEAD_SIZE / NUMBERS; i++) {
+            Unit x = 0;
+            if (key < count) memcpy(&x, keys + key * row + i * NUMBERS, sizeof x);
+            to[i * GROUP + key] = x;
+        }
 }
 
-static void pack_values(const Element *values, int64_t row, int count, Element *packed) {}
+/* GROUP values of a head: for every two keys the pairs of their numbers. */
+static void pack_values(const Element *values, int64_t row, int count, Element *packed) {
+#ifdef BFLOAT16
+    for (int key = 0; key < GROUP; key += 2) {
+        Element none[HEAD_SIZE] = {0};
+        const Element *first = key < count ? values + key * row : none;
+        const Element *second = key + 1 < count ? values + (key + 1) * row : none;
+        for (int i = 0; i < HEAD_SIZE; i++) ((Unit *)packed)[key / 2 * HEAD_SIZE + i] = first[i] | (Unit)second[i] << 16;
+    }
+#endif
+}
 
-/* ROWS rows of a product of matrices, two vectors of each: `a` is (ROWS, depth) and `b` (depth, 2 x WIDTH). */
-static inline void multiply(const float *a, int64_t a_row, const float *b, int64_t b_row, int depth, float *out, int64_t out_row,
+/* The two products: of queries by keys, and of weights by values. */
+
+#ifdef AMX
+
+#define PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18
+
+/* Tiles 0 to 3 are sums of products, of two tiles of rows (4, 5) by two of columns (6, 7). The compiler does not know that the
+   instructions read memory. */
+#define ZERO_SUMS _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3)
+#define MOVE_SUMS(move, at, row) \
+    IN_MEMORY; \
+    move(0, at, row * sizeof(float)); \
+    move(1, at + 16, row * sizeof(float)); \
+    move(2, at + 16 * row, row * sizeof(float)); \
+    move(3, at + 16 * row + 16, row * sizeof(float))
+#define ADD_PRODUCTS _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7)
+#define IN_MEMORY __asm__ volatile("" ::: "memory")
+
+/* Asks the system for the tiles' registers, which a process may use only after that. Returns 0 where it may. */
+int prepare(void) { return (int)syscall(SYS_arch_prctl, PERMISSION, TILE_DATA); }
+
+static void begin_thread(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    IN_MEMORY;
+    _tile_loadconfig(&config);
+}
+
+static void end_thread(void) { _tile_release(); }
+
+/* Scores of the first queries, or all, over so many packed keys, whole groups. */
+static void score(Workspace *work, int queries, const Element *keys, int count) {
+    IN_MEMORY;
+    for (int key = 0; key < count; key += GROUP) {
+        const Unit *from = (const Unit *)(keys + key * HEAD_SIZE);
+        float *to = &work->scores[0][key];
+        ZERO_SUMS;
+        for (int part = 0; part < HEAD_SIZE; part += 32, from += 16 * GROUP) {
+            _tile_loadd(4, &work->queries[0][part], HEAD_SIZE * sizeof(Element));
+            _tile_loadd(5, &work->queries[16][part], HEAD_SIZE * sizeof(Element));
+            _tile_loadd(6, from, GROUP * sizeof(Unit));
+            _tile_loadd(7, from + 16, GROUP * sizeof(Unit));
+            ADD_PRODUCTS;
+        }
+        MOVE_SUMS(_tile_stored, to, SCORES);
+    }
+}
+
+/* Adds the values of so many keys to the queries' sums, by their weights; see the other one below. */
+static void add_values(Workspace *work, int queries, const Element *values, int64_t row, int count) {
+    for (int part = 0; part < HEAD_SIZE; part += 32) {
+        float *sums = &work->sums[0][part];
+        MOVE_SUMS(_tile_loadd, sums, HEAD_SIZE);
+        for (int key = 0; key < count; key += GROUP) {
+            const Unit *from = (const Unit *)(values + key * row) + part;
+            _tile_loadd(4, &work->weights[0][key], WEIGHTS * sizeof(Element));
+            _tile_loadd(5, &work->weights[16][key], WEIGHTS * sizeof(Element));
+            _tile_loadd(6, from, row * sizeof(Unit));
+            _tile_loadd(7, from + 16, row * sizeof(Unit));
+            ADD_PRODUCTS;
+        }
+        MOVE_SUMS(_tile_stored, sums, HEAD_SIZE);
+    }
+}
+
+#else
+
+#define ROWS (WIDTH == 16 ? 12 : 6) /* of a product: with two vectors each, as many sums as there are registers for */
+int prepare(void) { return 0; }
+static void begin_thread(void) {}
+static void end_thread(void) {}
+
+static inline Floats add_product(Floats sum, const Unit *columns, Unit x) {
+#ifdef BFLOAT16
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(columns), (__m512bh)_mm512_set1_epi32((int)x));
+#else
+    return sum + load(columns) * x;
+#endif
+}
+
+/* ROWS rows of a product of matrices, two vectors of each, in units: `a` is (ROWS, depth) and `b` (depth, 2 x WIDTH). */
+static inline void multiply(const Unit *a, int64_t a_row, const Unit *b, int64_t b_row, int depth, float *out, int64_t out_row,
                             int adds) {
     Floats sums[ROWS][2];
     UNROLL for (int x = 0; x < ROWS; x++) UNROLL for (int j = 0; j < 2; j++)
         sums[x][j] = adds ? load(out + x * out_row + j * WIDTH) : all(0);
-    for (int i = 0; i < depth; i++) {
-        Floats first = load(b + i * b_row), second = load(b + i * b_row + WIDTH);
-        UNROLL for (int x = 0; x < ROWS; x++) {
-            sums[x][0] += first * a[x * a_row + i];
-            sums[x][1] += second * a[x * a_row + i];
-        }
-    }
+    for (int i = 0; i < depth; i++)
+        UNROLL for (int x = 0; x < ROWS; x++) UNROLL for (int j = 0; j < 2; j++)
+            sums[x][j] = add_product(sums[x][j], b + i * b_row + j * WIDTH, a[x * a_row + i]);
     UNROLL for (int x = 0; x < ROWS; x++) UNROLL for (int j = 0; j < 2; j++)
         store(out + x * out_row + j * WIDTH, sums[x][j]);
 }
@@ -279,16 +288,22 @@ static inline void multiply(const float *a, int64_t a_row, const float *b, int64
 /* Scores of the first queries, or all, over so many packed keys, whole groups. */
 static void score(Workspace *work, int queries, const Element *keys, int count) {
     for (int key = 0; key < count; key += 2 * WIDTH)
-        for (int x = 0; x < queries; x += ROWS)
-            multiply(work->queries[x], HEAD_SIZE, keys + key / GROUP * GROUP * HEAD_SIZE + key % GROUP, GROUP, HEAD_SIZE,
-                     &work->scores[x][key], SCORES, 0);
+        for (int x = 0; x < queries; x += ROWS) {
+            int units = HEAD_SIZE / NUMBERS;
+            const Unit *columns = (const Unit *)(keys + key / GROUP * GROUP * HEAD_SIZE) + key % GROUP;
+            multiply((const Unit *)work->queries[x], units, columns, GROUP, units, &work->scores[x][key], SCORES, 0);
+        }
 }
 
-/* Adds the values of so many keys to the queries' sums, by their weights. */
+/* Adds the values of so many keys to the queries' sums, by their weights; `row` numbers are from a value's, or a pair's, to the
+   next one's. */
 static void add_values(Workspace *work, int queries, const Element *values, int64_t row, int count) {
     for (int part = 0; part < HEAD_SIZE; part += 2 * WIDTH)
-        for (int x = 0; x < queries; x += ROWS)
-            multiply(work->scores[x], SCORES, values + part, row, count, &work->sums[x][part], HEAD_SIZE, 1);
+        for (int x = 0; x < queries; x += ROWS) {
+            int64_t weights_row = weights_of(work, 1) - weights_of(work, 0);
+            multiply((const Unit *)weights_of(work, x), weights_row / NUMBERS, (const Unit *)values + part, row,
+                     (count + NUMBERS - 1) / NUMBERS, &work->sums[x][part], HEAD_SIZE, 1);
+        }
 }
 
 #endif

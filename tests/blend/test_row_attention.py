@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment, attention, compiled_file
-from cacheblend.blend.attention import FEATURE, RowKernel, Rows, attend, row_kernel
+from cacheblend.blend.attention import FEATURES, RowKernel, Rows, attend, row_kernel
 
 needs_compiler = pytest.mark.skipif(compiled_file.find_compiler() is None, reason="no C compiler")
-needs_amx = pytest.mark.skipif(
-    not compiled_file.has_feature(FEATURE) or compiled_file.find_compiler() is None, reason="no AMX, or no C compiler"
+needs_amx, needs_pairs = (
+    pytest.mark.skipif(
+        not compiled_file.has_feature(feature) or compiled_file.find_compiler() is None,
+        reason=f"no {feature}, or no C compiler",
+    )
+    for feature in FEATURES
 )
 DTYPES = [
     pytest.param(torch.float32, marks=needs_compiler, id="float32"),
@@ -63,9 +67,25 @@ def test_equals_attention_in_float32(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Any rows, heads, window and soft-capping; the last row's weights too. What no row may see is not a number."""
+    """Any rows, heads, window and soft-capping; the last row's weights too."""
     rows_S = torch.tensor(sorted(data.draw(st.sets(st.integers(0, keys - 1), min_size=1, max_size=90))))
-    generator, seen = torch.Generator().manual_seed(keys), int(rows_S[-1]) + 1
+    compare(kernel_of(dtype, head_size), dtype, rows_S, keys, (kv_heads, groups, head_size), window, softcap)
+
+
+def compare(
+    kernel: RowKernel,
+    dtype: torch.dtype,
+    rows_S: torch.Tensor,
+    keys: int,
+    heads: tuple[int, int, int],
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Compare a kernel with attention in float32, for KV heads, query heads of each, and their size. What no row may see is not
+    a number.
+    """
+    (kv_heads, groups, head_size), seen = heads, int(rows_S[-1]) + 1
+    generator = torch.Generator().manual_seed(keys)
     q_1QSD, k_1HND, v_1HND = (
         torch.randn(1, heads, count, head_size, generator=generator).to(dtype)
         for heads, count in ((kv_heads * groups, len(rows_S)), (kv_heads, keys), (kv_heads, keys))
@@ -79,9 +99,7 @@ def test_equals_attention_in_float32(
     weights = torch.softmax(scores.masked_fill(hidden_SN, -torch.inf), -1)
     k_1HND[:, :, seen:], v_1HND[:, :, seen:] = torch.nan, torch.nan
     last_QN = torch.zeros(kv_heads * groups, seen)
-    got = kernel_of(dtype, head_size).attend(
-        q_1QSD, k_1HND, v_1HND, rows_S, scaling=0.2, window=window, softcap=softcap, weights_QN=last_QN
-    )
+    got = kernel.attend(q_1QSD, k_1HND, v_1HND, rows_S, scaling=0.2, window=window, softcap=softcap, weights_QN=last_QN)
     off = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.float(), (weights @ v_1QND).transpose(1, 2), rtol=off, atol=off)
     torch.testing.assert_close(last_QN, weights[0, :, -1], rtol=off / 2, atol=off / 200)
@@ -236,9 +254,22 @@ def test_narrower_vectors_serve(processor: str, monkeypatch: pytest.MonkeyPatch)
     assert row_kernel(torch.float32, torch.device("cpu"), 96) is not None
 
 
+@needs_pairs
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("head_size", [32, 64, 96, 256])
+def test_pairs_serve_without_amx(head_size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In bfloat16 a processor with AVX512-BF16 has a kernel without AMX."""
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: avx512f {FEATURES[1]}\n")
+    monkeypatch.setattr(compiled_file, "CPUINFO", tmp_path / "cpuinfo")
+    kernel = kernel_of(torch.bfloat16, head_size)
+    for keys, kv_heads, groups, window, softcap in ((700, 2, 3, None, None), (333, 1, 40, 100, None), (65, 3, 1, None, 5.0)):
+        for rows_S in (torch.arange(0, keys, 7), torch.arange(keys - 20, keys), torch.tensor([keys - 2])):
+            compare(kernel, torch.bfloat16, rows_S, keys, (kv_heads, groups, head_size), window, softcap)
+
+
 @pytest.mark.usefixtures("fresh_cache")
 def test_other_models_have_the_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Other dtypes and head sizes compile nothing; nor does bfloat16 without AMX."""
+    """Other dtypes and head sizes compile nothing; nor does bfloat16 without instructions for it."""
     assert row_kernel(torch.float16, torch.device("cpu"), 64) is None
     assert row_kernel(torch.float32, torch.device("cpu"), 80) is None
     (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx512f\n")
