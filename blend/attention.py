@@ -5,9 +5,9 @@ are sorted by position and processed in blocks, each against the keys up to its 
 that no row of the block can see, and never (rows x keys x heads) scores of the whole layer, nor a mask of more than
 `KEPT_MASK_BYTES`.
 
-On a CPU `row_attention.c` takes each row over the keys that it sees, and turns stored keys: in float32, and in bfloat16 where there
-is AMX or AVX512-BF16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size and dtype, where
-there is a C compiler; heads of no multiple of 32 numbers have the blocks.
+On a CPU `row_attention.c` takes each row over the keys that it sees, and turns stored keys: in float32, and in bfloat16 where
+there is AMX or AVX512-BF16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size and
+dtype, where there is a C compiler; heads of no multiple of 32 numbers have the blocks.
 
 Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, X = B x G, N keys or
 positions, K keys that a block sees, D head size.
