@@ -260,6 +260,7 @@ static void add_values(Workspace *work, int queries, const Element *values, int6
 #else
 
 #define ROWS (WIDTH == 16 ? 12 : 6) /* of a product: with two vectors each, as many sums as there are registers for */
+
 int prepare(void) { return 0; }
 static void begin_thread(void) {}
 static void end_thread(void) {}
@@ -315,8 +316,9 @@ typedef struct {
 } Rows;
 
 /* Turns keys (heads, rows, D) in place, the first `half` numbers of each against the next; `cosines` and `sines` have
-   `table_row` numbers a row. With `rounds_products` each product is rounded before they are added, as the models do: they wait
-   in memory, so that no compiler takes product and sum in one instruction. Without, that is what is done, as by vLLM. */
+   `table_row` numbers a row. With `rounds_products` both products are rounded before they are added, as the models do: they wait
+   in memory, so that no compiler takes product and sum in one instruction. Without, the second is added by such an instruction,
+   as vLLM does. */
 void rotate(Element *keys, int64_t head, int64_t row, int64_t heads, int64_t rows, const Element *cosines, const Element *sines,
             int64_t table_row, int64_t half, int rounds_products, int threads) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
