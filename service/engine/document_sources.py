@@ -410,7 +410,7 @@ def _checked(document: dict[str, Any], where: str) -> dict[str, Any]:
         Document.of(document)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    return document
+    return {name: document[name] for name in ("id", "title", "text") if name in document}
 
 
 def _too_long(where: str) -> InputError:

@@ -14,6 +14,9 @@ from typing import Any, BinaryIO
 from cacheblend.base.errors import InputError
 
 MAX_LINE_BYTES = 32 * 2**20  # of one line, decompressed
+MAX_VALUES = 200_000  # of one JSON text that a client sends: 2 bytes of JSON are up to 64 of Python's
+MAX_TEXT_BYTES = 8 * 2**20  # of one of its strings; a call on a string holds Python's lock for all of it
+PIECE_BYTES = 2**16  # of a JSON text that are counted at once; then other threads may run
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,38 @@ def read_lines(
         if limits is not None and (number > limits.lines or read_bytes > limits.decompressed_bytes):
             most = f"{limits.lines:,} lines or {limits.decompressed_bytes // 2**20} MiB"
             raise InputError(f"{name}: more than {most}, unpacked; split it")
+        if limits is not None:
+            check_values(raw, where)
         if (text := _decode(raw, where)).strip():
             yield where, parse_json(text, where)
+
+
+def check_values(raw: bytes, where: str, max_values: int = MAX_VALUES, piece_bytes: int = PIECE_BYTES) -> None:
+    """Refuse JSON of too many values (strings, and what commas and brackets separate) or with too long a string, unread.
+
+    Raises:
+        InputError: more than `max_values` values, or a string of more than `MAX_TEXT_BYTES`; it names `where`.
+    """
+    values = text_bytes = start = 0
+    in_text = False
+    while start < len(raw):
+        piece = raw[start : start + piece_bytes]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # its last backslash escapes the byte after it
+            piece = raw[start : start + len(piece) + 1]
+        start += len(piece)
+        # What is left of quotation marks opens or closes a string.
+        for number, part in enumerate(piece.replace(rb"\\", b"__").replace(rb"\"", b"__").split(b'"')):
+            if number:
+                in_text, text_bytes = not in_text, 0
+                values += in_text
+            if in_text:
+                text_bytes += len(part)
+            else:
+                values += part.count(b",") + part.count(b"[") + part.count(b"{")
+            if text_bytes > MAX_TEXT_BYTES:
+                raise InputError(f"{where}: a text of more than {MAX_TEXT_BYTES} bytes; split it into several documents")
+        if values > max_values:
+            raise InputError(f"{where}: more than {max_values} values; send it in parts")
 
 
 def parse_json(text: str, where: str) -> Any:

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend.base.errors import CacheBlendError, QueueFullError
+from cacheblend.base.errors import CacheBlendError, InputError, QueueFullError
 from cacheblend.base.memory import return_freed_memory
+from cacheblend.service.engine.json_lines import check_values
 
 from .config import HttpConfig
 from .errors import ApiError, error_response, validation_error
@@ -34,10 +35,7 @@ LARGE_BYTES = 2**20  # some time after such a body is answered, freed memory goe
 BURST_BYTES, BYTES_PER_S = 2**26, 2**23
 LONGEST_PACE_S = 30.0
 RETURN_AFTER_S = 5.0
-MAX_VALUES = 200_000  # of one body: 2 bytes of JSON are up to 64 of Python's
-MAX_TEXT_BYTES = 8 * 2**20  # of one string as it is sent; a call on a string holds Python's lock for all of it
 SMALL_BYTES = 2**14  # read in less time than a thread takes to begin
-PIECE_BYTES = 2**16  # checked at once, and then other threads have their turn
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -218,9 +216,12 @@ def read_body(raw: bytes, model: type[_Model]) -> _Model:
     """Read a body and check it.
 
     Raises:
-        ApiError: 400, it is no JSON, or a field is not allowed; see `check_values` too.
+        ApiError: 400, it is no JSON, or a field is not allowed; 413, see `check_values`.
     """
-    check_values(raw)
+    try:
+        check_values(raw, "the body")
+    except InputError as error:
+        raise ApiError(413, str(error), code="body_too_large") from None
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except RecursionError:
@@ -236,32 +237,3 @@ def read_body(raw: bytes, model: type[_Model]) -> _Model:
         return model.model_validate(value)
     except ValidationError as error:
         raise validation_error(error.errors(include_url=False)[0]) from None
-
-
-def check_values(raw: bytes) -> None:
-    """Refuse a body of too many values (strings, and what commas and brackets part) or with too long a string, unread.
-
-    Raises:
-        ApiError: 400, more than `MAX_VALUES` values; 413, a string of more than `MAX_TEXT_BYTES`.
-    """
-    values = text_bytes = start = 0
-    in_text = False
-    while start < len(raw):
-        piece = raw[start : start + PIECE_BYTES]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # its last backslash escapes the byte after it
-            piece = raw[start : start + len(piece) + 1]
-        start += len(piece)
-        # What is left of quotation marks opens or closes a string.
-        for number, part in enumerate(piece.replace(rb"\\", b"__").replace(rb"\"", b"__").split(b'"')):
-            if number:
-                in_text, text_bytes = not in_text, 0
-                values += in_text
-            if in_text:
-                text_bytes += len(part)
-            else:
-                values += part.count(b",") + part.count(b"[") + part.count(b"{")
-            if text_bytes > MAX_TEXT_BYTES:
-                why = f"the body has a text of more than {MAX_TEXT_BYTES} bytes; split it into several documents"
-                raise ApiError(413, why, code="text_too_long")
-        if values > MAX_VALUES:
-            raise ApiError(400, f"the body has more than {MAX_VALUES} values; send it in parts", code="too_many_values")

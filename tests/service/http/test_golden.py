@@ -127,7 +127,7 @@ def _normal(value: Any, key: str = "") -> Any:
         return [_normal(each, key) for each in value]
     if key == "message" and isinstance(value, str):
         return "MESSAGE"
-    if (key == "created" or key.endswith(("_s", "_at"))) and isinstance(value, int | float):
+    if (key in ("created", "seconds") or key.endswith(("_s", "_at"))) and isinstance(value, int | float):
         return "TIME"
     if key == "id" and isinstance(value, str):
         return re.sub(r"^((chat)?cmpl-)?[0-9a-f]{9,}$", r"\1ID", value)
