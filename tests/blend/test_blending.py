@@ -16,6 +16,8 @@ from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, 
 from cacheblend.blend import attention as attention_module
 from cacheblend.store import ChunkKV
 
+pytestmark = pytest.mark.contract
+
 DENSE = ["llama", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn", "qwen2"]
 
 

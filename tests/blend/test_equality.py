@@ -14,6 +14,8 @@ from tiny_models import CONFIGS, WINDOW, tiny_model
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.blend.models import kv_geometry
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture(params=sorted(CONFIGS))
 def fusor(request: pytest.FixtureRequest) -> Fusor:

@@ -11,6 +11,8 @@ from cacheblend.loader import LoaderConfig, LoadingController, LoadingPlan
 from cacheblend.loader.controller import DELAY_ALLOWED, STEP, WINDOW
 from cacheblend.loader.estimators import LoadEstimator, Pipeline, RecomputeEstimator
 
+pytestmark = pytest.mark.contract
+
 tokens = st.integers(50, 20_000)
 rates = st.floats(5, 11).map(lambda power: 10**power)
 ROW_S = 1e-5

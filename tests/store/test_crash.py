@@ -14,6 +14,8 @@ from crashes import KEYS, OPERATIONS, PAIRS, check, die_at, die_in_commit, file_
 
 from cacheblend.store import StoreDirectoryError
 
+pytestmark = pytest.mark.contract
+
 KILLS = 10
 
 

@@ -18,6 +18,8 @@ from cacheblend.base.sqlite import Database
 from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
 from cacheblend.store.layout import RESERVE_BYTES
 
+pytestmark = pytest.mark.contract
+
 PAIRS = [make_chunk(seed) for seed in range(3)]
 KEY, KV = PAIRS[0]
 

@@ -15,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cacheblend.store import InputError, KVStore, StoreConfig, StoreFullError
 
+pytestmark = pytest.mark.contract
+
 PAIRS = [make_chunk(seed) for seed in range(6)]
 CHUNKS = st.integers(0, 5)
 NVME_ENTRIES, RAM_ENTRIES = 3, 2

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from letters import (
@@ -23,6 +24,8 @@ from letters import (
 )
 
 from cacheblend.store.prefix_blocks import BLOCK_TOKENS
+
+pytestmark = pytest.mark.contract
 
 
 @dataclass

@@ -28,6 +28,8 @@ from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import KVStore, StoreConfig
 
+pytestmark = pytest.mark.contract
+
 DRAW = random.Random(5)
 HEAD = [DRAW.randrange(2, VOCAB) for _ in range(40)]
 CHUNKS = [[DRAW.randrange(2, VOCAB) for _ in range(size)] for size in (70, 66, 72)]

@@ -10,6 +10,8 @@ from recorded import RecordedAnswer, check_replay
 
 from cacheblend.service import Engine
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.mark.parametrize("method", ["blend", "full_recompute", "prefix_cache", "full_reuse"])
 def test_equal(engine: Engine, method: str) -> None:
