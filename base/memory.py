@@ -2,7 +2,7 @@
 the C library holds of freed memory.
 
 The first touch of new memory costs more than the copy into it, and the C library gives freed memory again only to the thread
-that asked for it first, while KV goes from thread to thread (docs/lab-notes). So freed buffers are cached here.
+that asked for it first, while KV goes from thread to thread. So freed buffers are cached here.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BufferPool:
 def hold_freed_memory() -> None:
     """Have the C library hold up to `FREED_BYTES` of freed memory, but for large blocks, for any thread's next request.
 
-    A prefill frees its activations layer by layer, and the first touch of new memory is dear (docs/lab-notes). Does nothing
+    A prefill frees its activations layer by layer, and the first touch of new memory is dear. Does nothing
     where the C library is not glibc.
     """
     try:

@@ -97,7 +97,7 @@ def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     """Call a function in a new thread that ends with it; returns or raises what it does, an interrupt once it has ended.
 
     PyTorch makes an OpenMP team for every thread that computes. Once all teams together have more threads than there are
-    processors, each of them sleeps between two operations, and a blend takes a third longer (docs/lab-notes). So in a service
+    processors, each of them sleeps between two operations, and a blend takes a third longer. So in a service
     the scheduler's thread alone keeps its team.
     """
     with ThreadPoolExecutor(1) as thread:

@@ -3,7 +3,7 @@
 A GGUF file holds quantised weights, their architecture, and mostly a tokenizer. Transformers reads it, and takes its time:
 half a minute for 135 M parameters. So a file is converted once, into a folder of the user's cache that is named by its SHA-256;
 later loads take the folder. Its weights are float32, which holds every dequantised value exactly; its config names bfloat16 for
-a quantised file, the dtype that such a model may run in (see `compute_dtype`).
+a quantised file, the dtype that such a model may run in.
 """
 
 from __future__ import annotations

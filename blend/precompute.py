@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .layer_passes import SharedPrefix
     from .model_runner import ModelRunner
 
-# More in one pass is no faster: its activations leave the caches (see docs/lab-notes).
+# More in one pass is no faster: its activations leave the caches.
 PASS_TOKENS = 1536
 DOCUMENT_TOKENS = 2048
 

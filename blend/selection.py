@@ -103,7 +103,7 @@ class SelectionStep:
             layer before.
         deviation_C: call it to have fresh K and V of all candidates projected, kept, and compared with the stored ones;
             gives float32 (C,). Not available at layer 0, where nothing has run yet.
-        attention_C: float32, what the question attends to over the stored KV, see `question_pass`, summed over this layer and
+        attention_C: float32, the question's attention over the stored KV (`QuestionPass`), summed over this layer and
             those after it; 0 where the selector does not read it.
         offset_C: LongTensor, each candidate's index in its chunk.
         fresh: rows that run beside the candidates.

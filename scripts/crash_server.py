@@ -29,7 +29,7 @@ rounds, and the median of the last third, which may be `SPARE` more: a median, s
 to stay, and one busy round is no drift. Memory may be 40 MiB more, which are of three kinds. 9 are the RAM tier's, a budget of
 8 and an eighth: questions' own texts fill it, and it may be empty at first. 16 are the vectors of the 84 documents that a round
 ends with at most (60, and 8 of each of 3 writers), each of 12 chunks of 16 KiB, should the first third have had few. The
-others are what quiet rounds of a server that is warm differ by: 494 to 505 MiB in a soak (docs/lab-notes/2026-11-service.md).
+others are what quiet rounds of a server that is warm differ by: 494 to 505 MiB in a soak of five minutes.
 So a server that keeps the vectors of more than 200 documents that are gone is a fault.
 
 `acknowledged`: changes that were answered before a kill. `asked`: documents that were asked about after one. `under_way`:

@@ -224,7 +224,7 @@ class NewFile:
 def write_files(files: Sequence[NewFile]) -> None:
     """Write files, all of them synced before one has its name; names are synced at the end, a folder once.
 
-    The first sync does most of the others' work: together they take a fifth of the processor time (docs/lab-notes).
+    The first sync does most of the others' work: together they take a fifth of the processor time.
 
     Raises:
         StoreFullError: the disk is full. What was written stays, under either name.

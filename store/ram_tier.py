@@ -63,7 +63,7 @@ class RamTier:
         """See `CacheTier`: there is room, or the entry was read not long ago as well.
 
         Not long ago is: no more bytes were read since than the budget. So one pass over many entries, of which few come again,
-        copies and evicts nothing (docs/lab-notes).
+        copies and evicts nothing.
         """
         again = self._recent_reads.admits(digest, entry_bytes)
         return entry_bytes <= self.budget.bytes and (again or self.held_bytes() + entry_bytes <= self.budget.bytes)

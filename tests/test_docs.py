@@ -35,7 +35,7 @@ def test_links(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if "lab-notes" not in page.parts and page.name != "CHANGELOG.md"],
+    [page for page in PAGES if page.name != "CHANGELOG.md"],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_files_named(page: Path) -> None:
