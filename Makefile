@@ -8,7 +8,6 @@
 # make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := cacheblend base blend eval eval/data eval/figures eval/handbook eval/load eval/methods eval/metrics eval/run eval/world integrations integrations/ray integrations/vllm loader retriever service service/cli service/engine service/http service/serving store store/remote
 MODEL ?=
 LOWEST := .venv-lowest/bin
 LOWEST_TESTS ?=
@@ -22,50 +21,50 @@ install: | $(BIN)/python
 	@test -e $(BIN)/.installed || { scripts/install_torch.sh $(BIN)/python && $(BIN)/python -m pip install --quiet ".[all]"; }
 	@echo "done: $(BIN)/cacheblend --help"
 
-demo: $(BIN)/.linked
+demo: $(BIN)/.installed
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
 	$(BIN)/cacheblend demo $(MODEL) $(if $(PASSAGES),--passages $(PASSAGES)) $(DEMO_ARGS)
 
 check: lint types imports test
 
-lint: $(BIN)/.linked
+lint: $(BIN)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(BIN)/.linked
+types: $(BIN)/.installed
 	$(BIN)/mypy
 
-imports: $(BIN)/.linked
+imports: $(BIN)/.installed
 	$(BIN)/lint-imports
 
-test: $(BIN)/.linked
+test: $(BIN)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # What old versions call may be deprecated in the newest of what they depend on.
-check-lowest: $(LOWEST)/.linked
+check-lowest: $(LOWEST)/.installed
 	$(LOWEST)/python -m pytest -n $(WORKERS) --dist loadfile -W default::DeprecationWarning $(LOWEST_TESTS)
 
-check-ray: $(BIN)/.linked
+check-ray: $(BIN)/.installed
 	scripts/check_ray.sh
 
 check-vllm:
 	PYTHON=$(PYTHON) scripts/check_vllm.sh
 
-docs: $(BIN)/.linked
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]" --config-settings editable_mode=strict
+docs: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
-wheel: $(BIN)/.linked
+wheel: $(BIN)/.installed
 	scripts/build_wheel.sh
 
-format: $(BIN)/.linked
+format: $(BIN)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(BIN)/.linked
+bench: $(BIN)/.installed
 	$(BIN)/python scripts/bench_fusor.py
 
-figures: $(BIN)/.linked
+figures: $(BIN)/.installed
 	$(BIN)/cacheblend eval figures --out figures $(if $(READER),--model $(READER)) $(FIGURES_ARGS)
 
 clean:
@@ -76,19 +75,13 @@ $(BIN)/python:
 
 $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
 	scripts/install_torch.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev]" --config-settings editable_mode=strict
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-# The strict editable install links file by file, so that nothing called `store` or `eval` lands in site-packages; a folder's
-# time changes when a file comes or goes, and the links are made anew.
-$(BIN)/.linked: $(BIN)/.installed $(PACKAGES)
-	$(BIN)/python -m pip install --quiet --no-deps --editable . --config-settings editable_mode=strict
-	touch $@
-
-$(LOWEST)/.linked: pyproject.toml scripts/lowest_versions.py scripts/install_torch.sh $(PACKAGES)
+$(LOWEST)/.installed: pyproject.toml scripts/lowest_versions.py scripts/install_torch.sh
 	$(PYTHON) -m venv .venv-lowest
 	scripts/install_torch.sh $(LOWEST)/python
 	$(LOWEST)/python -m pip install --quiet packaging
 	$(LOWEST)/python scripts/lowest_versions.py > .venv-lowest/lowest.txt
-	$(LOWEST)/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]" --config-settings editable_mode=strict
+	$(LOWEST)/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]"
 	touch $@

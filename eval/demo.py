@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cacheblend.cli.model import QUESTIONS
 from cacheblend.eval.data.source import WORLD
 from cacheblend.service import Answer, Engine
-from cacheblend.service.cli.model import QUESTIONS
 
 from .metrics import f1
 from .world.question import TESTED

@@ -47,8 +47,8 @@ from typing import Any
 
 import httpx
 
+from cacheblend.cli.model import bundled_corpus
 from cacheblend.eval.load.own_server import OwnServer, own_server
-from cacheblend.service.cli.model import bundled_corpus
 from cacheblend.service.http.auth import hash_key, new_key
 
 BOUNDS = {"healthz_worst_s": 0.5, "ttft_ratio": 2.0, "time_outs": 0, "failures": 0, "rss_growth": 0.2}

@@ -41,12 +41,12 @@ import torch
 
 from cacheblend.blend import Fusor
 from cacheblend.blend.fusor import SHARED_PREFIX_TOKENS
+from cacheblend.cli.model import choose_model
 from cacheblend.eval.world.case import GROUP_SIZE, CaseConfig, documents
 from cacheblend.eval.world.names import Split
 from cacheblend.eval.world.world import make_world
 from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.cli.model import choose_model
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.config import DTYPES, torch_dtype
 from cacheblend.service.engine.document_sources import DocumentStream, Shard

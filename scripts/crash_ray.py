@@ -106,7 +106,7 @@ def command(folder: Path, actors: int) -> list[str]:
     options = ["--ray", "local", "--ray-actors", str(actors), "--ray-batch-documents", str(BATCH_DOCUMENTS)]
     options += ["--chunk-tokens", str(CHUNK_TOKENS), "--json"]
     store = ["--model", str(folder / "model"), "--store-dir", str(folder / "store")]
-    return [sys.executable, "-m", "cacheblend.service.cli.main", "ingest", str(folder / "corpus"), *store, *options]
+    return [sys.executable, "-m", "cacheblend.cli.main", "ingest", str(folder / "corpus"), *store, *options]
 
 
 def indexed(folder: Path) -> int:

@@ -18,9 +18,9 @@ from typing import Any
 
 from rich.terminal_theme import DIMMED_MONOKAI
 
+from cacheblend.cli.terminal import PlainConsole
 from cacheblend.eval.demo_screen import DemoScreen
 from cacheblend.eval.handbook_demo import AskedQuestion, MethodSummary
-from cacheblend.service.cli.terminal import PlainConsole
 
 COLUMNS = 100
 FONT_FACES = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from a server: a picture asks nobody for its letters

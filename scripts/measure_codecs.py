@@ -31,11 +31,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.blend.selection import DEFAULT_RATIO
+from cacheblend.cli.model import default_model
 from cacheblend.eval.data import FileSource, Preset, Request, WorldSource
 from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
 from cacheblend.eval.metrics import answer_nll_nats, f1, first_token_kl_nats
-from cacheblend.service.cli.model import default_model
 from cacheblend.store import ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
 

@@ -35,6 +35,7 @@ from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
 from cacheblend.blend.models import load_tokenizer
+from cacheblend.cli.model import READER
 from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
 from cacheblend.eval.data.request import Example, Passage
@@ -48,7 +49,6 @@ from cacheblend.retriever import (
     SentenceTransformerEmbedder,
     in_reading_order,
 )
-from cacheblend.service.cli.model import READER
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.engine import Engine
 from cacheblend.store import StoreConfig

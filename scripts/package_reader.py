@@ -13,8 +13,8 @@ import json
 import shutil
 from pathlib import Path
 
+from cacheblend.cli.model import CORPUS, QUESTIONS, READER
 from cacheblend.eval.world import make_cases, write_corpus
-from cacheblend.service.cli.model import CORPUS, QUESTIONS, READER
 
 LARGEST = 16 * 2**20
 

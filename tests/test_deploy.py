@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.service.cli import main as cli
+from cacheblend.cli import main as cli
 from cacheblend.service.http import observability
 from cacheblend.store.remote.address import REMOTE_BACKENDS
 

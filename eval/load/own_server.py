@@ -43,7 +43,7 @@ def own_server(options: Sequence[str]) -> Iterator[OwnServer]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "cacheblend.service.cli.main", "serve", *options]
+    command = [sys.executable, "-m", "cacheblend.cli.main", "serve", *options]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryDirectory(prefix="cacheblend-load-") as folder:
         log = Path(folder) / "serve.log"

@@ -65,7 +65,7 @@ def test_what_is_missing_is_named(code: str, extra: str) -> None:
 
 def test_command_line() -> None:
     """The command line prints its help, and one line for a command whose extra is missing."""
-    main = "from cacheblend.service.cli.main import main\n"
+    main = "from cacheblend.cli.main import main\n"
     assert _without_optional(f"{main}main(['--help'])").returncode == 0
     done = _without_optional(f"{main}main(['ask', 'Why?'])")
     assert done.returncode == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from example_files import case, write
 
-from cacheblend.service.cli import main as cli
+from cacheblend.cli import main as cli
 
 
 class CommandLine:

@@ -8,11 +8,11 @@ import pytest
 from fakes import FakeEmbedder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cacheblend.cli.model import CHUNK_TOKENS, READER, bundled_corpus, default_model
 from cacheblend.eval.demo import CLASSES, ask_all, bundled_questions, marked_tokens
 from cacheblend.eval.world.tokens import make_tokenizer
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.cli.model import CHUNK_TOKENS, READER, bundled_corpus, default_model
 
 
 @pytest.fixture(scope="module")

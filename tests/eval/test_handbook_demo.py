@@ -14,7 +14,9 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
-from cacheblend.eval import cli_demo, handbook_demo
+from cacheblend.cli import demo as cli_demo
+from cacheblend.cli import handbook_demo
+from cacheblend.cli import main as cli
 from cacheblend.eval.demo_screen import page_note
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import (
@@ -28,7 +30,6 @@ from cacheblend.eval.handbook_demo import (
 )
 from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.cli import main as cli
 from cacheblend.service.engine.config import read_examples
 
 QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]

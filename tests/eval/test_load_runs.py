@@ -15,12 +15,12 @@ from peers import SOURCE, USAGE, WORDING, peer, piece, refuse, sse
 
 from cacheblend.base.errors import ServiceError
 from cacheblend.blend import FusionConfig, Fusor
+from cacheblend.cli import main as cli
 from cacheblend.eval.load import LoadConfig, load_report, peer_target, run_load
 from cacheblend.eval.load.own_server import own_server
 from cacheblend.eval.load.target import load_requests, split_requests
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.cli import main as cli
 from cacheblend.service.http import HttpConfig, Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheblend.cli.model import default_model
 from cacheblend.eval.data import WorldSource
 from cacheblend.eval.data.request import Request
 from cacheblend.eval.run import EvalConfig, evaluate
-from cacheblend.service.cli.model import default_model
 
 METHODS = ("full_recompute", "full_reuse", "blend", "blend_hkvd")
 ONE_OF_EIGHT = 0.13  # cases of a class

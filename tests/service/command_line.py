@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.service.cli import main as cli
+from cacheblend.cli import main as cli
 
 
 class Outcome:

@@ -182,7 +182,7 @@ def test_an_actor_and_the_command_are_killed() -> None:
 
 def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
     """Ctrl-C ends the command with a word, and every process of its cluster; what was done is kept."""
-    command = [sys.executable, "-m", "cacheblend.service.cli.main", "ingest", str(corpus), "-m", str(model)]
+    command = [sys.executable, "-m", "cacheblend.cli.main", "ingest", str(corpus), "-m", str(model)]
     command += [
         "-s",
         str(tmp_path / "store"),

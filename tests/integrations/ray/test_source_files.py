@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cacheblend.base.errors import ConfigError, InputError, MissingExtraError
+from cacheblend.cli.main import app
 from cacheblend.integrations.ray.ingest import _reach
 from cacheblend.integrations.ray.source_files import ReadBatch, in_groups, list_files, read_batches
-from cacheblend.service.cli.main import app
 from cacheblend.service.engine.distributed import RayConfig
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
 

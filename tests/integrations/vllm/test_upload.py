@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend.blend import ChunkContext
+from cacheblend.cli import main as cli
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.router import BlendRoutes, PromptMarker, WindowPrecomputes
-from cacheblend.service.cli import main as cli
 
 pytest.importorskip("pathspec", reason="pathspec is not installed; the extra [rag] brings it")
 

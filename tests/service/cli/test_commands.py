@@ -12,10 +12,10 @@ from command_line import CommandLine
 from engines import DOCUMENTS, POSITIONS, QUESTION
 
 from cacheblend.base.errors import CacheBlendError
-from cacheblend.service.cli import ask as ask_command
-from cacheblend.service.cli import main as cli
-from cacheblend.service.cli import options
-from cacheblend.service.cli.model import bundled_corpus, choose_model
+from cacheblend.cli import ask as ask_command
+from cacheblend.cli import main as cli
+from cacheblend.cli import options
+from cacheblend.cli.model import bundled_corpus, choose_model
 from cacheblend.service.engine.config import read_examples
 
 EOS = 1  # of the tiny model
@@ -317,7 +317,7 @@ def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, m
     """The first call makes the store of the bundled corpus, a second one finds it."""
     corpus = bundled_corpus()[:6]
     calls: list[int] = []
-    monkeypatch.setattr("cacheblend.service.cli.model.bundled_corpus", lambda: calls.append(1) or corpus)
+    monkeypatch.setattr("cacheblend.cli.model.bundled_corpus", lambda: calls.append(1) or corpus)
     for _ in range(2):
         question = f"Who knows {corpus[0]['title']}?"
         answer = run("ask", question, "--store-dir", str(run.store), "--top-k", "3", "--max-tokens", "4", "--json")
@@ -337,7 +337,7 @@ def test_a_corpus_that_was_cut_off_is_ingested_next(run: CommandLine, monkeypatc
             raise KeyboardInterrupt
         return corpus
 
-    monkeypatch.setattr("cacheblend.service.cli.model.bundled_corpus", cut_off)
+    monkeypatch.setattr("cacheblend.cli.model.bundled_corpus", cut_off)
     ask = ["ask", f"Who knows {corpus[0]['title']}?", "--store-dir", str(run.store), "--max-tokens", "2", "--json"]
     assert run(*ask).code not in (0, None)
     assert run.store.is_dir()

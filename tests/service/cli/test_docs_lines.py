@@ -11,8 +11,8 @@ from engines import QUESTION, OpenEngine
 from fakes import FakeEmbedder
 from typer.main import get_command
 
+from cacheblend.cli import main as cli
 from cacheblend.retriever.config import DEFAULT_EMBEDDER
-from cacheblend.service.cli import main as cli
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

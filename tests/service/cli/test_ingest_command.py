@@ -24,7 +24,7 @@ def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypa
     told = run.on_store("ingest", str(passages)).err
     assert "kB a token (raw): about" in told
     assert str(run.store) in told
-    monkeypatch.setattr("cacheblend.service.cli.ingest.ASK_FROM_BYTES", 0)
+    monkeypatch.setattr("cacheblend.cli.ingest.ASK_FROM_BYTES", 0)
     run.store = run.store.with_name("other")
     refused = run.on_store("ingest", str(passages))
     assert (refused.code, "give --yes" in refused.err) == (2, True)
@@ -50,7 +50,7 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
         taken.append(config.kv_cache_dtype)
         return IngestReport.empty()
 
-    monkeypatch.setattr("cacheblend.service.cli.ingest.distributed_ingest", lambda: distributed)
+    monkeypatch.setattr("cacheblend.cli.ingest.distributed_ingest", lambda: distributed)
     here = run.on_store("ingest", str(passages)).err
     estimate = next(line for line in here.splitlines() if "kB a token" in line)
     run.store = run.store.with_name("other")
@@ -58,7 +58,7 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
     assert estimate.partition(", ")[0] in told.err
     assert run.on_store("ingest", str(passages), "--ray", "local", "--nvme-budget-bytes", "200000").code == 0
     assert taken == ["raw", "int8"]
-    monkeypatch.setattr("cacheblend.service.cli.ingest.ASK_FROM_BYTES", 0)
+    monkeypatch.setattr("cacheblend.cli.ingest.ASK_FROM_BYTES", 0)
     refused = run.on_store("ingest", str(passages), "--ray", "local")
     assert (refused.code, "give --yes" in refused.err, len(taken)) == (2, True, 2)
 

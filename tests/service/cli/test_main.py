@@ -11,17 +11,16 @@ import pytest
 import typer
 from typer.main import get_command
 
-from cacheblend.eval.cli import COMMANDS as EVALUATION
+from cacheblend.cli.main import COMMANDS, Command, app
 from cacheblend.retriever.index_folder import INDEX_FILE
 from cacheblend.retriever.sqlite_catalog import SqliteCatalog
-from cacheblend.service.cli.main import COMMANDS, Command, app
 from cacheblend.store import KVStore, StoreConfig
 
 
 def _modules_after(*arguments: str, exit_code: int = 0) -> set[str]:
     """What a run of the command line has imported, told by a new interpreter."""
     code = (
-        "import sys\nfrom cacheblend.service.cli.main import main\n"
+        "import sys\nfrom cacheblend.cli.main import main\n"
         f"try:\n    main({list(arguments)!r})\nexcept SystemExit as ended:\n    assert (ended.code or 0) == {exit_code}\n"
         "print('\\n' + ' '.join(sys.modules))"
     )
@@ -39,7 +38,7 @@ def test_help_is_light(arguments: tuple[str, ...]) -> None:
 LOADED = {"torch._C", "transformers.utils", "faiss.loader", "sentence_transformers", "fastapi", "langchain_text_splitters"}
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *EVALUATION], ids=lambda one: one.name)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one.name)
 def test_help_of_a_command_is_light(command: Command) -> None:
     """A command's help loads no model library, no retriever and no server."""
     assert not _modules_after(command.name, "--help") & LOADED
@@ -76,11 +75,11 @@ def test_deferred_library_is_the_library() -> None:
 def test_serve_imports_no_evaluation() -> None:
     """`cacheblend serve` imports nothing of the evaluation."""
     modules = _modules_after("serve", "--help")
-    assert "cacheblend.service.cli.serve" in modules
+    assert "cacheblend.cli.serve" in modules
     assert not [name for name in modules if name.startswith("cacheblend.eval")]
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *EVALUATION], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_command(command: Command) -> None:
     """Every command is there by its name, with its one line of help, and its target has help of its own."""
     group = get_command(app)
@@ -89,17 +88,3 @@ def test_command(command: Command) -> None:
     found = group.get_command(context, command.name)
     assert found.help == command.help
     assert found.load().help
-
-
-def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that names commands in the entry-point group adds them; the project's own names stay its own."""
-
-    class Entry:
-        def load(self) -> list[Command]:
-            return [Command("weigh", "cacheblend.service.cli.store:stat", "Weigh."), Command("ask", "nowhere:ask", "Not this.")]
-
-    monkeypatch.setattr("cacheblend.service.cli.main.entry_points", lambda **_: [Entry()])
-    group = get_command(app)
-    context = typer.Context(group)
-    assert "weigh" in group.list_commands(context)
-    assert group.get_command(context, "ask").help != "Not this."

@@ -11,7 +11,7 @@ from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import models
 from cacheblend.blend.gguf_file import FORMAT
 from cacheblend.blend.models import find_model
-from cacheblend.service.cli.main import main
+from cacheblend.cli.main import main
 
 
 @pytest.fixture(autouse=True)

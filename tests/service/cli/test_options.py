@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cacheblend.base.options import options_of
+from cacheblend.cli.main import COMMANDS, _LazyCommand
 from cacheblend.service import EngineConfig
-from cacheblend.service.cli.main import COMMANDS, _LazyCommand
 from cacheblend.service.http import HttpConfig
 from cacheblend.service.serving import ServingConfig
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from profiles import linear_profile
 
+from cacheblend.cli import main as cli
 from cacheblend.loader import write_profile
-from cacheblend.service.cli import main as cli
 
 PRICES = "device,read_bytes_per_s,price_per_gb_month\nram,1e12,4\ndisk,1e11,1\ntape,1e3,0.01\n"
 

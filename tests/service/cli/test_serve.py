@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.service.cli import main as cli
+from cacheblend.cli import main as cli
 from cacheblend.service.http import HttpConfig, TenantConfig
 from cacheblend.service.http.auth import hash_key
 from cacheblend.service.http.gate import ApiKeys
@@ -37,7 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr("cacheblend.service.http.Server", Recorder)
     monkeypatch.setattr("cacheblend.service.http.run.run", lambda *_: None)
-    monkeypatch.setattr("cacheblend.service.cli.serve.log_json", lambda _: None)
+    monkeypatch.setattr("cacheblend.cli.serve.log_json", lambda _: None)
     return seen
 
 
@@ -133,9 +133,9 @@ def test_the_packaged_corpus_is_told_before_it_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a model and a store the log says first how much disk the packaged corpus takes, and where."""
-    monkeypatch.setattr("cacheblend.service.cli.serve.in_own_thread", lambda make, *arguments: make(*arguments))
+    monkeypatch.setattr("cacheblend.cli.serve.in_own_thread", lambda make, *arguments: make(*arguments))
     told: list[list[str]] = []
-    monkeypatch.setattr("cacheblend.service.cli.serve.ingest_corpus", lambda *_: told.append(caplog.messages.copy()))
+    monkeypatch.setattr("cacheblend.cli.serve.ingest_corpus", lambda *_: told.append(caplog.messages.copy()))
     engine = SimpleNamespace()
     monkeypatch.setattr(sys.modules["cacheblend.service.http"].Server, "engines", {"": engine}, raising=False)
     with caplog.at_level("INFO", logger="cacheblend"):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
+from cacheblend.cli import main as cli
+from cacheblend.cli.terminal import PlainConsole, VisibleFormatter, visible, visible_json
 from cacheblend.retriever import document
-from cacheblend.service.cli import main as cli
-from cacheblend.service.cli.terminal import PlainConsole, VisibleFormatter, visible, visible_json
 
 # Clears the screen; names the window; writes to the clipboard; clears it by C1; a link; a markup error; text backwards.
 LINK = "[link=http://evil.example]x[/link]"

@@ -23,9 +23,9 @@ from rich.console import Console
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
+from cacheblend.cli.terminal import IngestProgress
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.cli.terminal import IngestProgress
 from cacheblend.service.engine import ingest
 from cacheblend.service.engine.document_sources import DocumentStream, Shard
 from cacheblend.service.engine.stream_size import StreamSize
@@ -202,7 +202,7 @@ def test_size_of_a_stream(file: Path, tmp_path: Path) -> None:
 def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Speed and time left are those of the documents that were computed, not of those that were skipped."""
     now = 100.0
-    monkeypatch.setattr("cacheblend.service.cli.terminal.time.monotonic", lambda: now)
+    monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
     stream = DocumentStream([str(file)], Shard())
     with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(20, 4000)) as progress:
         stream.characters = 1000
@@ -238,7 +238,7 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, open_engine: OpenEngine) -> None:
     """At three quarters of one text of few characters a token, a third of the time so far is left."""
     now = 100.0
-    monkeypatch.setattr("cacheblend.service.cli.terminal.time.monotonic", lambda: now)
+    monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
     text = "".join(chr(33 + number * number % 89) for number in range(2000))
     file.write_text(json.dumps({"id": "1", "text": text}) + "\n")
     stream, lines = DocumentStream([str(file)], Shard()), list[str]()

@@ -6,7 +6,7 @@ import pytest
 from fakes import tiny_tokenizer
 from transformers import AutoTokenizer
 
-from cacheblend.service.cli.model import READER
+from cacheblend.cli.model import READER
 from cacheblend.service.http.completions import token_texts
 
 TEXT = "Doror Thornley plays the zither.\n\nHis café opened in 1988 🙂, as most people know"

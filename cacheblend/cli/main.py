@@ -6,7 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +17,6 @@ from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
 from cacheblend.base.lazy_names import defer_heavy_libraries
 
 from . import terminal
-
-ENTRY_POINTS = "cacheblend.commands"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +34,17 @@ class Command:
     help: str
 
 
-_HERE = "cacheblend.service.cli"
+_HERE = "cacheblend.cli"
 COMMANDS = (
+    Command("demo", f"{_HERE}.demo:demo", "Ingest documents, ask, and print the methods side by side."),
     Command("ingest", f"{_HERE}.ingest:ingest", "Split, index and precompute documents."),
     Command("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
     Command("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
     Command("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),
     Command("profile", f"{_HERE}.profile:profile", "Measure prefill, recompute and each tier's throughput."),
     Command("plan", f"{_HERE}.profile:plan", "Compare storage devices for a model's KV."),
+    Command("calibrate", f"{_HERE}.calibrate:calibrate", "Measure what blending loses on your documents."),
+    Command("eval", f"{_HERE}.eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
     Command("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),
     Command("documents", f"{_HERE}.documents:app", "List, show, pin and delete ingested documents."),
     Command("store", f"{_HERE}.store:app", "List, measure, check, empty and merge stores of chunk KV."),
@@ -75,29 +76,12 @@ class _LazyCommand(TyperCommand):
 
 
 class _LazyGroup(TyperGroup):
-    """The package's commands, and those that the entry points of `ENTRY_POINTS` name."""
+    """The commands of `COMMANDS`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for command in COMMANDS:
             self.add_command(_LazyCommand(command))
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command by name; the entry points are looked at only for those of others."""
-        if cmd_name not in self.commands:
-            self._add_others()
-        return super().get_command(ctx, cmd_name)
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """The names, the package's own first."""
-        self._add_others()
-        return super().list_commands(ctx)
-
-    def _add_others(self) -> None:
-        for entry in entry_points(group=ENTRY_POINTS):
-            for command in entry.load():
-                if command.name not in self.commands:
-                    self.add_command(_LazyCommand(command))
 
 
 app = typer.Typer(

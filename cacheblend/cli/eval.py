@@ -11,11 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.service.cli import options, terminal
-from cacheblend.service.engine.config import EngineConfig
-
-from . import cli_load
-from .data import (
+from cacheblend.eval.data import (
     CHUNKINGS,
     DATA_SETS,
     DATA_VARIABLE,
@@ -27,11 +23,14 @@ from .data import (
     Preset,
     WorldSource,
 )
-from .methods import CONTEXTS, DEFAULT_RATIO, METHODS
+from cacheblend.eval.methods import CONTEXTS, DEFAULT_RATIO, METHODS
+from cacheblend.service.engine.config import EngineConfig
+
+from . import load, options, terminal
 
 if TYPE_CHECKING:
-    from .data import RequestSource
-    from .run import EvalConfig
+    from cacheblend.eval.data import RequestSource
+    from cacheblend.eval.run import EvalConfig
 
 DEFAULT_METHODS = ",".join(METHODS[:4])
 _WORLD = WorldSource()
@@ -210,7 +209,7 @@ def documents(
     _run(source, run, settings, as_json=as_json)
 
 
-app.command("load")(cli_load.load)
+app.command("load")(load.load)
 
 
 @app.command("report")
@@ -227,10 +226,10 @@ def report(
 
         cacheblend eval report runs/musique --figure loss.png
     """
-    from .figures.quality_ttft import draw_losses
-    from .load import is_load_run, load_report, read_summary
-    from .run import RunFolder, summarize
-    from .run.report import report as make_report
+    from cacheblend.eval.figures.quality_ttft import draw_losses
+    from cacheblend.eval.load import is_load_run, load_report, read_summary
+    from cacheblend.eval.run import RunFolder, summarize
+    from cacheblend.eval.run.report import report as make_report
 
     loads = [run for run in runs if is_load_run(run)]
     others = [run for run in runs if run not in loads]
@@ -267,7 +266,7 @@ def figures(
     if name != "world":
         source = FileSource(name=name, data=data, cases=cases, seed=seed)
     config = _config(source, RunOptions(model=model, max_tokens=max_tokens), settings)
-    from .figures import draw_figures
+    from cacheblend.eval.figures import draw_figures
 
     with terminal.progress_bars() as progress:
         made = draw_figures(config, out, on_progress=progress)
@@ -280,9 +279,9 @@ def figures(
 def _config(source: RequestSource, run: RunOptions, settings: options.Settings) -> EvalConfig:
     """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
     terminal.hush_libraries()
-    from cacheblend.service.cli.model import default_model
+    from cacheblend.eval.run import EvalConfig
 
-    from .run import EvalConfig
+    from .model import default_model
 
     model = default_model() if run.model is None else run.model
     engine = settings.make(EngineConfig, model=model, store_dir=".")
@@ -301,8 +300,8 @@ def _config(source: RequestSource, run: RunOptions, settings: options.Settings) 
 
 def _run(source: RequestSource, run: RunOptions, settings: options.Settings, *, as_json: bool) -> None:
     config = _config(source, run, settings)
-    from .run import evaluate
-    from .run.report import report
+    from cacheblend.eval.run import evaluate
+    from cacheblend.eval.run.report import report
 
     if run.resume and run.out is None:
         raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")

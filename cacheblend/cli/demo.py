@@ -17,10 +17,11 @@ from rich.text import Text
 from cacheblend.base.errors import ConfigError, InputError, ModelFetchError
 from cacheblend.base.files import user_data_folder
 from cacheblend.retriever import RetrieverConfig
-from cacheblend.service.cli import options, terminal
-from cacheblend.service.cli.model import fetch
 from cacheblend.service.engine.config import EngineConfig, write_examples
 from cacheblend.service.engine.document_sources import read_documents
+
+from . import options, terminal
+from .model import fetch
 
 # The handbook's demo.
 MODEL = "smollm2-135m"
@@ -166,9 +167,9 @@ def _store_folder(store_dir: Path | None) -> Iterator[Path]:
 def _handbook_demo(
     config: EngineConfig, store_dir: Path | None, top_k: int, count: int | None, as_json: bool, started: float
 ) -> None:
-    from .demo_screen import DemoScreen
-    from .handbook import handbook_documents, handbook_questions
-    from .handbook_demo import ask_handbook, chosen_questions, closing_note, summarize
+    from cacheblend.eval.demo_screen import DemoScreen
+    from cacheblend.eval.handbook import handbook_documents, handbook_questions
+    from cacheblend.eval.handbook_demo import ask_handbook, chosen_questions, closing_note, summarize
 
     documents, every = handbook_documents(), handbook_questions()
     questions = chosen_questions(every, count or len(every))
@@ -232,10 +233,9 @@ def _passages_demo(
     with ExitStack() as stack:
         folder = stack.enter_context(_store_folder(store_dir))
         with terminal.shown_stages():
+            from cacheblend.eval.demo import PASSAGE_QUESTIONS, compare_methods
+            from cacheblend.eval.demo_screen import page_note
             from cacheblend.service import Engine
-
-            from .demo import PASSAGE_QUESTIONS, compare_methods
-            from .demo_screen import page_note
 
             engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
         questions = asked or list(PASSAGE_QUESTIONS)
@@ -279,11 +279,11 @@ def _reader_demo(settings: options.Settings, store_dir: Path | None, top_k: int,
     folder = store_dir or user_data_folder() / "demo-reader"
     with ExitStack() as stack:
         with terminal.shown_stages():
+            from cacheblend.eval.demo import CLASSES, ask_all, blended_ratio, bundled_questions, marked_tokens
+            from cacheblend.eval.demo_screen import page_note
             from cacheblend.service import Engine
-            from cacheblend.service.cli.model import CHUNK_TOKENS, bundled_corpus, default_model
 
-            from .demo import CLASSES, ask_all, blended_ratio, bundled_questions, marked_tokens
-            from .demo_screen import page_note
+            from .model import CHUNK_TOKENS, bundled_corpus, default_model
 
             given = options.Settings({name: settings.values[name] for name in ("embedder", "recompute_ratio")})
             config = given.make(EngineConfig, model=default_model(), store_dir=folder, chunk_tokens=CHUNK_TOKENS, max_tokens=16)

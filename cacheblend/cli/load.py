@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.eval.data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
 from cacheblend.eval.load.sweep import LoadConfig
-from cacheblend.service.cli import options, terminal
 
-from .data import DATA_SETS, DATA_VARIABLE, PRESETS, FileSource, RequestSource, WorldSource
+from . import options, terminal
 
 if TYPE_CHECKING:
-    from .load import LoadRequest, Target
-    from .load.sweep import Progress
+    from cacheblend.eval.load import LoadRequest, Target
+    from cacheblend.eval.load.sweep import Progress
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(LoadConfig)}
 MARGIN_TOKENS = 128  # a server's own separators and template stand around what is measured here
@@ -94,9 +94,9 @@ def load(
         cacheblend eval load --address http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:8001
     """
     terminal.hush_libraries()
-    from cacheblend.service.cli.model import default_model
+    from cacheblend.eval.load import load_report, run_load
 
-    from .load import load_report, run_load
+    from .model import default_model
 
     model = default_model() if model is None else model
     swept = tuple(options.numbers("rates", rates))
@@ -144,7 +144,7 @@ def _source(name: str, data: str | None, preset: str, seed: int, cases: int | No
 
 def _requests(config: LoadConfig, model: str, on_progress: Progress) -> tuple[list[LoadRequest], list[list[LoadRequest]]]:
     """Those that warm up, and those of every rate."""
-    from .load import load_requests, split_requests
+    from cacheblend.eval.load import load_requests, split_requests
 
     tokenizer, positions = _tokenizer(model)
     limit = None if positions is None else max(1, positions - config.max_tokens - MARGIN_TOKENS)
@@ -174,7 +174,7 @@ def _tokenizer(model: str) -> tuple[Any, int | None]:
 def _service(
     model: str, config: Path | None, store_dir: Path | None, settings: options.Settings, chunk_tokens: int
 ) -> Iterator[str]:
-    from .load.own_server import own_server
+    from cacheblend.eval.load.own_server import own_server
 
     with tempfile.TemporaryDirectory(prefix="cacheblend-load-store-") as empty:
         given = {
@@ -193,14 +193,14 @@ def _service(
 def _own(
     address: str, methods: Sequence[str], source: RequestSource, recompute_ratio: float | None, api_key: str | None
 ) -> list[Target]:
-    from .load import own_targets
+    from cacheblend.eval.load import own_targets
 
     run = f"{time.time_ns():x}"
     return own_targets(address.rstrip("/"), methods, source, run=run, recompute_ratio=recompute_ratio, api_key=api_key)
 
 
 def _peers(peers: Sequence[tuple[str, str]], source: RequestSource, completions: bool, api_key: str | None) -> list[Target]:
-    from .load import peer_target
+    from cacheblend.eval.load import peer_target
 
     return [peer_target(label, address, source.wording, completions=completions, api_key=api_key) for label, address in peers]
 

@@ -10,16 +10,16 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.files import make_folder
+from cacheblend.eval.data import DocumentsSource, Preset
 from cacheblend.eval.data.source import SEARCHED_TOP_K
+from cacheblend.eval.methods import CONTEXTS, METHOD_OF_SELECTOR
 from cacheblend.loader import Thresholds, write_calibration
-from cacheblend.service.cli import options, terminal
 from cacheblend.service.engine.config import EngineConfig
 
-from .data import DocumentsSource, Preset
-from .methods import CONTEXTS, METHOD_OF_SELECTOR
+from . import options, terminal
 
 if TYPE_CHECKING:
-    from .run import CalibrationRun
+    from cacheblend.eval.run import CalibrationRun
 
 
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
@@ -64,8 +64,8 @@ def calibrate(
     """
     terminal.hush_libraries()
 
-    from .run import calibrate as run_calibration
-    from .run import calibration_config, load_fusor
+    from cacheblend.eval.run import calibrate as run_calibration
+    from cacheblend.eval.run import calibration_config, load_fusor
 
     thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
     engine = settings.make(EngineConfig, model=model, store_dir=store_dir)
