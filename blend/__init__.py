@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .fusor import Fusor as Fusor
     from .generation import NextToken as NextToken
     from .generation import SequenceKV as SequenceKV
-    from .layer_source import FrontedLayers as FrontedLayers
     from .layer_source import KVGeometry as KVGeometry
     from .layer_source import LayerKV as LayerKV
     from .layer_source import LayerSource as LayerSource
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from .model_runner import LayerSink as LayerSink
     from .model_runner import ModelRunner as ModelRunner
     from .precompute import ChunkContext as ChunkContext
-    from .prompt import WAITING as WAITING
     from .prompt import FusionResult as FusionResult
     from .prompt import LayerReport as LayerReport
     from .prompt import Prompt as Prompt
@@ -41,10 +39,10 @@ _MODULES = {
     "cacheblend.base.errors": ("IncompatibleKVError", "UnsupportedModelError"),
     ".fusor": ("Fusor",),
     ".generation": ("NextToken", "SequenceKV"),
-    ".layer_source": ("FrontedLayers", "KVGeometry", "LayerKV", "LayerSource", "ResidentLayers", "check_shape"),
+    ".layer_source": ("KVGeometry", "LayerKV", "LayerSource", "ResidentLayers", "check_shape"),
     ".model_runner": ("LayerSink", "ModelRunner"),
     ".precompute": ("ChunkContext",),
-    ".prompt": ("WAITING", "FusionResult", "LayerReport", "Prompt", "Segment"),
+    ".prompt": ("FusionResult", "LayerReport", "Prompt", "Segment"),
     ".selection": (
         "DEFAULT_RATIO",
         "DEFAULT_SELECTOR",

@@ -17,7 +17,7 @@ from .decoder import CacheSink
 from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
-from .prompt import WAITING, FusionResult, LayerReport, Prompt
+from .prompt import FusionResult, LayerReport, Prompt
 from .selection import SelectionStep, Selector
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Fusion:
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
-        """Run layer after layer; each yields its report, and a step in which its stored KV did not come `WAITING`."""
+        """Run layer after layer; each yields its report."""
         runner, prompt = self._runner, self._prompt
         cache = CacheSink(runner)
         sink = self._sink or cache
@@ -90,7 +90,7 @@ class Fusion:
         for layer in range(runner.geometry.layers):
             # 3. The layer's stored KV: read by the question already, or waited for, its keys rotated to their positions.
             is_read = layer in self._read
-            whole, wait_s = (self._read.pop(layer), 0.0) if is_read else (yield from self._arrival(layer))
+            whole, wait_s = (self._read.pop(layer), 0.0) if is_read else self._arrival(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             if not is_read:
@@ -128,15 +128,11 @@ class Fusion:
             tuple(questions),
         )
 
-    def _arrival(self, layer: int) -> Generator[LayerReport, None, tuple[LayerKV, float]]:
-        """Wait for a layer's stored KV, and let others run meanwhile where its source says so; gives the seconds too."""
-        started, others_s = time.perf_counter(), 0.0
-        while not self._source.is_ready(layer):
-            paused = time.perf_counter()
-            yield WAITING
-            others_s += time.perf_counter() - paused
+    def _arrival(self, layer: int) -> tuple[LayerKV, float]:
+        """Wait for a layer's stored KV; returns it, and the seconds that it took."""
+        started = time.perf_counter()
         whole = self._source.synchronize(layer)
-        return whole, time.perf_counter() - started - others_s
+        return whole, time.perf_counter() - started
 
     def _ask(
         self, token_ids_N: torch.Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
@@ -150,7 +146,7 @@ class Fusion:
         attention_LN = torch.zeros(runner.geometry.layers - 1, len(prompt), device=runner.geometry.device)
         reusable_N = upload(prompt.reusable_N, runner.geometry.device)
         for layer in range(runner.geometry.layers - 1):
-            whole, wait_s = yield from self._arrival(layer)
+            whole, wait_s = self._arrival(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             self._rotate(layer, whole, cos_sin_N, to_rotate)

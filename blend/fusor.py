@@ -260,25 +260,23 @@ class Fusor:
         return (yield from Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
     @torch.no_grad()
-    def front_steps(
-        self, segments: Iterable[Segment], device: torch.device | None = None
+    def prefix_steps(
+        self, token_ids: Sequence[int], device: torch.device | None = None
     ) -> Generator[LayerReport, None, PrefixRun]:
-        """Compute what a prompt begins with exactly, one layer a step: no token depends on those after it.
+        """Compute the KV of a prompt's first tokens, one layer a step.
 
         Args:
-            segments: the first of the prompt; exact ones may bring their KV, all others are computed.
+            token_ids: what the prompt begins with.
             device: where the KV is to lie; None for the model's.
 
         Returns:
-            The KV of all of them, for an exact segment in their place.
+            Their KV, for an exact segment.
         """
-        own = [segment if segment.exact else Segment(segment.token_ids) for segment in segments]
-        token_ids = tuple(token for segment in own for token in segment.token_ids)
         geometry = self.runner.geometry
         shape = (geometry.layers, 2, geometry.kv_heads, len(token_ids), geometry.head_dim)
-        front = _Front(torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device))
-        yield from self.fuse_steps(own, sink=front)
-        return PrefixRun(token_ids, (), 0, self.fingerprint, (None,) * geometry.layers, {None: [front.kv_L2HTD]})
+        sink = _PrefixSink(torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device))
+        yield from self.fuse_steps([Segment(token_ids)], sink=sink)
+        return PrefixRun(tuple(token_ids), (), 0, self.fingerprint, (None,) * geometry.layers, {None: [sink.kv_L2HTD]})
 
     @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusionResult:
@@ -371,7 +369,7 @@ class Fusor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Front:
+class _PrefixSink:
     """A sink that copies each layer to its place as it is finished."""
 
     kv_L2HTD: torch.Tensor

@@ -15,8 +15,6 @@ from cacheblend.base.errors import IncompatibleKVError
 from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 
 if TYPE_CHECKING:
-    from cacheblend.store import KVHandle
-
     from .prompt import Prompt
 
 # Room after a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
@@ -93,9 +91,6 @@ class LayerSource(Protocol):
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """Begin. Without `reuse_layer_0` only exact segments are read at layer 0: the others' tokens all run through it."""
 
-    def is_ready(self, layer: int) -> bool:
-        """Whether to `synchronize` this layer now; False, after a short wait, where others may run before it is asked again."""
-
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until this layer's KV is on the device, and hand it over (the paper's `synchronize`, §6)."""
 
@@ -128,38 +123,9 @@ class ResidentLayers:
         check_shape(prompt, geometry)
         self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
 
-    def is_ready(self, layer: int) -> bool:
-        """Yes: it is in memory."""
-        return True
-
     def synchronize(self, layer: int) -> LayerKV:
         """Copy the layer of every cached segment to its place."""
         whole = LayerKV.empty(self._geometry, len(self._prompt))
         for start, stop, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
             kv.copy_layer(layer, whole.kv_21HND[:, 0, :, start:stop])
-        return whole
-
-
-class FrontedLayers:
-    """A source that was started before the KV of the prompt's first tokens was there, which comes to every layer as it is read.
-
-    Args:
-        source: started on a prompt that has no KV of these tokens.
-        front: their KV.
-    """
-
-    def __init__(self, source: LayerSource, front: KVHandle) -> None:
-        self._source, self._front = source, front
-
-    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """Do nothing: see the class."""
-
-    def is_ready(self, layer: int) -> bool:
-        """See `LayerSource.is_ready`."""
-        return self._source.is_ready(layer)
-
-    def synchronize(self, layer: int) -> LayerKV:
-        """See `LayerSource.synchronize`."""
-        whole = self._source.synchronize(layer)
-        self._front.copy_layer(layer, whole.kv_21HND[:, 0, :, : len(self._front.token_ids)])
         return whole

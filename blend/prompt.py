@@ -6,7 +6,7 @@ Shapes: H KV heads, T tokens of a segment, N tokens of the prompt, L layers, D h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -177,9 +177,6 @@ class LayerReport:
     compute_s: float
 
 
-WAITING = LayerReport(0, 0, 0.0, 0.0)  # of a step that computed nothing: stored KV has not come, and others may run meanwhile
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FusionResult:
     """The KV cache of a whole prompt and the logits after it. N tokens, L layers, V vocabulary.
@@ -212,18 +209,6 @@ class FusionResult:
     layers: tuple[LayerReport, ...] = ()
     memory: list[torch.Tensor | None] = field(default_factory=list, repr=False)
     selection: tuple[LayerReport, ...] = ()
-
-    def with_front(self, exact_tokens: int) -> FusionResult:
-        """The same, where of its exact tokens only so many were cached, and the others computed just before.
-
-        Args:
-            exact_tokens: those that were cached.
-        """
-        front = torch.arange(exact_tokens, self.exact_tokens)
-        recomputed, projected = (
-            tuple(torch.cat([front, positions]) for positions in layers) for layers in (self.recomputed, self.projected)
-        )
-        return replace(self, recomputed=recomputed, projected=projected, exact_tokens=exact_tokens)
 
     def take_memory(self) -> list[torch.Tensor | None]:
         """`memory`, for the first who asks; nothing for others: two sequences after one prompt need room of their own.

@@ -70,7 +70,6 @@ class LoaderConfig:
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
 STREAM_THREADS = DaemonThreads("layer-streams")  # likewise; one may hang in its network for a while
-TURN_S = 0.005  # of a wait for a stream, after which others may run
 LATE_EVERY_S = 0.02  # how often a layer that is waited for is held against what else could be done
 
 
@@ -93,14 +92,13 @@ class LayerLoader:
         restart_s: seconds that it takes to do without what is remote; `synchronize` gives up on streams that come later. None
             waits for as long as they go on.
         latency_s: seconds that a stream's first layer is known to take.
-        takes_turns: `is_ready` says so where a stream's layer has not come, so that others run meanwhile.
         load_s: seconds in which reads were under way.
     """
 
     def __init__(self, config: LoaderConfig | None = None) -> None:
         self._config = config or LoaderConfig()
         self.restart_s: float | None = None
-        self.latency_s, self.takes_turns = 0.0, False
+        self.latency_s = 0.0
         self._changed = threading.Condition()
         self._started = False
         self._reads: list[LayerRead] = []  # of threads, in the order of layers
@@ -180,15 +178,6 @@ class LayerLoader:
 
     def _is_copy(self, kv: KVHandle, geometry: KVGeometry) -> bool:
         return geometry.device.type == "cpu" and not self.waits_for_device(kv)
-
-    def is_ready(self, layer: int) -> bool:
-        """Whether the layer has come, or will not; waits for `TURN_S`. Yes without streams, which alone make others wait."""
-        if not self.takes_turns or not self._lanes:
-            return True
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_settled(layer), TURN_S):
-                self._give_up_late()
-            return self._is_settled(layer)
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.

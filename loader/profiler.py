@@ -269,10 +269,6 @@ class _OneLayer:
         for x_1HND in (self._whole.k_1HND, self._whole.v_1HND):
             x_1HND.normal_()
 
-    def is_ready(self, layer: int) -> bool:
-        """See `LayerSource.is_ready`."""
-        return True
-
     def synchronize(self, layer: int) -> LayerKV:
         """See `LayerSource.synchronize`."""
         return self._whole

@@ -122,7 +122,6 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         prefix_budget_bytes=2**20,
         max_num_seqs=12,
         max_waiting=24,
-        on_miss=options.on_miss,
         answers=str(answers),
     )
     server = ServerProcess(config, folder / "server.log")
@@ -188,7 +187,6 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--replays", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--on-miss", default="recompute", help="recompute or precompute; see `cacheblend serve --help`")
     parser.add_argument("--keep", type=Path, help="a new folder for model, store, log and answers, which then stays")
     options = parser.parse_args()
     if options.keep:

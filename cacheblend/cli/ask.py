@@ -18,7 +18,7 @@ def _show(piece: str) -> None:
     terminal.stdout.print(piece, end="", highlight=False, soft_wrap=True)
 
 
-@options.engine_options(without=("on_miss",))
+@options.engine_options()
 def ask(
     question: Annotated[str, typer.Argument(help="The question, in words.")],
     model: options.OptionalModel = None,

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 NOT_OF_INGEST = (
     "preset",
     "max_tokens",
-    "on_miss",
     "prefix_budget_bytes",
     "ram_budget_bytes",
     "direct_reads",

@@ -318,7 +318,7 @@ class BlendWorker:
         if ids not in self._openings:
             while len(ids) + sum(map(len, self._openings)) > self._opening_tokens:
                 self._openings.popitem(last=False)
-            steps = self._fusor.front_steps([Segment(ids)], torch.device("cpu"))
+            steps = self._fusor.prefix_steps(ids, torch.device("cpu"))
             with closing(steps):
                 while True:
                     try:

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 256  # missed chunks; beyond them the longest queue loses its last, which a later request misses again
 POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at least,
 POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
-MAX_PENDING_BYTES = 128 * 2**20  # that wait to be written
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 
 
@@ -120,20 +119,6 @@ class BackgroundPrecompute:
                 if not longest:
                     del self._queues[namespace]
             self._changed.notify_all()
-
-    def store(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None = None) -> None:
-        """Store a missed chunk's KV that a request has computed itself, if it is worth it; it is written in the background.
-
-        The request does not wait for the disk: where much waits to be written, the KV is dropped.
-        """
-        with self._changed:
-            worth = not self._closed and self._is_worth(key, len(kv.token_ids))
-        if not worth or self._store.stats().pending_bytes > MAX_PENDING_BYTES:
-            return
-        try:
-            self._put(key, kv, document)
-        except Exception as error:  # the request has its KV, whatever becomes of the store's copy
-            logger.warning("the KV of chunk %s was not stored: %s: %s", key, type(error).__name__, error)
 
     @property
     def waiting(self) -> int:

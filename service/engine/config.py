@@ -34,7 +34,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 UNSALTED = ""  # ingested documents, and requests without a salt
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
-ON_MISS = ("recompute", "precompute")
 FAST_RATIO = 0.05
 PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": FAST_RATIO}
 # Parts of each byte budget that are reserved: for KV without a cache salt, ingested documents above all, and for each of the
@@ -63,10 +62,6 @@ class EngineConfig:
         preset: a recompute ratio by name, where `fusion` has none. "exact": 1, so that every answer is full prefill's;
             "balanced": the loading controller takes r*, or more where loading takes longer anyway; without a profile, r*. r* is
             the store's calibrated ratio, or `loader.quality_ratio`; see `calibrated`. "fast": `FAST_RATIO`.
-        on_miss: "recompute": chunks whose KV is not stored are recomputed in the prompt, which is exact, and their KV is
-            computed and stored afterwards, in the background. "precompute": the KV of those that need no reading of their
-            document (they stand first in it, or it is not known) is computed at once, stored, and blended as if it had been
-            there: less work, and the answer that later requests get, but for a lossy codec.
         instruction: stands in front of the chunks in every prompt.
         store: budgets of the chunk KV; its folder is the engine's.
         retriever: chunks and embedder; its folder is the engine's.
@@ -84,11 +79,6 @@ class EngineConfig:
     dtype: str = option("auto", "auto: the checkpoint's, if 16-bit and fast on the device, else float32.", choices=DTYPES)
     max_tokens: int | None = option(
         None, "Most tokens of an answer, unless its request says otherwise; left out, as many as fit."
-    )
-    on_miss: str = option(
-        ON_MISS[0],
-        "Chunks whose KV is not stored: recompute them in the prompt (exact; stored afterwards), or precompute.",
-        choices=ON_MISS,
     )
     kv_cache_dtype: str = option(
         "raw", "How chunks' KV is stored; raw is exact. KV that was stored in another is not found.", choices=CODECS
@@ -128,7 +118,7 @@ class EngineConfig:
         gpus = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= gpus:
             raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
-        for name, allowed in (("kv_cache_dtype", CODECS), ("on_miss", ON_MISS), ("preset", PRESETS)):
+        for name, allowed in (("kv_cache_dtype", CODECS), ("preset", PRESETS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(name, value, f"one of {', '.join(allowed)}")
         if self.max_tokens is not None:

@@ -297,12 +297,16 @@ class Engine:
             earlier=self._contexts.of_prompt(chunks),
             documents=self._documents_of(chunks, brought=documents is not None),
         )
+        namespace = namespace_of(cache_salt)
+        # 4. Copy to this machine what only the remote tier has.
+        if method in ("blend", "full_reuse"):
+            self._prefiller.fetch(prompt, namespace)
         return Request(
             method=method,
             recompute_ratio=recompute_ratio,
             max_tokens=prompt.check_length(max_tokens, self.fusor.max_positions),
             sampling={"pad_token_id": self._pad_token_id, **sampling},
-            namespace=namespace_of(cache_salt),
+            namespace=namespace,
             chunks=scored,
             prompt=prompt,
             started=started,
@@ -312,10 +316,10 @@ class Engine:
     def complete(self, request: Request, on_token: Callable[[int], None] | None = None) -> Answer:
         """Answer a prepared request; `on_token` is called with each token as soon as it is there."""
         with self.foreground:
-            # 4. Prefill: look the chunks' KV up, load it layer by layer, blend it.
+            # 5. Prefill: look the chunks' KV up, load it layer by layer, blend it.
             for _ in self.prefill_steps(request):
                 pass
-            # 5. Decode.
+            # 6. Decode.
             clock, prefix = FirstTokenClock(on_token), request.prefix
             request.token_ids = self.fusor.generate(
                 request.fused,
@@ -326,7 +330,7 @@ class Engine:
             )
             if prefix is not None:
                 prefix.commit_prompt()  # an answer of one token has appended none
-        # 6. Put the answer together: text, plan, timings.
+        # 7. Put the answer together: text, plan, timings.
         request.first_token, request.ended = clock.first_token, time.perf_counter()
         request.text = self.fusor.tokenizer.decode(request.token_ids, skip_special_tokens=True)
         return request.answer()

@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from cacheblend.base.errors import ConfigError, DamagedEntryError, RemoteError
-from cacheblend.base.threads import DaemonThreads
-from cacheblend.blend import WAITING, FrontedLayers, Fusor, LayerReport, Prompt, ResidentLayers, Segment
-from cacheblend.loader import FrontChunk, LayerLoader, LoadingController, LoadingPlan, TierSpeed, WorkEstimator
-from cacheblend.loader.layer_loader import TURN_S
-from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement, PrefixRun
-from cacheblend.store.tiers import REMOTE
+from cacheblend.base.errors import CacheBlendError, ConfigError, DamagedEntryError
+from cacheblend.blend import Fusor, LayerReport, ResidentLayers, Segment
+from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
+from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
 
 from .background_precompute import BackgroundPrecompute
 from .chunk_contexts import ChunkEncoder
@@ -27,14 +23,9 @@ from .prefix_cache import CachedPrefix, PrefixCache
 from .prompt import PromptTokens
 from .request import PlannedSegment, Request
 
-if TYPE_CHECKING:
-    from cacheblend.loader.estimators import Read
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-LOOKUPS = DaemonThreads("cacheblend-lookups")  # a remote tier may take its time-out to answer
-MAX_REMOTE_DAMAGES = 2  # of a request, until it does without the remote tier
-PrefillSteps = Generator[LayerReport | None, None, None]
+PrefillSteps = Generator[LayerReport, None, None]
 
 
 class Prefiller:
@@ -95,7 +86,7 @@ class Prefiller:
             raise ConfigError("method", method, f"one of {', '.join(self._methods)}")
 
     def steps(self, request: Request) -> PrefillSteps:
-        """Prefill a request, a layer a step, or a chunk that is computed first; the result stands in the request at the end.
+        """Prefill a request, a layer a step; the result stands in the request at the end.
 
         Closing it stops the loading and releases the pins.
 
@@ -126,167 +117,88 @@ class Prefiller:
             request.finish_prefill(fused, [replace(first, key=prefix.key), *others])
 
     def _blend(self, request: Request, ratio: float | None) -> PrefillSteps:
-        """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed."""
-        prompt, namespace = request.prompt, request.namespace
-        keys = [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
-        use_remote, remote_damages, front = True, 0, _Front()
-        for _ in range(len(keys) + 1):  # an entry that turns out to be damaged is a miss in the next round
-            started, lookup, watch = time.perf_counter(), _PreemptionWatch(), _PreemptionWatch()
-            placements: Sequence[Placement | None] = ()
-            try:
-                with (
-                    self._find_prefix(prompt, ratio, namespace) as prefix,
-                    ExitStack() as pins,
-                    LayerLoader(self._config.loader) as loader,
-                ):
-                    placements = yield from self._pin(keys, use_remote, pins, lookup)
-                    # 1. Plan: the ratio, whether full recompute is predicted to be faster, which misses are computed first.
-                    exact, planned = self._exact_segments(prompt, prefix)
-                    exact_tokens = sum(len(segment.token_ids) for segment in exact)
-                    stored = [*[None] * front.chunks, *placements[front.chunks :]]
-                    early = self._early_misses(prompt, stored, front.chunks)
-                    known = max(exact_tokens, front.tokens)
-                    controller = self.controller if ratio is None else None
-                    loader.takes_turns = True
-                    if self._store.remote is not None:
-                        loader.restart_s, loader.latency_s = self._without_remote(prompt, known)
-                    reusable, fresh, precomputed = self._count_tokens(prompt, stored, early, known)
-                    if controller is None:
-                        loading, r_star = None, self._config.loader.quality_ratio
-                        full = ratio is None and self.work.is_short(r_star, reusable, fresh, known, sum(precomputed))
-                    else:
-                        reads = self._reads(stored)
-                        may_stand_first = [] if front.chunks else zip(prompt.chunks, reads, strict=True)
-                        loading = controller.plan(
-                            reads=[read for read in reads if read is not None],
-                            reusable=reusable,
-                            fresh=fresh,
-                            exact=known,
-                            precomputed=precomputed,
-                            front=[FrontChunk(len(chunk), read) for chunk, read in may_stand_first][: min(early, default=None)],
-                            remote_speed=self._remote_speed(),
-                        )
-                        full = loading.full_recompute
-                        loader.restart_s, loader.latency_s = loading.full_s - loading.front_s, loading.latency_s
-                    if full and not front.chunks:
-                        exact, planned, exact_tokens, early = [], [], 0, []
-                    fusion = self._config.fusion_config(ratio if loading is None else loading.ratio)
-                    planned_at = time.perf_counter()
+        """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed.
 
-                    # 2. Compute those misses, a chunk a step, and have their KV stored.
-                    computed: dict[tuple[int, ...], ChunkKV] = {}
-                    for at in early:
-                        chunk = prompt.chunks[at]
-                        computed[chunk] = self._encoder.compute(chunk, ())
-                        self._background.store(keys[at], computed[chunk], prompt.document_of(at))
-                        yield from watch.pause()
-                    precompute_s = time.perf_counter() - planned_at - watch.preempted_s
-
-                    # 3. Lay the segments end to end.
-                    front_chunks = front.chunks if full or loading is None else front.chunks or loading.front_chunks
-                    kvs: list[KVHandle | None] = [None] * len(keys)
-                    if not full:
-                        for at, (chunk, placement) in enumerate(zip(prompt.chunks, stored, strict=True)):
-                            if at >= front_chunks:
-                                kvs[at] = placement if prompt.earlier_of(at) else computed.get(chunk, placement)
-                    before, after = prompt.prefix[exact_tokens:], prompt.suffix[max(0, exact_tokens - len(prompt.prefix)) :]
-                    chunks = [Segment(chunk, kv) for chunk, kv in zip(prompt.chunks, kvs, strict=True)]
-                    segments = [*exact, Segment(before), *chunks, Segment(after)]
-                    planned += [*_fresh(before), *_planned_chunks(prompt, keys, kvs, placements), *_fresh(after)]
-                    prefix.exact_tokens = next((prompt.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
-                    prefix.commit_blended = prompt.cache_suffix
-
-                    # 4. Compute the front, a layer a step; the loader reads the others' KV meanwhile.
-                    source = prefix.record(ResidentLayers() if full else loader)
-                    if front_chunks:
-                        first, others = segments[: len(exact) + 1 + front_chunks], segments[len(exact) + 1 + front_chunks :]
-                        unread = Segment([token for segment in first for token in segment.token_ids])
-                        source.start(Prompt.of([unread, *others]), self._fusor.runner.geometry, reuse_layer_0=True)
-                        if not front.chunks:
-                            front = _Front(front_chunks, (yield from watch.over(self._fusor.front_steps(first))))
-                        assert front.run is not None, "it was computed just now, or in the round before"
-                        segments = [Segment(unread.token_ids, front.run, exact=True), *others]
-                        source = FrontedLayers(source, front.run)
-
-                    # 5. Fuse, a layer a step; the loader reads the next layers meanwhile.
-                    fused = yield from watch.over(self._fusor.fuse_steps(segments, fusion, source))
-                    if front_chunks:
-                        fused = fused.with_front(exact_tokens)
-
-                    # 6. Compare the plan with what it took, and note the result.
-                    if controller is not None and loading is not None:
-                        prefill_s = self._synchronized() - planned_at - watch.preempted_s
-                        self._observe(controller, loading, loader.load_s, prefill_s, precompute_s, fused.wait_s)
-                    request.lookup_s = planned_at - started - lookup.preempted_s
-                    request.loading, request.prefix = loading, prefix
-                    request.load_s, request.loaded_bytes = loader.load_s, loader.bytes_by_tier
-                    request.fused_ratio = None if full else fusion.recompute_ratio
-                    request.finish_prefill(fused, planned)
-            except DamagedEntryError:
-                # Where one entry is gone from the remote tier, others are as a rule: all are looked up anew, and once only.
-                found = [one.key.digest for one in placements if one is not None and one.tier == REMOTE]
-                if found and self._store.remote is not None:
-                    self._store.remote.forget(found)
-                    remote_damages += 1
-                    use_remote = remote_damages < MAX_REMOTE_DAMAGES
-                continue
-            except RemoteError as error:  # what is remote is recomputed
-                logger.info("a request does without the remote tier: %s", error)
-                use_remote = False
-                continue
-            # 7. Have the other misses computed after the running requests.
-            for at, (key, chunk) in enumerate(zip(keys, prompt.chunks, strict=True)):
-                if kvs[at] is None and placements[at] is None and not prompt.is_between(at):
-                    self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
-            return
+        An entry that turns out to be damaged is a miss in the next round.
+        """
+        for _ in range(len(request.prompt.chunks) + 1):
+            with suppress(DamagedEntryError):
+                yield from self._blend_once(request, ratio)
+                return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
 
-    def _pin(
-        self, keys: Sequence[ChunkKey], use_remote: bool, pins: ExitStack, watch: _PreemptionWatch
-    ) -> Generator[LayerReport | None, None, Sequence[Placement | None]]:
-        """Pin what is stored until `pins` ends; others run while the remote tier is asked."""
-        pin = self._store.pin(keys, remote=use_remote)
-        if self._store.remote is None or not use_remote:
-            return pins.enter_context(pin)
-        pinned = LOOKUPS.call(pin.__enter__)
-        try:
-            while wait([pinned], TURN_S).not_done:
-                yield from watch.pause(WAITING)
-        except GeneratorExit:  # the request is over, and its look-up will be
-            pinned.add_done_callback(lambda done: None if done.exception() else pin.__exit__(None, None, None))
-            raise
-        placements = pinned.result()
-        pins.push(pin)
-        return placements
+    def _blend_once(self, request: Request, ratio: float | None) -> PrefillSteps:
+        """One round of `_blend`.
 
-    def _without_remote(self, prompt: PromptTokens, known: int) -> tuple[float, float]:
-        """Seconds to compute what a request's remote KV saves at most, and those that its first bytes are known to take."""
-        estimator, speed = self.controller or self.work, self._remote_speed()
-        full_s = estimator.full_s(len(prompt.token_ids) - known)
-        return full_s, 0.0 if speed is None else speed.latency_s
-
-    def _reads(self, stored: Sequence[Placement | None]) -> list[Read | None]:
-        """The read of a layer of each chunk; None for a miss."""
-        layer = self._fusor.decoder.geometry.layers - 1
-        return [None if one is None else (one.tier, one.layer_bytes(layer)) for one in stored]
-
-    def _remote_speed(self) -> TierSpeed | None:
-        """What the remote tier's reads cost lately."""
-        remote = self._store.remote
-        speed = None if remote is None else remote.speed()
-        return None if speed is None else TierSpeed(read_s=0.0, bytes_per_s=speed.bytes_per_s, latency_s=speed.latency_s)
-
-    def _early_misses(self, prompt: PromptTokens, placements: Sequence[Placement | None], first_at: int) -> list[int]:
-        """Places, from `first_at` on, of the missing chunks whose own KV is computed before the fusion: those that no reading
-        of a document belongs to, equal ones once.
+        Raises:
+            DamagedEntryError: a stored entry turned out to be damaged; it is a miss from now on.
         """
-        if self._config.on_miss != "precompute":
-            return []
-        first: dict[tuple[int, ...], int] = {}
-        for at, (chunk, stored) in enumerate(zip(prompt.chunks, placements, strict=True)):
-            if at >= first_at and stored is None and not prompt.earlier_of(at) and not prompt.is_between(at):
-                first.setdefault(chunk, at)
-        return list(first.values())
+        prompt, namespace = request.prompt, request.namespace
+        keys = self._keys(prompt, namespace)
+        started, watch = time.perf_counter(), _PreemptionWatch()
+        with (
+            self._find_prefix(prompt, ratio, namespace) as prefix,
+            self._store.pin(keys, remote=False) as placements,
+            LayerLoader(self._config.loader) as loader,
+        ):
+            # 1. Plan: the ratio, and whether full recompute is predicted to be faster.
+            exact, planned = self._exact_segments(prompt, prefix)
+            exact_tokens = sum(len(segment.token_ids) for segment in exact)
+            stored = [placement for placement in placements if placement is not None]
+            reusable = sum(len(placement.token_ids) for placement in stored)
+            fresh = len(prompt.token_ids) - reusable - exact_tokens
+            controller = self.controller if ratio is None else None
+            if controller is None:
+                loading, r_star = None, self._config.loader.quality_ratio
+                full = ratio is None and self.work.is_short(r_star, reusable, fresh, exact_tokens)
+            else:
+                layer = self._fusor.decoder.geometry.layers - 1
+                reads = [(placement.tier, placement.layer_bytes(layer)) for placement in stored]
+                loading = controller.plan(reads=reads, reusable=reusable, fresh=fresh, exact=exact_tokens)
+                full = loading.full_recompute
+            if full:
+                exact, planned, exact_tokens = [], [], 0
+            fusion = self._config.fusion_config(ratio if loading is None else loading.ratio)
+            planned_at = time.perf_counter()
+
+            # 2. Lay the segments end to end.
+            kvs: Sequence[KVHandle | None] = [None] * len(keys) if full else placements
+            before, after = prompt.prefix[exact_tokens:], prompt.suffix[max(0, exact_tokens - len(prompt.prefix)) :]
+            chunks = [Segment(chunk, kv) for chunk, kv in zip(prompt.chunks, kvs, strict=True)]
+            segments = [*exact, Segment(before), *chunks, Segment(after)]
+            planned += [*_fresh(before), *_planned_chunks(prompt, keys, kvs, placements), *_fresh(after)]
+            prefix.exact_tokens = next((prompt.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
+            prefix.commit_blended = prompt.cache_suffix
+
+            # 3. Fuse, a layer a step; the loader reads the next layers meanwhile.
+            source = prefix.record(ResidentLayers() if full else loader)
+            fused = yield from watch.over(self._fusor.fuse_steps(segments, fusion, source))
+
+            # 4. Compare the plan with what it took, and note the result.
+            if controller is not None and loading is not None:
+                prefill_s = self._synchronized() - planned_at - watch.preempted_s
+                self._observe(controller, loading, loader.load_s, prefill_s, fused.wait_s)
+            request.lookup_s = planned_at - started
+            request.loading, request.prefix = loading, prefix
+            request.load_s, request.loaded_bytes = loader.load_s, loader.bytes_by_tier
+            request.fused_ratio = None if full else fusion.recompute_ratio
+            request.finish_prefill(fused, planned)
+        # 5. Have the misses computed after the running requests.
+        for at, (key, chunk) in enumerate(zip(keys, prompt.chunks, strict=True)):
+            if placements[at] is None and not prompt.is_between(at):
+                self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
+
+    def fetch(self, prompt: PromptTokens, namespace: str) -> None:
+        """Copy those entries of a prompt's chunks to this machine that only the remote tier has; this waits for the network."""
+        if self._store.remote is None:
+            return
+        try:
+            self._store.fetch(self._keys(prompt, namespace))
+        except CacheBlendError as error:
+            logger.warning("the KV of a request's chunks is not copied from the remote tier: %s", error)
+
+    def _keys(self, prompt: PromptTokens, namespace: str) -> list[ChunkKey]:
+        return [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
 
     def _find_prefix(self, prompt: PromptTokens, ratio: float | None, namespace: str) -> AbstractContextManager[CachedPrefix]:
         """Look up what stands before the chunks: the chunks themselves are reused at any place, and blended anew."""
@@ -304,18 +216,6 @@ class Prefiller:
     def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
         return self._prefix_kv is not None and prompt.prefix == self._encoder.prefix_ids
 
-    def _count_tokens(
-        self, prompt: PromptTokens, placements: Sequence[Placement | None], early: Sequence[int], exact_tokens: int
-    ) -> tuple[int, int, list[int]]:
-        """Reusable and fresh tokens of a prompt, and those of each reusable chunk that is computed first."""
-        computed = {prompt.chunks[at] for at in early}
-        reusable = sum(
-            len(chunk)
-            for at, (chunk, placement) in enumerate(zip(prompt.chunks, placements, strict=True))
-            if placement is not None or (chunk in computed and not prompt.earlier_of(at))
-        )
-        return reusable, len(prompt.token_ids) - reusable - exact_tokens, [len(chunk) for chunk in computed]
-
     def _synchronized(self) -> float:
         """Seconds of `time.perf_counter` when a GPU has run the prefill; the first token waits for that anyway."""
         if self._fusor.decoder.device.type == "cuda":  # not the whole device: others' layers are being copied to it
@@ -328,14 +228,12 @@ class Prefiller:
         plan: LoadingPlan,
         load_s: float,
         prefill_s: float,
-        precompute_s: float,
         wait_s: float,
     ) -> None:
         """Log what was predicted beside what it took, and let the controller learn from it."""
-        blend_s = prefill_s - precompute_s
         # A GPU computes while the host waits, so there the two can be separated only where the host hardly waited.
-        waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * blend_s
-        controller.record(plan, load_s=load_s, compute_s=None if waited else blend_s - wait_s)
+        waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * prefill_s
+        controller.record(plan, load_s=load_s, compute_s=None if waited else prefill_s - wait_s)
         logger.info(
             "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
             "full recompute" if plan.full_recompute else f"ratio {plan.ratio}",
@@ -346,32 +244,13 @@ class Prefiller:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Front:
-    """A prompt's first chunks, and their exact KV with what stands before them; none of either before it is computed."""
-
-    chunks: int = 0
-    run: PrefixRun | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the KV."""
-        return 0 if self.run is None else len(self.run.token_ids)
-
-
 class _PreemptionWatch:
     """Seconds in which others ran between a request's steps."""
 
     def __init__(self) -> None:
         self.preempted_s = 0.0
 
-    def pause(self, report: LayerReport | None = None) -> Generator[LayerReport | None, None, None]:
-        """Let others run."""
-        paused = time.perf_counter()
-        yield report
-        self.preempted_s += time.perf_counter() - paused
-
-    def over(self, steps: Generator[LayerReport, None, T]) -> Generator[LayerReport | None, None, T]:
+    def over(self, steps: Generator[LayerReport, None, T]) -> Generator[LayerReport, None, T]:
         """The same steps, with a pause after each."""
         with closing(steps):
             while True:
@@ -380,7 +259,9 @@ class _PreemptionWatch:
                 except StopIteration as done:
                     result: T = done.value
                     return result
-                yield from self.pause(report)
+                paused = time.perf_counter()
+                yield report
+                self.preempted_s += time.perf_counter() - paused
 
 
 def _fresh(*parts: tuple[int, ...]) -> list[PlannedSegment]:

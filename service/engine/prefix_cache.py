@@ -151,10 +151,6 @@ class RecordingSource:
         self._layers.clear()
         self._source.start(prompt, geometry, reuse_layer_0=reuse_layer_0)
 
-    def is_ready(self, layer: int) -> bool:
-        """See `LayerSource.is_ready`."""
-        return self._source.is_ready(layer)
-
     def synchronize(self, layer: int) -> LayerKV:
         """See `LayerSource.synchronize`."""
         whole = self._source.synchronize(layer)

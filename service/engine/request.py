@@ -108,8 +108,8 @@ class AnswerPlan:
         method: the method that was asked for.
         segments: the prompt's segments, in order.
         hits: chunks whose stored KV was used; with "prefix_cache" 1 where a prefix was found.
-        misses: chunks whose KV was not stored. They are recomputed whole ("fresh") and precomputed afterwards, in the
-            background; with `on_miss="precompute"` some are precomputed first ("reused", without a tier).
+        misses: chunks whose KV was not stored. They are recomputed in the prompt ("fresh"), and their KV is computed
+            and stored afterwards, in the background.
         recompute_ratio: the ratio that was asked of the fusor; None where it had no say.
         recomputed: per layer, sorted LongTensor of the positions that went through attention and MLP.
         prompt_tokens: N.

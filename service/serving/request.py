@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.blend import WAITING, NextToken, SequenceKV
+from cacheblend.blend import NextToken, SequenceKV
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prefill import PrefillSteps
 from cacheblend.service.engine.request import Answer, Request
@@ -87,7 +87,6 @@ class ServedRequest:
         level: the guard's level that it runs at; see `QualityGuard`.
         sampled: its prompt's KV outlives it, for a shadow evaluation.
         prefill_s: seconds that its layers took on the device; the scheduler adds them up.
-        waits: its last step only waited for stored KV to come.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class ServedRequest:
         self.engine, self.prepared, self.deliver = engine, prepared, deliver
         self.tenant, self.cache_salt, self.own_ratio = tenant, cache_salt, own_ratio
         self.as_run, self.level, self.sampled = prepared, 0.0, False
-        self.prefill_s, self.waits = 0.0, False
+        self.prefill_s = 0.0
         self.submitted = time.perf_counter()
         self.arrived = self.submitted if arrived is None else arrived
         self._sampling, self._stop = sampling or Sampling(), tuple(stop)
@@ -170,9 +169,8 @@ class ServedRequest:
 
     def prefill_layer(self) -> bool:
         """Run the next layer; after the last one, prefilling becomes decoding, with the first token. True where that is all."""
-        self.waits = False
         try:
-            self.waits = next(self._layers) is WAITING
+            next(self._layers)
             return False
         except StopIteration:
             fused = self.as_run.fused

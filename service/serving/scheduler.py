@@ -348,9 +348,9 @@ class Scheduler:
             # 3. Begin what has a place.
             self._admit()
             # 4. One layer of one prefill.
-            waits = self._prefill()
-            # 5. One step of all that decode, where their share of the time is not used up, or nobody else can use it.
-            self._decode(nobody_computes=waits)
+            self._prefill()
+            # 5. One step of all that decode, where their share of the time is not used up.
+            self._decode()
 
     def _is_busy(self) -> bool:
         return bool(self._running) or len(self._queue) > 0
@@ -397,11 +397,11 @@ class Scheduler:
         with self._changed:
             return self._queue.take(lambda tenant: tenant not in prefilling and places[tenant] < self._most_running)
 
-    def _prefill(self) -> bool:
-        """Run a layer of the request whose tenant's turn it is; see `PrefillTurns`. True where it only waited for its KV."""
+    def _prefill(self) -> None:
+        """Run a layer of the request whose tenant's turn it is; see `PrefillTurns`."""
         prefilling = {running.tenant: running for running in self._running if not running.is_prefilled}
         if not prefilling:
-            return False
+            return
         tenant = self._turns.next(prefilling)
         running = prefilling[tenant]
         try:
@@ -411,19 +411,18 @@ class Scheduler:
                 self._device.now()  # all its layers count; on a GPU the first token has waited for them
         except Exception as error:
             self._leave(running, Failed(error))
-            return False
+            return
         if running.is_prefilled:
             mean_s = self._prefill_s.get(tenant, 0.5)
             self._prefill_s[tenant] = mean_s + 0.2 * (running.prefill_s - mean_s)
         if complete:
             self._finish(running)
-        return running.waits
 
     def _spend(self, running: ServedRequest, seconds: float) -> None:
         running.prefill_s += seconds
         self._turns.spend(running.tenant, seconds)
 
-    def _decode(self, *, nobody_computes: bool) -> None:
+    def _decode(self) -> None:
         batch = [running for running in self._running if running.is_prefilled]
         if not batch:
             return
@@ -431,7 +430,7 @@ class Scheduler:
         if prefilling := {running.tenant for running in self._running if not running.is_prefilled}:
             gives_way = self._turns.is_before(self._turns.next(prefilling), sequences)
             # By the host's clock: the device's would wait for the layer that was just launched.
-            if not nobody_computes and not self._pace.is_due(time.perf_counter(), gives_way=gives_way):
+            if not self._pace.is_due(time.perf_counter(), gives_way=gives_way):
                 return
         began = self._device.now()
         self._step(batch)

@@ -54,7 +54,6 @@ class ServedConfig:
     max_body_bytes: int = 2**20
     guard_share: float = 0.05
     grace_s: float = 30.0
-    on_miss: str = "recompute"
     answers: str | None = None
     host: str = "127.0.0.1"
     index: str | None = None
@@ -218,7 +217,6 @@ def main(config: ServedConfig) -> None:
         model=config.model,
         store_dir=config.store_dir,
         prefix_budget_bytes=config.prefix_budget_bytes,
-        on_miss=config.on_miss,
         retriever=RetrieverConfig(chunk_tokens=config.chunk_tokens, index=config.index),
         store=StoreConfig(
             ram_budget_bytes=config.ram_budget_bytes,

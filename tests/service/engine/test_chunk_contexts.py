@@ -112,10 +112,9 @@ class TestDocuments:
         engine.documents.delete("one")
         assert stored(engine) == set(keys_two)
 
-    @pytest.mark.parametrize("on_miss", ["recompute", "precompute"])
-    def test_a_filled_miss_is_what_ingest_gives(self, open_engine: OpenEngine, tmp_path: Path, on_miss: str) -> None:
+    def test_a_filled_miss_is_what_ingest_gives(self, open_engine: OpenEngine, tmp_path: Path) -> None:
         """Chunks of an ingested document that were missed have its very keys and KV: a later ingest computes nothing."""
-        engine = open_engine(context_document_tokens=WINDOW, on_miss=on_miss)
+        engine = open_engine(context_document_tokens=WINDOW)
         engine.ingest([LONG])
         chunks = engine.retriever.chunks("long")
         kvs = {key: engine.store.get(key) for key in stored(engine)}

@@ -159,9 +159,6 @@ class TestController:
             "reusable": first + second + fourth,
             "fresh": missed + tail,
             "exact": head,
-            "precomputed": [],
-            "front": [*zip(tokens[1:3], reads[:2], strict=True), (missed, None), (fourth, reads[2])],
-            "remote_speed": None,
         }
         assert told == [expected]
 
