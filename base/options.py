@@ -12,6 +12,10 @@ from .errors import ConfigError
 T = TypeVar("T")
 _KEY = "option"
 _SCALARS = (bool, int, float, str)
+# Options that are gone, and what took their place.
+GONE_OPTIONS: dict[str, str] = {
+    "on_miss": "nothing: missing chunks are recomputed in the prompt, and their KV is stored afterwards",
+}
 
 
 def option(default: T, help: str, *, choices: Collection[str] = (), panel: str = "", secret: bool = False) -> T:
@@ -103,6 +107,8 @@ def _sorted_out(config: type, values: Mapping[str, Any]) -> tuple[dict[str, Any]
             nested[name] = parts
         if parts and name in own:
             raise ConfigError(name, own[name], f"not beside {', '.join(sorted(parts))}, which it has")
+    if gone := sorted(given.keys() & GONE_OPTIONS.keys()):
+        raise ConfigError(gone[0], given[gone[0]], f"the option is gone; in its place: {GONE_OPTIONS[gone[0]]}")
     if given:
         known = {each.name for each in fields(cast(Any, config))} | options_of(config).keys()
         raise ConfigError("option", min(given), f"{config.__name__} has {', '.join(sorted(known))}")
