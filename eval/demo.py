@@ -12,7 +12,7 @@ from cacheblend.cli.model import QUESTIONS
 from cacheblend.eval.data.source import WORLD
 from cacheblend.service import Answer, Engine
 
-from .metrics import f1
+from .metrics.answers import f1
 from .world.question import TESTED
 
 CLASSES = tuple(str(each) for each in TESTED)

@@ -11,11 +11,13 @@ from cacheblend.blend import FusionResult
 from cacheblend.eval.data.source import OWN_QUESTION
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
+from cacheblend.service.serving.quality_guard import first_token_kl_nats
 
 from .demo import blended_ratio
 from .handbook import HandbookQuestion, QuestionClass
 from .methods.method import rows_run
-from .metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, first_token_kl_nats, normalize
+from .metrics.answers import f1, normalize
+from .metrics.fidelity import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 CLASSES: tuple[QuestionClass, ...] = get_args(QuestionClass)

@@ -14,8 +14,7 @@ from cacheblend.retriever import Chunk
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.request import Request
-from cacheblend.service.serving import Done, Failed, Piece, ServedRequest
-from cacheblend.service.serving.request import Event
+from cacheblend.service.serving.request import Done, Event, Failed, Piece, ServedRequest
 from cacheblend.service.serving.sampling import ANY_OBJECT, GrammarCompiler, Sampling
 
 PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")

@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, FusionResult, Fusor, Segment
-from cacheblend.eval.metrics import ModelCompute, compute_share
+from cacheblend.eval.metrics.compute import ModelCompute, compute_share
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,

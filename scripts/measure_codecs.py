@@ -34,8 +34,11 @@ from cacheblend.blend.selection import DEFAULT_RATIO
 from cacheblend.cli.model import default_model
 from cacheblend.eval.data import FileSource, Preset, Request, WorldSource
 from cacheblend.eval.data.source import prompt_renderer
-from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
-from cacheblend.eval.metrics import answer_nll_nats, f1, first_token_kl_nats
+from cacheblend.eval.methods.method import ResidentRequest, StoredContexts
+from cacheblend.eval.methods.registry import EverythingCached
+from cacheblend.eval.metrics.answers import f1
+from cacheblend.eval.metrics.fidelity import answer_nll_nats
+from cacheblend.service.serving.quality_guard import first_token_kl_nats
 from cacheblend.store import ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
 

@@ -25,10 +25,11 @@ from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Se
 from cacheblend.eval.data import Example, FileSource, Preset
 from cacheblend.eval.data.file_source import find_file, read_examples
 from cacheblend.eval.data.source import prompt_renderer
-from cacheblend.eval.metrics import answer_nll_nats, first_token_kl_nats
+from cacheblend.eval.metrics.fidelity import answer_nll_nats
 from cacheblend.retriever import Document, PlainTokenizer
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.prompt import PromptRenderer
+from cacheblend.service.serving.quality_guard import first_token_kl_nats
 
 OTHER_INSTRUCTION = "You are a careful clerk. Read what follows, then answer the last question as briefly as you can.\n\n"
 RATIOS = (0.0, 0.15)

@@ -40,7 +40,8 @@ from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
 from cacheblend.eval.data.request import Example, Passage
 from cacheblend.eval.data.source import SHORT_ANSWER
-from cacheblend.eval.metrics import answer_nll_nats, f1, first_token_kl_nats, normalize, paired_difference
+from cacheblend.eval.metrics.answers import f1, normalize
+from cacheblend.eval.metrics.fidelity import answer_nll_nats, paired_difference
 from cacheblend.retriever import (
     Document,
     Retriever,
@@ -51,6 +52,7 @@ from cacheblend.retriever import (
 )
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.serving.quality_guard import first_token_kl_nats
 from cacheblend.store import StoreConfig
 
 WAYS: dict[str, dict[str, Any]] = {

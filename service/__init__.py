@@ -1,24 +1,10 @@
-"""The service: engine, scheduler, HTTP API and command line. Names are imported at their first use."""
+"""The service: engine, scheduler, HTTP API and command line."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from .engine.config import EngineConfig
+from .engine.engine import Engine
+from .engine.ingest import IngestReport
+from .engine.request import Answer, AnswerPlan, PlannedSegment, Timings
 
-from cacheblend.base.lazy_names import lazy_names
-
-if TYPE_CHECKING:
-    from .engine.config import EngineConfig as EngineConfig
-    from .engine.engine import Engine as Engine
-    from .engine.ingest import IngestReport as IngestReport
-    from .engine.request import Answer as Answer
-    from .engine.request import AnswerPlan as AnswerPlan
-    from .engine.request import PlannedSegment as PlannedSegment
-    from .engine.request import Timings as Timings
-
-_MODULES = {
-    ".engine.config": ("EngineConfig",),
-    ".engine.engine": ("Engine",),
-    ".engine.ingest": ("IngestReport",),
-    ".engine.request": ("Answer", "AnswerPlan", "PlannedSegment", "Timings"),
-}
-__all__, __getattr__ = lazy_names(__name__, _MODULES)
+__all__ = ["Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "PlannedSegment", "Timings"]

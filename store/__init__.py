@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from cacheblend.base.lazy_names import lazy_names
-
 try:
     import fcntl as _fcntl  # noqa: F401  # the locks between processes
 except ModuleNotFoundError as error:
@@ -13,57 +9,48 @@ except ModuleNotFoundError as error:
         "CacheBlend needs Linux or macOS: its store locks and syncs files as POSIX has it. On Windows run it in WSL 2."
     ) from error
 
-if TYPE_CHECKING:
-    from cacheblend.base.errors import ConfigError as ConfigError
-    from cacheblend.base.errors import DamagedEntryError as DamagedEntryError
-    from cacheblend.base.errors import InputError as InputError
-    from cacheblend.base.errors import StoreDirectoryError as StoreDirectoryError
-    from cacheblend.base.errors import StoreError as StoreError
-    from cacheblend.base.errors import StoreFullError as StoreFullError
+from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError, StoreDirectoryError, StoreError, StoreFullError
 
-    from .catalog import CatalogEntry as CatalogEntry
-    from .catalog import StoredDocument as StoredDocument
-    from .chunk import ChunkKV as ChunkKV
-    from .chunk import KVHandle as KVHandle
-    from .chunk import LayerPair as LayerPair
-    from .config import StoreConfig as StoreConfig
-    from .eviction import NamespaceShare as NamespaceShare
-    from .key import ChunkKey as ChunkKey
-    from .key import context_digest as context_digest
-    from .kv_store import KVStore as KVStore
-    from .prefix_blocks import BLOCK_TOKENS as BLOCK_TOKENS
-    from .prefix_blocks import BlockChain as BlockChain
-    from .prefix_blocks import PrefixBlocks as PrefixBlocks
-    from .prefix_blocks import PrefixRun as PrefixRun
-    from .prefix_blocks import PrefixStats as PrefixStats
-    from .prefix_blocks import chain_root as chain_root
-    from .tiers import CACHE_TIERS as CACHE_TIERS
-    from .tiers import REMOTE as REMOTE
-    from .tiers import CacheTier as CacheTier
-    from .tiers import Placement as Placement
-    from .tiers import StoreStats as StoreStats
-    from .tiers import tiers_in_memory as tiers_in_memory
-    from .verify import VerifyReport as VerifyReport
-    from .write_queue import DocumentVersion as DocumentVersion
+from .catalog import CatalogEntry, StoredDocument
+from .chunk import ChunkKV, KVHandle, LayerPair
+from .config import StoreConfig
+from .eviction import NamespaceShare
+from .key import ChunkKey, context_digest
+from .kv_store import KVStore
+from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root
+from .tiers import CACHE_TIERS, REMOTE, CacheTier, Placement, StoreStats, tiers_in_memory
+from .verify import VerifyReport
+from .write_queue import DocumentVersion
 
-_MODULES = {
-    "cacheblend.base.errors": (
-        "ConfigError",
-        "DamagedEntryError",
-        "InputError",
-        "StoreDirectoryError",
-        "StoreError",
-        "StoreFullError",
-    ),
-    ".catalog": ("CatalogEntry", "StoredDocument"),
-    ".chunk": ("ChunkKV", "KVHandle", "LayerPair"),
-    ".config": ("StoreConfig",),
-    ".eviction": ("NamespaceShare",),
-    ".key": ("ChunkKey", "context_digest"),
-    ".kv_store": ("KVStore",),
-    ".prefix_blocks": ("BLOCK_TOKENS", "BlockChain", "PrefixBlocks", "PrefixRun", "PrefixStats", "chain_root"),
-    ".tiers": ("CACHE_TIERS", "REMOTE", "CacheTier", "Placement", "StoreStats", "tiers_in_memory"),
-    ".verify": ("VerifyReport",),
-    ".write_queue": ("DocumentVersion",),
-}
-__all__, __getattr__ = lazy_names(__name__, _MODULES)
+__all__ = [
+    "BLOCK_TOKENS",
+    "CACHE_TIERS",
+    "REMOTE",
+    "BlockChain",
+    "CacheTier",
+    "CatalogEntry",
+    "ChunkKV",
+    "ChunkKey",
+    "ConfigError",
+    "DamagedEntryError",
+    "DocumentVersion",
+    "InputError",
+    "KVHandle",
+    "KVStore",
+    "LayerPair",
+    "NamespaceShare",
+    "Placement",
+    "PrefixBlocks",
+    "PrefixRun",
+    "PrefixStats",
+    "StoreConfig",
+    "StoreDirectoryError",
+    "StoreError",
+    "StoreFullError",
+    "StoreStats",
+    "StoredDocument",
+    "VerifyReport",
+    "chain_root",
+    "context_digest",
+    "tiers_in_memory",
+]

@@ -22,8 +22,8 @@ import yaml
 
 from cacheblend.base.options import options_of
 from cacheblend.service import EngineConfig
-from cacheblend.service.http import HttpConfig
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.serving.config import ServingConfig
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"

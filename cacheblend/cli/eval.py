@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.eval.data import (
     CHUNKINGS,
     DATA_SETS,
@@ -23,14 +24,14 @@ from cacheblend.eval.data import (
     Preset,
     WorldSource,
 )
-from cacheblend.eval.methods import CONTEXTS, DEFAULT_RATIO, METHODS
+from cacheblend.eval.methods.registry import CONTEXTS, METHODS
 from cacheblend.service.engine.config import EngineConfig
 
 from . import load, options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.eval.data import RequestSource
-    from cacheblend.eval.run import EvalConfig
+    from cacheblend.eval.run.folder import EvalConfig
 
 DEFAULT_METHODS = ",".join(METHODS[:4])
 _WORLD = WorldSource()
@@ -227,9 +228,10 @@ def report(
         cacheblend eval report runs/musique --figure loss.png
     """
     from cacheblend.eval.figures.quality_ttft import draw_losses
-    from cacheblend.eval.load import is_load_run, load_report, read_summary
-    from cacheblend.eval.run import RunFolder, summarize
+    from cacheblend.eval.load.report import is_load_run, load_report, read_summary
+    from cacheblend.eval.run.folder import RunFolder
     from cacheblend.eval.run.report import report as make_report
+    from cacheblend.eval.run.report import summarize
 
     loads = [run for run in runs if is_load_run(run)]
     others = [run for run in runs if run not in loads]
@@ -279,7 +281,7 @@ def figures(
 def _config(source: RequestSource, run: RunOptions, settings: options.Settings) -> EvalConfig:
     """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
     terminal.hush_libraries()
-    from cacheblend.eval.run import EvalConfig
+    from cacheblend.eval.run.folder import EvalConfig
 
     from .model import default_model
 
@@ -300,8 +302,8 @@ def _config(source: RequestSource, run: RunOptions, settings: options.Settings) 
 
 def _run(source: RequestSource, run: RunOptions, settings: options.Settings, *, as_json: bool) -> None:
     config = _config(source, run, settings)
-    from cacheblend.eval.run import evaluate
     from cacheblend.eval.run.report import report
+    from cacheblend.eval.run.runner import evaluate
 
     if run.resume and run.out is None:
         raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")

@@ -20,8 +20,8 @@ from cacheblend.eval.load.sweep import LoadConfig
 from . import options, terminal
 
 if TYPE_CHECKING:
-    from cacheblend.eval.load import LoadRequest, Target
     from cacheblend.eval.load.sweep import Progress
+    from cacheblend.eval.load.target import LoadRequest, Target
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(LoadConfig)}
 MARGIN_TOKENS = 128  # a server's own separators and template stand around what is measured here
@@ -94,7 +94,8 @@ def load(
         cacheblend eval load --address http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:8001
     """
     terminal.hush_libraries()
-    from cacheblend.eval.load import load_report, run_load
+    from cacheblend.eval.load.report import load_report
+    from cacheblend.eval.load.sweep import run_load
 
     from .model import default_model
 
@@ -144,7 +145,7 @@ def _source(name: str, data: str | None, preset: str, seed: int, cases: int | No
 
 def _requests(config: LoadConfig, model: str, on_progress: Progress) -> tuple[list[LoadRequest], list[list[LoadRequest]]]:
     """Those that warm up, and those of every rate."""
-    from cacheblend.eval.load import load_requests, split_requests
+    from cacheblend.eval.load.target import load_requests, split_requests
 
     tokenizer, positions = _tokenizer(model)
     limit = None if positions is None else max(1, positions - config.max_tokens - MARGIN_TOKENS)
@@ -193,14 +194,14 @@ def _service(
 def _own(
     address: str, methods: Sequence[str], source: RequestSource, recompute_ratio: float | None, api_key: str | None
 ) -> list[Target]:
-    from cacheblend.eval.load import own_targets
+    from cacheblend.eval.load.target import own_targets
 
     run = f"{time.time_ns():x}"
     return own_targets(address.rstrip("/"), methods, source, run=run, recompute_ratio=recompute_ratio, api_key=api_key)
 
 
 def _peers(peers: Sequence[tuple[str, str]], source: RequestSource, completions: bool, api_key: str | None) -> list[Target]:
-    from cacheblend.eval.load import peer_target
+    from cacheblend.eval.load.target import peer_target
 
     return [peer_target(label, address, source.wording, completions=completions, api_key=api_key) for label, address in peers]
 

@@ -14,7 +14,6 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
-from cacheblend.base.lazy_names import defer_heavy_libraries
 
 from . import terminal
 
@@ -61,7 +60,6 @@ class _LazyCommand(TyperCommand):
     def load(self) -> Any:
         """The command itself, or the group of them."""
         module, _, attribute = self._target.partition(":")
-        defer_heavy_libraries()
         target = getattr(import_module(module), attribute)
         holder = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         if isinstance(target, typer.Typer):

@@ -129,8 +129,8 @@ def serve(
             logger.info("%s", corpus_note(chosen.store_dir))
         # Libraries take seconds to load: the port is taken and the address logged before.
         terminal.hush_libraries()
-        from cacheblend.service.http import Server
         from cacheblend.service.http.run import run
+        from cacheblend.service.http.server import Server
 
         engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
         if wants_corpus:

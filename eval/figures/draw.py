@@ -11,10 +11,11 @@ from typing import Any
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import FileSource, RequestSource, WorldSource
 from cacheblend.eval.data.source import prompt_renderer
-from cacheblend.eval.methods import METHODS, EverythingCached, ResidentRequest, StoredContexts
-from cacheblend.eval.run import EvalConfig, evaluate, load_fusor
-from cacheblend.eval.run.folder import has_random_weights
+from cacheblend.eval.methods.method import ResidentRequest, StoredContexts
+from cacheblend.eval.methods.registry import METHODS, EverythingCached
+from cacheblend.eval.run.folder import EvalConfig, has_random_weights
 from cacheblend.eval.run.report import ALL, metric_of
+from cacheblend.eval.run.runner import evaluate, load_fusor
 from cacheblend.retriever import Embedder
 
 from .figure_file import new_figure, save_figure

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.blend import FusionConfig, Fusor, Segment
-from cacheblend.eval.methods import DEFAULT_RATIO, ResidentRequest
+from cacheblend.blend import DEFAULT_RATIO, FusionConfig, Fusor, Segment
+from cacheblend.eval.methods.method import ResidentRequest
 from cacheblend.loader import LayerLoader
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 

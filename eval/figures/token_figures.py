@@ -18,7 +18,8 @@ from cacheblend.base.extras import needs_extra
 from cacheblend.blend import FusionConfig, FusionResult, Fusor
 from cacheblend.blend.fusion import kv_deviation
 from cacheblend.eval.data import Wording
-from cacheblend.eval.methods import CONTEXTS, ResidentRequest, make_methods, plan_methods
+from cacheblend.eval.methods.method import ResidentRequest
+from cacheblend.eval.methods.registry import CONTEXTS, make_methods, plan_methods
 
 from .figure_file import new_figure, save_figure
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from cacheblend.eval.metrics import quality
+from cacheblend.eval.metrics.answers import quality
 
 from .target import LoadRequest, Target
 

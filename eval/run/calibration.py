@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import Fusor
+from cacheblend.blend import DEFAULT_RATIO, Fusor
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.source import prompt_renderer
-from cacheblend.eval.methods import DEFAULT_RATIO, FULL_REUSE, METHOD_OF_SELECTOR
-from cacheblend.eval.metrics import COMPARED_TOKENS
+from cacheblend.eval.methods.registry import FULL_REUSE, METHOD_OF_SELECTOR
+from cacheblend.eval.metrics.fidelity import COMPARED_TOKENS
 from cacheblend.loader import Calibration, Measures, Thresholds
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.retriever import Embedder

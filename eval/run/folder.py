@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.eval.methods import CONTEXTS, DEFAULT_RATIO, METHODS, PlannedMethod, plan_methods
+from cacheblend.blend import DEFAULT_RATIO
+from cacheblend.eval.methods.registry import CONTEXTS, METHODS, PlannedMethod, plan_methods
 from cacheblend.service.engine.config import DTYPES, check_max_tokens
 
 if TYPE_CHECKING:

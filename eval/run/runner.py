@@ -15,29 +15,14 @@ from cacheblend.base.errors import InputError
 from cacheblend.blend import FusionResult, Fusor
 from cacheblend.eval.data import Example, Request
 from cacheblend.eval.data.source import prompt_renderer
-from cacheblend.eval.methods import (
-    CacheHistory,
-    EverythingCached,
-    MethodAnswer,
-    ResidentRequest,
-    SeenBefore,
-    StoredContexts,
-    make_methods,
-)
-from cacheblend.eval.methods.method import generate
-from cacheblend.eval.metrics import (
-    COMPARED_TOKENS,
-    GOLD_TOKENS,
-    ModelCompute,
-    answer_nll_nats,
-    compute_share,
-    equal_greedy_tokens,
-    first_token_kl_nats,
-    quality,
-    relative_kv_error,
-)
+from cacheblend.eval.methods.method import MethodAnswer, ResidentRequest, StoredContexts, generate
+from cacheblend.eval.methods.registry import CacheHistory, EverythingCached, SeenBefore, make_methods
+from cacheblend.eval.metrics.answers import quality
+from cacheblend.eval.metrics.compute import ModelCompute, compute_share
+from cacheblend.eval.metrics.fidelity import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import torch_dtype
+from cacheblend.service.serving.quality_guard import first_token_kl_nats, relative_kv_error
 
 from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
 from .report import summarize

@@ -11,12 +11,14 @@ import torch
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message, PromptRenderer, question_place
 from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.engine.request import chunk_origin
+from cacheblend.service.serving.request import Done, Failed, Piece, ServedRequest
+from cacheblend.service.serving.sampling import TokenLogprob
 
-from ..serving import Check, Done, Failed, Piece, ServedRequest, TokenLogprob
 from ..serving.request import TextStream
 from .body import JsonRoute
 from .errors import ApiError, error_body

@@ -24,13 +24,13 @@ from starlette.datastructures import FormData, UploadFile
 
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.retriever.document import NO_ID
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
 from cacheblend.service.engine.documents import part_order
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKED_BYTES, FileConverter
 from cacheblend.service.engine.json_lines import LineLimits
 
-from ..serving import Check
 from .errors import ApiError, shortened
 from .server import Server, run_call, run_document_call
 

@@ -14,11 +14,13 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import DeadlineError, MissingExtraError
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
+from cacheblend.service.serving.request import Done, Event, Failed, Piece, ServedRequest
+from cacheblend.service.serving.sampling import Sampling
 
-from ..serving import Check, Done, Event, Failed, Piece, Sampling, ServedRequest
 from ..serving.sampling import ANY_OBJECT
 from .errors import ApiError
 from .schemas import GenerationBody

@@ -11,8 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cacheblend.service.engine.engine import Engine
-
-from ..serving import Done, Failed, Scheduler, ServedRequest, ShadowReport
+from cacheblend.service.serving.quality_guard import ShadowReport
+from cacheblend.service.serving.request import Done, Failed, ServedRequest
+from cacheblend.service.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -19,9 +19,14 @@ from cacheblend.base.errors import ClientGoneError, ServiceError
 from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.serving.calls import Call, CallPool
+from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.request import Done, Failed, ServedRequest
+from cacheblend.service.serving.sampling import GrammarCompiler
+from cacheblend.service.serving.scheduler import Observer, Scheduler
 
-from ..serving import Call, CallPool, Check, Done, Failed, GrammarCompiler, Observer, Scheduler, ServedRequest, ServingConfig
 from .auth import TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError, shortened

@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import checked_between_batches
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
 
-from ..serving import Check
 from .body import JsonRoute
 from .errors import ApiError
 from .schemas import LIST_TAG, MAX_MESSAGES, TEXT_TAG, IgnoredFields, MessageBody, StrictModel, Text, TextOrList

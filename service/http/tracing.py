@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from ..serving import Done, Failed, ServedRequest
+from cacheblend.service.serving.request import Done, Failed, ServedRequest
 
 SERVICE = "cacheblend"
 FLUSH_MS = 2000  # at the end, for what is not sent yet

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from cacheblend.eval.data import Example, Passage, Task, WorldSource
-from cacheblend.eval.load import LoadRequest
+from cacheblend.eval.load.target import LoadRequest
 
 SOURCE = WorldSource(seed=3, cases=8)
 WORDING = SOURCE.wording

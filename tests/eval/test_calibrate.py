@@ -18,9 +18,8 @@ from cacheblend.blend import SELECTORS, Fusor
 from cacheblend.cli import main as cli
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
-from cacheblend.eval.methods import METHOD_OF_SELECTOR
-from cacheblend.eval.run import calibration_config
-from cacheblend.eval.run.calibration import Setting, choose, loss_curve, selector_beyond
+from cacheblend.eval.methods.registry import METHOD_OF_SELECTOR
+from cacheblend.eval.run.calibration import Setting, calibration_config, choose, loss_curve, selector_beyond
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig

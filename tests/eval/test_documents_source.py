@@ -12,8 +12,9 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import DocumentsSource, Preset
 from cacheblend.eval.data.documents_source import read_questions
-from cacheblend.eval.run import EvalConfig, RunFolder, evaluate
+from cacheblend.eval.run.folder import EvalConfig, RunFolder
 from cacheblend.eval.run.report import report
+from cacheblend.eval.run.runner import evaluate
 
 NEARNESS = ("first_token_kl_nats", "gold_nll_nats", "gold_nll_over_full_nats", "equal_greedy_tokens", "compute_share")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend.eval.load import Curve, throughput_at
-from cacheblend.eval.load.report import Reached, equal_ttft
+from cacheblend.eval.load.report import Curve, Reached, equal_ttft, throughput_at
 from cacheblend.eval.load.sample import Step
 
 

@@ -18,8 +18,9 @@ from cacheblend.eval.figures.token_figures import (
     forward_attention,
     token_deviations,
 )
-from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
-from cacheblend.eval.run import EvalConfig
+from cacheblend.eval.methods.method import ResidentRequest, StoredContexts
+from cacheblend.eval.methods.registry import EverythingCached
+from cacheblend.eval.run.folder import EvalConfig
 
 ALL = {
     "fig12_quality_ttft",

@@ -13,9 +13,9 @@ from peers import EXAMPLE, REQUEST, SOURCE, USAGE, WORDING, peer, piece, refuse,
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
-from cacheblend.eval.load import LoadConfig, LoadRequest, Target, peer_target
 from cacheblend.eval.load.sample import Sample, ask, poisson_arrivals, send_on_time, step_of
-from cacheblend.eval.load.target import load_requests, split_requests
+from cacheblend.eval.load.sweep import LoadConfig
+from cacheblend.eval.load.target import LoadRequest, Target, load_requests, peer_target, split_requests
 
 
 def asked(address: str, *, count: int = 1, arrivals_s: list[float] | None = None, **changes: Any) -> list[Sample]:

@@ -16,12 +16,14 @@ from peers import SOURCE, USAGE, WORDING, peer, piece, refuse, sse
 from cacheblend.base.errors import ServiceError
 from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.cli import main as cli
-from cacheblend.eval.load import LoadConfig, load_report, peer_target, run_load
 from cacheblend.eval.load.own_server import own_server
-from cacheblend.eval.load.target import load_requests, split_requests
+from cacheblend.eval.load.report import load_report
+from cacheblend.eval.load.sweep import LoadConfig, run_load
+from cacheblend.eval.load.target import load_requests, peer_target, split_requests
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
 from api import listening

@@ -9,7 +9,8 @@ from typing import Any
 from cacheblend.cli.model import default_model
 from cacheblend.eval.data import WorldSource
 from cacheblend.eval.data.request import Request
-from cacheblend.eval.run import EvalConfig, evaluate
+from cacheblend.eval.run.folder import EvalConfig
+from cacheblend.eval.run.runner import evaluate
 
 METHODS = ("full_recompute", "full_reuse", "blend", "blend_hkvd")
 ONE_OF_EIGHT = 0.13  # cases of a class

@@ -11,9 +11,9 @@ import pytest
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import WorldSource
-from cacheblend.eval.run import EvalConfig, RunFolder, evaluate, summarize
-from cacheblend.eval.run.report import report
-from cacheblend.eval.run.runner import CaseRunner
+from cacheblend.eval.run.folder import EvalConfig, RunFolder
+from cacheblend.eval.run.report import report, summarize
+from cacheblend.eval.run.runner import CaseRunner, evaluate
 from cacheblend.eval.world.question import TESTED
 
 METHODS = ("full_recompute", "full_reuse", "blend")

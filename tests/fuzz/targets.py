@@ -29,7 +29,8 @@ from cacheblend.blend.gguf_file import read_header
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import read_documents
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 from cacheblend.service.serving.sampling import GrammarCompiler
 from cacheblend.store import KVStore, StoreConfig
 

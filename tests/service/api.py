@@ -13,8 +13,8 @@ from typing import Any
 import uvicorn
 from waiting import wait_until
 
-from cacheblend.service.http import Server
 from cacheblend.service.http.run import MAX_CONNECTIONS, uvicorn_config
+from cacheblend.service.http.server import Server
 
 MODEL = "tiny"
 

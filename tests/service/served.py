@@ -9,7 +9,8 @@ from typing import Any
 from recorded import RecordedAnswer, replay_prompt
 
 from cacheblend.service import AnswerPlan, Engine
-from cacheblend.service.serving import Done, Event, Failed, Piece, Scheduler, ServedRequest
+from cacheblend.service.serving.request import Done, Event, Failed, Piece, ServedRequest
+from cacheblend.service.serving.scheduler import Scheduler
 
 
 class Client:

@@ -206,10 +206,12 @@ def main(config: ServedConfig) -> None:
 
     from cacheblend.retriever import RetrieverConfig
     from cacheblend.service import EngineConfig
-    from cacheblend.service.http import HttpConfig, Server
+    from cacheblend.service.http.config import HttpConfig
     from cacheblend.service.http.log import log_json
     from cacheblend.service.http.run import run
-    from cacheblend.service.serving import Done, Failed, ServedRequest, ServingConfig
+    from cacheblend.service.http.server import Server
+    from cacheblend.service.serving.config import ServingConfig
+    from cacheblend.service.serving.request import Done, Failed, ServedRequest
     from cacheblend.store import StoreConfig
 
     log_json(30)

@@ -14,7 +14,8 @@ from langchain_core.documents import Document
 
 from cacheblend.base.errors import InputError
 from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -19,7 +19,8 @@ from waiting import wait_until
 
 from cacheblend.base.errors import RetrieverError, StoreFullError
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 
 GRACE_S = 3.0
 LONG_TEXT = " ".join(f"word{place}" for place in range(40_000))  # ten seconds and more of a small model

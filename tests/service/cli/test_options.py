@@ -12,8 +12,8 @@ import pytest
 from cacheblend.base.options import options_of
 from cacheblend.cli.main import COMMANDS, _LazyCommand
 from cacheblend.service import EngineConfig
-from cacheblend.service.http import HttpConfig
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.serving.config import ServingConfig
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = options_of(EngineConfig, ServingConfig, HttpConfig)

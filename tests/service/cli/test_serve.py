@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.cli import main as cli
-from cacheblend.service.http import HttpConfig, TenantConfig
-from cacheblend.service.http.auth import hash_key
+from cacheblend.service.http.auth import TenantConfig, hash_key
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.gate import ApiKeys
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.serving.config import ServingConfig
 
 DIGEST = hash_key("cb-key")
 

@@ -16,7 +16,7 @@ from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Answer, AnswerPlan, Engine, EngineConfig
 from cacheblend.service.engine.prompt import Message, PromptLayout, PromptRenderer
-from cacheblend.service.serving import Scheduler
+from cacheblend.service.serving.scheduler import Scheduler
 from cacheblend.store import BLOCK_TOKENS
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3")

@@ -12,8 +12,9 @@ from api import MODEL, listening
 from browser import BROWSER, PHONE, WATCH_ANSWER, WIDE
 
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.auth import hash_key
+from cacheblend.service.http.auth import TenantConfig, hash_key
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.gate import PUBLIC_PATHS, ApiKeys
+from cacheblend.service.http.server import Server
 
 JSON = {"Content-Type": "application/json"}
 KEY = "cb-a-key"

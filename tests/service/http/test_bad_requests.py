@@ -14,7 +14,8 @@ from api import MODEL, listening
 from engines import DOCUMENTS, QUESTION
 
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 
 JSON = {"Content-Type": "application/json"}
 USER = {"role": "user", "content": QUESTION}

@@ -15,8 +15,9 @@ from waiting import wait_until
 
 from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 from cacheblend.store import ChunkKV
 from cacheblend.store.entry_file import write_files
 

@@ -15,8 +15,10 @@ from waiting import wait_until
 
 from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
-from cacheblend.service.serving import ServedRequest, ServingConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.request import ServedRequest
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 

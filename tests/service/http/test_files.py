@@ -19,9 +19,10 @@ import pytest
 from waiting import wait_until
 
 from cacheblend.base.errors import MissingExtraError
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.json_lines import LineLimits
-from cacheblend.service.http import Server, files
-from cacheblend.service.serving import Check
+from cacheblend.service.http import files
+from cacheblend.service.http.server import Server
 
 multipart = pytest.importorskip("python_multipart.multipart")
 TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4

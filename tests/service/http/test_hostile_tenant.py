@@ -23,9 +23,10 @@ from waiting import wait_until
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.auth import hash_key, new_key
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 
 KEYS = {name: new_key() for name in ("hostile", "good")}
 TENANTS = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]

@@ -17,9 +17,10 @@ from waiting import wait_until
 
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import EngineConfig
-from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http.auth import TenantConfig, hash_key
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.ingests import Ingest, RunningIngests
+from cacheblend.service.http.server import Server
 
 
 @pytest.mark.parametrize("route", ["documents", "files"])

@@ -23,9 +23,10 @@ from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.request import namespace_of
-from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.auth import engine_configs, hash_key, new_key
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.auth import TenantConfig, engine_configs, hash_key, new_key
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 from cacheblend.store import StoreConfig
 
 ENTRY_BYTES = 4096 + 4 * 2 * 2 * 16 * 4 * CHUNK_TOKENS  # header; 4 layers, keys and values, 2 heads of 16 float32 a token

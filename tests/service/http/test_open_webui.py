@@ -17,8 +17,9 @@ from api import MODEL, listening
 from engines import QUESTION
 
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.schemas import OpenWebUiFields
+from cacheblend.service.http.server import Server
 
 KEY = "cb-open-webui"
 PAGE = "http://localhost:3000"

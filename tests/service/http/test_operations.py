@@ -20,12 +20,13 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http import HttpConfig, Server, TenantConfig
-from cacheblend.service.http.auth import hash_key, new_key
+from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.log import JsonFormatter
 from cacheblend.service.http.page import STATIC
 from cacheblend.service.http.run import run
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
 

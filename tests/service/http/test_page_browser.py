@@ -17,9 +17,10 @@ from waiting import wait_until
 
 from cacheblend.service import Engine
 from cacheblend.service.engine.config import write_examples
-from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http.auth import TenantConfig, hash_key
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.page import FILES, STATIC
+from cacheblend.service.http.server import Server
 
 pytestmark = NEEDS_BROWSER
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"

@@ -15,7 +15,8 @@ from waiting import wait_until
 
 from cacheblend.service import Engine
 from cacheblend.service.engine.config import write_examples
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 
 pytestmark = NEEDS_BROWSER
 

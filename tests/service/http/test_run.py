@@ -17,9 +17,10 @@ import pytest
 from api import MODEL, listening
 
 from cacheblend.service import Engine
-from cacheblend.service.http import Server, run
 from cacheblend.service.http import body as http_body
+from cacheblend.service.http import run
 from cacheblend.service.http.run import NoFilesFilter, raise_file_limit
+from cacheblend.service.http.server import Server
 
 SOON_S = 0.3
 HEAD = b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

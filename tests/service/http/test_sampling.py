@@ -19,8 +19,9 @@ from waiting import wait_until
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor, NextToken, SequenceKV
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 
 HAS_GRAMMARS = find_spec("llguidance") is not None
 needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance (pip install cacheblend[structured])")

@@ -11,7 +11,8 @@ from schemathesis import checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 
 EXAMPLES = 40  # for each route; `python -m schemathesis.cli run http://127.0.0.1:8000/openapi.json` tries more
 STREAMS = {"/v1/chat/completions": "[DONE]", "/v1/completions": "[DONE]", "/v1/responses": '"object": "response"'}

@@ -13,8 +13,9 @@ from waiting import wait_until
 
 from cacheblend.base.errors import ServiceError
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
 from cacheblend.service.http import run as http_run
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 from cacheblend.service.http.starting import Starting
 
 

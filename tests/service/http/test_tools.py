@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
-from cacheblend.service.http import HttpConfig, Server, generation
+from cacheblend.service.http import generation
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 from cacheblend.service.http.tools import MAX_TOOLS, CallReader, call_schema
-from cacheblend.service.serving import GrammarCompiler, Sampling, ServingConfig
-from cacheblend.service.serving.sampling import Grammar
+from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.sampling import Grammar, GrammarCompiler, Sampling
 
 # In little what Qwen's is.
 TEMPLATE = (

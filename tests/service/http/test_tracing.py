@@ -15,8 +15,9 @@ from engines import DOCUMENTS, QUESTION
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.service import Engine
-from cacheblend.service.http import HttpConfig, Server
-from cacheblend.service.serving import ServingConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed; pip install 'cacheblend[otel]'")
 

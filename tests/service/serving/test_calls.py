@@ -14,8 +14,8 @@ from waiting import wait_until
 
 from cacheblend.base.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.base.threads import LOW_PRIORITY_NICENESS
-from cacheblend.service.serving import Call, CallPool, Check
-from cacheblend.service.serving.calls import TURN_S, FairQueue
+from cacheblend.service.engine.document_encoder import Check
+from cacheblend.service.serving.calls import TURN_S, Call, CallPool, FairQueue
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,12 @@ from waiting import wait_until
 
 from cacheblend.blend import FusionResult
 from cacheblend.service import Engine
-from cacheblend.service.serving import Done, Scheduler, ServingConfig, ShadowReport, quality_guard
+from cacheblend.service.serving import quality_guard
 from cacheblend.service.serving import scheduler as scheduler_module
-from cacheblend.service.serving.quality_guard import STEP, QualityGuard, compare, relative_kv_error
+from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.quality_guard import STEP, QualityGuard, ShadowReport, compare, relative_kv_error
+from cacheblend.service.serving.request import Done
+from cacheblend.service.serving.scheduler import Scheduler
 
 
 def prompt(probabilities: list[float], kv: float = 1.0) -> FusionResult:

@@ -17,8 +17,9 @@ from cacheblend.base.errors import ConfigError, DeadlineError, QueueFullError, S
 from cacheblend.service import Engine
 from cacheblend.service.engine.prefill import PrefillSteps
 from cacheblend.service.engine.request import Request, namespace_of
-from cacheblend.service.serving import Done, Failed, Scheduler, ServingConfig
-from cacheblend.service.serving.scheduler import CREDIT_S, DecodePace, PrefillTurns
+from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.request import Done, Failed
+from cacheblend.service.serving.scheduler import CREDIT_S, DecodePace, PrefillTurns, Scheduler
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
