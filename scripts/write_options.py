@@ -17,10 +17,9 @@ CONFIGS = (EngineConfig, ServingConfig, HttpConfig)
 HEAD = """\
 # Options
 
-This page is written by `python scripts/write_options.py` from the fields of the configuration classes. Each option is a flag
-of `cacheblend serve`, a variable, and a key of its TOML file (`--config`). A flag comes before a variable, and both before the
-file. The other commands take those of them that have an effect there. Beside them stand `--model` (`CACHEBLEND_MODEL`) and
-`--store-dir` (`CACHEBLEND_STORE_DIR`).
+`python scripts/write_options.py` writes this page from the configuration classes. Each option of `cacheblend serve` is a flag, a variable and a
+key of its TOML file (`--config`): `--max-tokens`, `CACHEBLEND_MAX_TOKENS`, `max_tokens`. A flag comes before a variable, and both
+before the file. Other commands have the options that have an effect there. `--model` and `--store-dir` stand beside them.
 
 In Python the fields of an engine are nested:
 
@@ -31,19 +30,13 @@ config = EngineConfig(model="smollm2-135m", store_dir="store", store=StoreConfig
 config = EngineConfig(model="smollm2-135m", store_dir="store", fusion=FusionConfig(recompute_ratio=0.2, selector="gradual"))
 ```
 
-## Presets
-
 | `--preset` | recompute ratio | first-token KL, SmolLM2 | speed-up, SmolLM2 |
 |---|---|---|---|
 | `exact` | 1: every reused token is recomputed | 0 | 1 x; the prefix cache still helps |
 | `balanced` | r*: the calibrated one, or 0.14; more where loading takes longer anyway | 0.017 nats | 4.3 x |
-| `fast` | 0.05 | 0.025 nats | 8.0 x |
+| `fast` | 0.05 | 0.025 nats | 6.5 x |
 
-The figures stand in [benchmarks.md](benchmarks.md) with their commands: KL over ten SQuAD prompts, time to first token at 3,105
-tokens. `exact` gives full prefill's answers, to float rounding. What `fast` costs differs by model: it is more with Gemma 3.
-
-`--recompute-ratio` comes before a preset, and the ratio of a request before both. `cacheblend calibrate` measures on your
-documents what a ratio costs.
+[Benchmarks](benchmarks.md) have the figures. `--recompute-ratio` comes before a preset, and the ratio of a request before both.
 """
 
 
@@ -52,14 +45,14 @@ def options_page() -> str:
     found = options_of(*CONFIGS).values()
     parts = [HEAD]
     for config, panel in dict.fromkeys((each.config, each.panel) for each in found):
-        parts.append(f"\n## {panel} (`{config.__name__}`)\n\n| flag | variable, TOML key | default | |\n|---|---|---|---|\n")
+        parts.append(f"\n## {panel} (`{config.__name__}`)\n\n| flag | default | |\n|---|---|---|\n")
         parts += [_row(each) for each in found if (each.config, each.panel) == (config, panel)]
     return "".join(parts)
 
 
 def _row(each: Option) -> str:
     help_ = each.help.replace("|", "\\|")
-    return f"| `{each.flag}` | `{each.variable}`, `{each.name}` | {_default(each)} | {help_} |\n"
+    return f"| `{each.flag}` | {_default(each)} | {help_} |\n"
 
 
 def _default(each: Option) -> str:
