@@ -1,13 +1,13 @@
-"""Attention of chosen rows against a whole layer of keys, with the exact mask, in blocks (paper §4.2, figure 5b).
+"""Attention of chosen rows against all keys of a layer, with the exact mask, in blocks (paper §4.2, figure 5b).
 
 A row at absolute position p sees the keys at positions <= p, and within the layer's window, whatever its row number. Rows
-are sorted by position and processed in blocks, each against the keys up to its last position: no attention work for keys
-that no row of the block can see, and never (rows x keys x heads) scores of the whole layer, nor a mask of more than
+are sorted by position and processed in blocks, each against the keys up to its last position. So no attention is computed for
+keys that no row of the block can see, scores of a complete layer (rows x keys x heads) never exist, and no mask is larger than
 `KEPT_MASK_BYTES`.
 
-On a CPU `row_attention.c` takes each row over the keys that it sees, and turns stored keys: in float32, and in bfloat16 where
-there is AMX or AVX512-BF16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size and
-dtype, where there is a C compiler; heads of no multiple of 32 numbers have the blocks.
+On a CPU `row_attention.c` computes each row over the keys that it sees, and rotates stored keys: in float32, and in bfloat16
+where there is AMX or AVX512-BF16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size
+and dtype, where there is a C compiler. Heads whose size is no multiple of 32 are computed in blocks.
 
 Shapes: Q query heads, H KV heads, G = Q / H query heads of a KV head, S rows, B rows of a block, X = B x G, N keys or
 positions, K keys that a block sees, D head size.
@@ -29,32 +29,30 @@ import torch
 
 from .compiled_file import has_feature, load_or_warn
 
-# A block's rows all pay for the keys up to its last one: scattered rows are taken few at a time (with 497 of 3,104, 16 to 128 a
-# block take the same time on two cores, 512 take 1.5 x as long), neighbours many, and so are those of a chunk that is missing:
-# a run of LONG_RUN rows or more stands in blocks of its own. On the CPU no block reaches over a gap of more than LONG_GAP
-# positions; on a GPU larger blocks mean fewer launches.
+# Rows of a block: each row pays for the keys up to the block's last row, so scattered rows stand in small blocks and neighbours
+# in large ones. A run of LONG_RUN neighbours or more, such as a missing chunk, has blocks of its own. On the CPU no block
+# reaches over a gap of more than LONG_GAP positions; on a GPU larger blocks mean fewer launches.
 BLOCK_ROWS = {"cpu": 64}
 BLOCK_ROWS_ACCELERATOR = 256
 BLOCK_ROWS_CONTIGUOUS = 256
 LONG_RUN = 128
 LONG_GAP = 256
-# Neighbouring rows with few positions before them, one to so many rows, are taken in one causal call, those positions too: 4 %
-# more attention at most, where a layer in blocks with masks took 4 to 17 % longer.
+# If a run of rows starts within 1/SKIPPED_PART of its length, one causal call from position 0 computes it (docs/adr/005).
 SKIPPED_PART = 4
 # In 16 bits on a CPU a block's attention is two matrix products, as in transformers' eager path: PyTorch's own kernel has
-# 16-bit instructions for them only where there is AMX (466 rows of 3,105 positions, 9 heads of 64: 8 ms a layer for 16 to 19).
+# 16-bit instructions only where there is AMX, and takes twice as long elsewhere.
 HALF = ("torch.bfloat16", "torch.float16")
-# A block's keys end at a multiple of so many positions, where the rows' last one allows it: a product of a new shape costs
-# oneDNN as much again, and a new prompt's rows end anywhere (804 rows of 3,019 positions in bfloat16: 46 ms a layer, then 27).
+# A block's keys end at a multiple of KEYS_MULTIPLE positions, where the prompt is long enough: oneDNN compiles a product for
+# each new shape, which doubles its time, and rows of a new prompt end anywhere.
 KEYS_MULTIPLE = 64
-# Masks of all blocks together that are kept for the next layer of a window; to make them took a reader's layer 0.4 of 7.5 ms.
+# Bytes of masks that are cached for the next layer with an equal window; making them again costs a small model 5 % of a layer.
 KEPT_MASK_BYTES = 16 * 2**20
 SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURES = "amx_bf16", "avx512_bf16"  # either of which bfloat16 needs
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
-ALL_KEYS = 2**62  # a window that no row reaches the end of
+ALL_KEYS = 2**62  # a window longer than any prompt
 logger = logging.getLogger(__name__)
-if TYPE_CHECKING:  # torch is not loaded by who asks for a command's help
+if TYPE_CHECKING:  # a command's help does not load torch
     CosSin = tuple[torch.Tensor, torch.Tensor]
     Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
     Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -62,10 +60,11 @@ if TYPE_CHECKING:  # torch is not loaded by who asks for a command's help
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Rows that attention takes together, and the keys from `start` to `stop`: all that they see, and a few that none sees.
+    """Rows that attention processes together, and their keys from `start` to `stop`.
 
-    `bias_BGT` is what is added to their scores of the keys from `start + hidden_from` on: 0 where a row sees a key, -inf
-    elsewhere; before that no key is hidden from any of them. G is 1 where it is the same for a KV head's query heads.
+    keys[start:stop] covers every key that any of the rows may see; `bias_BGT` masks the others. It is added to the scores of
+    the keys from `start + hidden_from` on: 0 where a row sees a key, -inf elsewhere. Earlier keys are visible to all rows. G
+    is 1 where one mask serves all query heads of a KV head.
     """
 
     rows: slice
@@ -76,13 +75,13 @@ class Block:
 
 
 def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device; through pinned memory, without a wait for what a GPU has to do before."""
+    """Copy a CPU tensor to a device; to a GPU through pinned memory, so the host does not wait for the GPU's queue."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The sorted absolute positions of the rows that a layer runs, on the CPU and on the device; see `masked_blocks`."""
+    """The sorted absolute positions of the rows that a layer runs, on the CPU and on the device."""
 
     positions_S: torch.Tensor
     on_device_S: torch.Tensor
@@ -103,12 +102,12 @@ class Rows:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the rows are neighbours, without a gap; some row there is."""
+        """Whether there are rows, and they are neighbours without a gap."""
         return len(self) > 0 and int(self.positions_S[-1]) - self.first == len(self) - 1
 
     @property
     def last(self) -> Rows:
-        """The last row alone."""
+        """The last row only."""
         return Rows(self.positions_S[-1:], self.on_device_S[-1:])
 
     def split(self, size: int) -> Iterator[Rows]:
@@ -120,9 +119,7 @@ class Rows:
             yield Rows(positions_S, on_device_S)
 
     def blocks(self) -> Iterator[Rows]:
-        """The pieces that attention takes them in, in order; of each stretch between two cuts the odd one, of half to one and a
-        half times the others' size, stands first, where rows see the fewest keys.
-        """
+        """Blocks of about equal size, in order; a remainder is merged into the first block, whose rows see fewest keys."""
         for stretch in self._stretches():
             size = BLOCK_ROWS.get(self.on_device_S.device.type, BLOCK_ROWS_ACCELERATOR)
             size = max(size, BLOCK_ROWS_CONTIGUOUS) if stretch.is_contiguous else size
@@ -132,11 +129,11 @@ class Rows:
                 yield from stretch._part(first, len(stretch)).split(size)
 
     def masked_blocks(self, groups: int | None, window: int | None, dtype: torch.dtype) -> Iterable[Block]:
-        """`blocks` with their masks, kept for the next layer of the same rows where that is little.
+        """`blocks` with their masks, cached for the next layer if they are smaller than `KEPT_MASK_BYTES`.
 
         Args:
-            groups: G of masks as PyTorch's kernel takes them, of all keys; None for the least that says the same.
-            window: see `attend`.
+            groups: G of masks over all keys, the form that PyTorch's kernel needs; None for masks of the hidden keys only.
+            window: as in `attend`.
             dtype: of the scores.
         """
         if len(self) * (groups or 1) * (int(self.positions_S[-1]) + 1) * dtype.itemsize > KEPT_MASK_BYTES:
@@ -198,8 +195,8 @@ def attend(
     windowed = window is not None and int(rows.positions_S[-1]) >= window
     if rows.is_contiguous and rows.first * SKIPPED_PART <= len(rows) and not windowed and softcap is None:
         stop = rows.first + len(rows)
-        # The same call as transformers' sdpa path makes, so that ratio 1.0 takes full prefill's own kernel. Its causal mask
-        # begins at position 0: what it computes for the few positions before the rows is dropped.
+        # This call equals transformers' sdpa path, so that ratio 1.0 runs full prefill's own kernel. Its causal mask begins
+        # at position 0; outputs of the few positions before the rows are dropped.
         q_1QND = torch.nn.functional.pad(q_1QSD, (0, 0, rows.first, 0)) if rows.first else q_1QSD
         out_1QND = torch.nn.functional.scaled_dot_product_attention(
             q_1QND, k_1HND[:, :, :stop], v_1HND[:, :, :stop], is_causal=stop > 1, scale=scaling, enable_gqa=True
@@ -231,8 +228,8 @@ def attend(
 def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """`Block.bias_BGT` of the keys from `start` to `stop`.
 
-    Only keys past the block's first position, or after the last one's window, can be hidden from some row: the rest is not
-    compared.
+    Only keys past the block's first position, or before the last position's window, can be hidden from a row. Other keys are
+    not compared.
     """
     first, last = int(block.positions_S[0]), int(block.positions_S[-1])
     rows_B11 = block.on_device_S[:, None, None]
@@ -248,7 +245,7 @@ def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, d
 def attention_weights(
     q_HXD: torch.Tensor, k_HKD: torch.Tensor, block: Block, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """Softmax weights (H, X, K) of a block's rows over its keys, in the queries' dtype; X = B x G. See `attend`."""
+    """Softmax weights (H, X, K) of a block's rows over its keys, in the queries' dtype; X = B x G."""
     q_HXD = q_HXD * scaling
     if len(k_HKD) == 1:  # a product of matrices takes half the time of a batch of one
         scores_HXK = torch.mm(q_HXD[0], k_HKD[0].t())[None]
@@ -262,7 +259,7 @@ def attention_weights(
 
 
 class HeadRows(ctypes.Structure):
-    """A tensor's rows, as the C files take them: `Rows` of row_attention.c, `New` of decode_attention.c."""
+    """A tensor's rows in the C files' layout: `Rows` of row_attention.c, `New` of decode_attention.c."""
 
     _fields_ = (("at", ctypes.c_void_p), ("row", ctypes.c_int64), ("head", ctypes.c_int64))
 
@@ -300,17 +297,17 @@ class RowKernel:
         softcap: float | None,
         weights_QN: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Output (1, S, Q, D); see `attend`.
+        """Attention output (1, S, Q, D), as the function `attend` returns it.
 
         Args:
-            q_1QSD: see `attend`.
-            k_1HND: see `attend`.
-            v_1HND: see `attend`.
-            positions_S: the rows', a sorted LongTensor.
-            scaling: see `attend`.
-            window: see `attend`.
-            softcap: see `attend`.
-            weights_QN: float32, takes the last row's weights over the keys that it sees; None where nobody asks.
+            q_1QSD: rotated queries of the rows.
+            k_1HND: rotated keys.
+            v_1HND: values.
+            positions_S: the rows' positions, a sorted LongTensor.
+            scaling: factor on the scores.
+            window: positions that a row sees, itself included; None for all.
+            softcap: bound of the scores; None for none.
+            weights_QN: float32 output for the last row's weights over the keys that it sees; None to skip it.
         """
         _, heads, rows, size = q_1QSD.shape
         operands = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QSD, k_1HND, v_1HND)]
@@ -338,13 +335,13 @@ class RowKernel:
     def rotate(
         self, k_1HTD: torch.Tensor, cos_1TX: torch.Tensor, sin_1TX: torch.Tensor, *, rounds_products: bool = False
     ) -> None:
-        """Turn keys in place, the halves of their first X numbers against each other.
+        """Rotate keys in place: the two halves of their first X numbers against each other.
 
         Args:
-            k_1HTD: keys, which may be a slice of a layer's.
-            cos_1TX: of each position, X numbers of which the second half is the first again.
-            sin_1TX: the same.
-            rounds_products: both, before they are added; else the second goes to the sum unrounded.
+            k_1HTD: keys; they may be a slice of a layer's keys.
+            cos_1TX: cosines of each position; the second half of the X numbers repeats the first.
+            sin_1TX: sines of each position, in that layout.
+            rounds_products: whether both products are rounded before they are added; else the second is added unrounded.
         """
         _, heads, rows, _ = k_1HTD.shape
         cos_1TX, sin_1TX = cos_1TX.contiguous(), sin_1TX.contiguous()
@@ -363,12 +360,12 @@ class RowKernel:
         )
 
     def rotation_of(self, rotate: Rotate, cos_sin: CosSin, k_1HND: torch.Tensor) -> Turn | None:
-        """A model's rotation of keys, in place and to the bit; None where it is another than these two.
+        """The compiled in-place rotation that equals a model's rotation bit for bit; None if neither variant does.
 
         Args:
-            rotate: the model's, which gives new keys.
-            cos_sin: of the positions to compare it at.
-            k_1HND: a layer's keys, of which it takes shape and dtype.
+            rotate: the model's rotation, which returns new keys.
+            cos_sin: cosines and sines of the positions at which the two are compared.
+            k_1HND: a layer's keys; only shape and dtype are read.
         """
         _, heads, _, size = k_1HND.shape
         if cos_sin[0].dtype != k_1HND.dtype or cos_sin[0].shape[-1] > size:
@@ -386,7 +383,7 @@ class RowKernel:
 
 
 def row_kernel(dtype: torch.dtype, device: torch.device, head_size: int) -> RowKernel | None:
-    """The kernel for a model, compiled where that was not done before; None where other attention serves."""
+    """The kernel for a model, compiled at its first use; None if PyTorch's attention runs instead."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return None
     if head_size % HEAD_MULTIPLE or head_size > MAX_HEAD_SIZE:
@@ -409,7 +406,7 @@ def _load(dtype: torch.dtype, head_size: int) -> RowKernel | None:
         return None
     kernel = RowKernel(library)
     off = _error_of(kernel, dtype, head_size)
-    if not off <= (1e-2 if is_half else 1e-5):  # of outputs of about 1; nor where it is not a number
+    if not off <= (1e-2 if is_half else 1e-5):  # outputs are about 1; NaN fails too
         logger.warning("row_attention.c as it was compiled is off by %.2g and not used", off)
         return None
     return kernel

@@ -1,8 +1,8 @@
-"""Compiled C files: made once for a processor, kept in the cache, loaded only where nobody else could have written them.
+"""Compiled C files: made once for a processor, cached, and loaded only if nobody else could have written them.
 
-A file's name has a digest of all that it depends on and one of its content, so that machines that share a home do not load each
-other's, and a damaged file is made again. Where the cache cannot be written, or others may write to it, each process
-compiles for itself.
+A file's name has a digest of its inputs (source, flags, compiler, processor) and a digest of its content. So machines that
+share a home folder do not load each other's files, and a damaged file is made again. If the cache cannot be written, or others
+may write to it, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pathlib import Path
 from cacheblend.base.files import make_folder, user_cache_folder
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
-COMPILE_S = 60.0  # more than that is a compiler that hangs
+COMPILE_S = 60.0  # a compiler that runs longer hangs
 CPUINFO = Path("/proc/cpuinfo")
-# What `-march=native` may depend on; the names of x86 and those of ARM.
+# Lines of /proc/cpuinfo that `-march=native` may depend on, by their names on x86 and ARM.
 _PROCESSOR_LINES = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU variant", "CPU part")
 logger = logging.getLogger(__name__)
 
 
 def find_compiler() -> Path | None:
-    """The system's C compiler; None where there is none."""
+    """The system's C compiler; None if there is none."""
     found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     return None if found is None else Path(found)
 
@@ -43,12 +43,12 @@ def has_feature(flag: str) -> bool:
 
 
 def load_or_warn(source: Path, defines: Sequence[str], instead: str) -> ctypes.CDLL | None:
-    """A C file as a library, see `load_compiled`; None where it cannot be had, with a warning unless there is no compiler.
+    """Load a C file with `load_compiled`; return None if that fails, with a warning unless there is no compiler.
 
     Args:
         source: the file.
-        defines: see `load_compiled`.
-        instead: what is done without it, for the warning.
+        defines: macros, as compiler flags.
+        instead: the consequence of going without it, for the warning.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -61,7 +61,7 @@ def load_or_warn(source: Path, defines: Sequence[str], instead: str) -> ctypes.C
 
 
 def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctypes.CDLL:
-    """A C file as a library of this process, compiled with the given macros where that was not done before.
+    """Load a C file as a library of this process; compile it with the given macros at its first use.
 
     Raises:
         OSError: it cannot be compiled or loaded; the system's error, or the compiler's.
@@ -72,7 +72,7 @@ def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctype
     found = _find_compiled(folder, name)
     if found is not None:
         return ctypes.CDLL(str(found))
-    with tempfile.TemporaryDirectory() as directory:  # which is this user's alone
+    with tempfile.TemporaryDirectory() as directory:  # only this user may write to it
         made = Path(directory) / f"{name}.so"
         _compile([str(compiler), *FLAGS, *defines, str(source), "-lm", "-o", str(made)])
         try:
@@ -83,7 +83,7 @@ def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctype
 
 
 def _find_compiled(folder: Path, name: str) -> Path | None:
-    """An undamaged file under that name, in a folder that others cannot write to."""
+    """Find an undamaged file of that name in a folder that others cannot write to."""
     with suppress(OSError):
         folder = folder.resolve(strict=True)
         for path in folder.glob(f"{name}-*.so"):
@@ -95,7 +95,7 @@ def _find_compiled(folder: Path, name: str) -> Path | None:
 
 
 def _keep(made: Path, folder: Path, name: str) -> None:
-    """Put a compiled file into the cache, at once and whole, whoever else does so meanwhile."""
+    """Put a compiled file into the cache atomically; other processes may do so at the moment."""
     make_folder(folder)
     folder = folder.resolve()
     _check_private(folder)
@@ -113,7 +113,7 @@ def _keep(made: Path, folder: Path, name: str) -> None:
 
 
 def _check_private(path: Path) -> None:
-    """See that only this user and root may write to a file or exchange it.
+    """Check that only this user and root may write to a file or exchange it.
 
     Raises:
         PermissionError: others may write to it or to a folder above it.
@@ -121,7 +121,7 @@ def _check_private(path: Path) -> None:
     for each in (path, *path.parents):
         status = each.stat()
         shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot exchange what is in it
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot exchange its files
         if status.st_uid not in (0, os.geteuid()) or (shared and not sticky):
             raise PermissionError(f"others may write to {each}: make this user its owner, and `chmod go-w` it")
 
@@ -133,7 +133,7 @@ def _compile(command: Sequence[str]) -> None:
         try:
             _, errors = process.communicate(timeout=COMPILE_S)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # with the programs that a compiler starts
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler starts programs of its own
             raise
     if process.returncode:
         last = next((line for line in errors.splitlines() if "error" in line), errors[-200:])
@@ -149,7 +149,7 @@ def _depends_on(compiler: Path, source: Path, defines: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do, as far as the system tells; where it does not, the machine's name."""
+    """Features of the processor; on a system that does not list them, the machine's name."""
     return "\n".join(sorted(_features())) or f"{platform.processor()} of {platform.node()}"
 
 

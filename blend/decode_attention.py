@@ -1,8 +1,8 @@
 """Attention of the last token of every sequence of a batch, and the KV that it runs over.
 
-In a decoding step the sequences stand where a prompt's rows would: projections and MLP run for all of them at once, which reads
-the weights once; attention runs for each over its own keys. So nothing is padded or masked, and a sequence joins or leaves
-between two steps without a copy of another's KV.
+In a decoding step each sequence is one row: projections and MLP run for all sequences at once, which reads the weights once;
+attention runs for each sequence over its own keys. So nothing is padded or masked, and a sequence joins or leaves between two
+steps without a copy of another's KV.
 
 On a CPU one call of `decode_attention.c` serves all sequences of a layer, wherever their KV lies, at the speed at which memory
 is read. The file is compiled at its first use on a machine, for the model's shape, where there is a C compiler; without one
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SOURCE = Path(__file__).with_name("decode_attention.c")
-MAX_VECTORS = 256  # of 16 numbers, a KV head's queries: more than that is not for registers
+MAX_VECTORS = 256  # of 16 numbers each, for a KV head's queries: more do not fit the registers
 logger = logging.getLogger(__name__)
 
 
@@ -43,8 +43,8 @@ class SequenceLayerKV:
     Args:
         k_HKD: keys.
         v_HKD: values.
-        window: how many of the last positions it sees; None for all.
-        memory_21HCD: that keys and values stand at the start of, and nobody else's after them; None to copy them.
+        window: number of last positions that the layer sees; None for all.
+        memory_21HCD: buffer that begins with these keys and values and has free room after them; None to copy them.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class SequenceLayerKV:
         return self._k_HCD[:, start : self._used], self._v_HCD[:, start : self._used]
 
     def last(self, tokens: int) -> LayerPair:
-        """Keys and values (H, tokens, D) of the last positions, at most those that the next one sees; not to be kept."""
+        """Keys and values (H, tokens, D) of the last positions; views that the next append may invalidate."""
         return self._k_HCD[:, self._used - tokens : self._used], self._v_HCD[:, self._used - tokens : self._used]
 
     def reserve(self) -> None:
-        """See that there is room for the next position."""
+        """Make room for the next position."""
         if self._used == self._k_HCD.shape[1]:
             start = 0 if self._window is None else max(0, self._used - self._window)
             self._move(self._k_HCD[:, start : self._used], self._v_HCD[:, start : self._used])
 
     def begin_append(self) -> tuple[int, int, int, int, int]:
-        """Count the next position, which the caller writes; `Sequence` of the C file."""
+        """Count the next position, which the caller writes; returns the C file's `Sequence` as five numbers."""
         self.reserve()
         self._used += 1
         first = 0 if self._window is None else max(0, self._used - self._window)
@@ -102,11 +102,11 @@ class SequenceLayerKV:
 
 
 class DecodePass:
-    """One layer's pass of every sequence's last token; stands where `RowsPass` stands for a prompt.
+    """One layer's pass over the last token of every sequence; the counterpart of a prompt's `RowsPass`.
 
     Args:
-        layers: the layer of every sequence.
-        kernel: that attends for all of them in one call; None for PyTorch's attention.
+        layers: the layer's KV of every sequence.
+        kernel: compiled attention for all sequences in one call; None for PyTorch's attention.
     """
 
     def __init__(self, layers: Sequence[SequenceLayerKV], kernel: DecodeKernel | None = None) -> None:
@@ -138,7 +138,7 @@ def _attend_one(
     """Output (Q, D) of one row that sees all keys given."""
     q_HGD = q_QD.unflatten(0, (k_HKD.shape[0], -1))  # the query heads of one KV head are rows over the same keys
     if softcap is None:
-        # With a batch dimension PyTorch takes its flash kernel: 62 us against 246 without (8/4 heads of 32, 1,024 keys, CPU).
+        # With a batch dimension PyTorch runs its flash kernel, which is four times as fast on a CPU.
         return scaled_dot_product_attention(q_HGD[None], k_HKD[None], v_HKD[None], scale=scaling)[0].flatten(0, 1)
     scores_HGK = torch.matmul(q_HGD, k_HKD.transpose(1, 2)) * scaling
     scores_HGK = torch.tanh(scores_HGK / softcap) * softcap
@@ -211,7 +211,7 @@ def _load(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | Non
         return None
     kernel = DecodeKernel(library)
     off = _error_of(kernel, groups, head_size, dtype)
-    if not off <= (1e-5 if dtype == torch.float32 else 2e-2):  # nor where it is not a number
+    if not off <= (1e-5 if dtype == torch.float32 else 2e-2):  # NaN fails too
         logger.warning("decode_attention.c as it was compiled is off by %.2g and not used", off)
         return None
     return kernel

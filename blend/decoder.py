@@ -2,7 +2,7 @@
 
 Nothing of an architecture is copied here. A second module tree shares the model's parameters but has its own config, whose
 attention implementation is ours; decoder layers, rotary function, embedding and head are the model's own code. The model
-itself stays as it was loaded, so it serves as the reference and for decoding while the tree runs in other threads.
+itself is not changed, so it serves as the reference and for decoding while the tree runs in other threads.
 
 Shapes: H KV heads, S rows, N tokens, D head size, M hidden size, V vocabulary.
 """
@@ -32,8 +32,8 @@ from .model_runner import CosSin, ModelRunner
 from .rms_norm import with_fused_norms
 
 IMPLEMENTATION = "cacheblend"
-# Bounds what layer 0 needs, which every token runs through. Its attention is fastest in one call from position 0 on (77 ms for
-# 3,105 rows, 91 in pieces of 1,024), its MLP in pieces whose activations stay near the caches.
+# Rows of layer 0 in one attention call, and in one MLP call: attention is fastest in one call from position 0 on, the MLP in
+# pieces whose activations fit the processor's caches.
 ROWS_AT_ONCE = 4096
 MLP_ROWS_AT_ONCE = 1024
 
@@ -47,7 +47,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
 
 
 class _RowPieces(nn.Module):
-    """An MLP run on so many rows at a time; rows do not see each other there."""
+    """An MLP that runs on at most `MLP_ROWS_AT_ONCE` rows at a time; its rows are independent."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _RowPieces(nn.Module):
 
 
 class _GivenHidden(nn.Module):
-    """Stands where the decoder was, so that the causal-LM class's own forward turns a hidden state into logits."""
+    """Replaces the decoder, so that the causal-LM class's own forward turns a hidden state into logits."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _GivenHidden(nn.Module):
 
 
 class Decoder:
-    """The model runner over a Hugging Face causal LM of a supported architecture; see `ModelRunner`.
+    """The `ModelRunner` over a Hugging Face causal LM of a supported architecture.
 
     Args:
         model: the Hugging Face model; its parameters are shared, its config and modules are not touched.
@@ -94,7 +94,7 @@ class Decoder:
         head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
         pack = packed_linear.packed if packed_linear.pays(model) else _as_it_is
         self._layers, self._head = [pack(layer) for layer in layers], pack(head)
-        # Of decoding and of chosen rows: a prompt's neighbours have the very bits of the model's own norms.
+        # Decoding and chosen rows run fused norms; contiguous rows run the model's own norms, bit for bit.
         self._fused_layers, self._fused_head = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(self._head)
         cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
@@ -110,7 +110,7 @@ class Decoder:
         self.kv_heads = int(self.config.num_key_value_heads)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
-        # About the multiply-adds of a row through a layer, but for attention scores and experts that a row does not visit.
+        # About the multiply-adds of a row through a layer, without attention scores; experts that a row does not visit count.
         self.layer_parameters = sum(parameter.numel() for parameter in layers[-1].parameters())
         self._decode_kernel = decode_kernel(self.geometry, int(self.config.num_attention_heads))
 
@@ -161,7 +161,7 @@ class Decoder:
     def run_rows(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
-        """Run rows of the prompt through one layer; the paper's `prefill_layer` (§6). Gives (1, S, M)."""
+        """Run rows of the prompt through one layer; the paper's `prefill_layer` (§6). Returns (1, S, M)."""
         pieces: list[torch.Tensor] = []
         for piece in rows.split(ROWS_AT_ONCE):
             done = sum(part.shape[1] for part in pieces)
@@ -175,19 +175,19 @@ class Decoder:
     def run_question(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
-        """Run the question's rows through one layer; `question` has what they attend to afterwards. Gives (1, S, M)."""
+        """Run the question's rows through one layer; `question` records their attention. Returns (1, S, M)."""
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
         return self._run(self._fused_layers[layer], hidden_1SM, rows.on_device_S, cos_sin_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Position-free keys and values (1, H, N, D), layer by layer, of sequences none of which sees another.
+        """Position-free keys and values (1, H, N, D), layer by layer, of sequences that do not see each other.
 
         Args:
-            sequences: token ids of each; N is the tokens of all of them, which stand one after the other. Sequences of one
-                length are fastest as neighbours.
-            shared: what each of them stands after; None for nothing.
+            sequences: token ids of each; N is the number of tokens of all sequences, which are concatenated. Neighbours of
+                equal length are fastest.
+            shared: prefix that every sequence sees; None for no prefix.
         """
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
@@ -214,10 +214,10 @@ class Decoder:
             identity = (torch.ones_like(cos), torch.zeros_like(sin))
             hidden_1NM = self._run(self._layers[layer], hidden_1NM, positions_N, identity, layer_pass)
             yield layer_pass.k_1HND, layer_pass.v_1HND
-        yield self.project_kv(len(self._layers) - 1, hidden_1NM)  # nobody reads what comes out of the last layer
+        yield self.project_kv(len(self._layers) - 1, hidden_1NM)  # nobody reads the last layer's output
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix | None:
-        """The KV of a prefix, for sequences that stand after it; None where the model's attention takes no mask of ours."""
+        """The KV of a prefix, for sequences that follow it; None if the model's attention accepts no mask of ours."""
         if self._reference_config._attn_implementation not in ("sdpa", "eager"):
             return None
         positions_P = torch.arange(len(prefix_ids), device=self.device)
@@ -229,7 +229,7 @@ class Decoder:
         return SharedPrefix(len(prefix_ids), layers)
 
     def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
-        """The same: one process holds all heads."""
+        """Return the sum unchanged: one process holds all heads."""
         return heads_sum_N
 
     def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor) -> Any:
@@ -271,11 +271,11 @@ class Decoder:
 
 
 class CacheSink:
-    """Hands finished layers over to a `DynamicCache` without copying them; a sliding layer keeps its last window alone.
+    """Puts finished layers into a `DynamicCache` without copying them; of a sliding layer only the last window.
 
     Attributes:
-        cache: of the whole prompt, once all layers are there.
-        memory: see `FusionResult.memory`.
+        cache: the prompt's KV cache, complete once all layers were put.
+        memory: the layers' buffers, for `FusionResult.memory`.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -283,7 +283,7 @@ class CacheSink:
         self.memory: list[torch.Tensor | None] = []
 
     def put(self, layer: int, whole: LayerKV) -> None:
-        """See `LayerSink.put`."""
+        """Put a finished layer into the cache."""
         nothing = whole.k_1HND[:, :, :0]
         self.cache.update(nothing, nothing, layer)
         target: Any = self.cache.layers[layer]
@@ -296,7 +296,7 @@ class CacheSink:
 
 
 def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` outputs of a linear layer; the others are computed as well where its weight is packed (quantised)."""
+    """The last `count` outputs of a linear layer; a quantised layer computes the others too."""
     linear = linear.plain if isinstance(linear, packed_linear.PackedLinear) else linear
     if type(linear) is not nn.Linear:
         whole: torch.Tensor = linear(inputs)

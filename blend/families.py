@@ -1,4 +1,4 @@
-"""Model families: those that blending is verified on, why others are refused, and the fingerprint that tells models apart."""
+"""Model families: the verified ones, the reasons to refuse others, and the fingerprint of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.base.files import user_cache_folder
 
-# Each has a tiny random model in the tests that must give full prefill's logits and KV at ratio 1.0.
+# For each, a tiny random model in the tests must have full prefill's logits and KV at ratio 1.0.
 VERIFIED = (
     "cohere",
     "gemma",
@@ -45,11 +45,11 @@ _PARTS = ("layers", "norm", "rotary_emb")
 
 
 def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
-    """Refuse a model that blending is not right on, naming what is missing.
+    """Refuse a model that blending would be wrong on; the message names the reasons.
 
     Raises:
-        UnsupportedModelError: a family outside the verified ones (unless allowed), a rope that changes with the prompt's
-            length, layers that hold another state than keys and values, or that attend to the future.
+        UnsupportedModelError: the family is not verified (unless allowed), the rope changes with the prompt's length, or layers
+            hold another state than keys and values or attend to the future.
 
     """
     config: Any = model.config.get_text_config(decoder=True)
@@ -65,7 +65,7 @@ def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
 
 
 def drops_softcap(model: PreTrainedModel) -> bool:
-    """Whether attention runs without the model's soft-capping: transformers before 5.21 gives Gemma 2 sdpa, which has none."""
+    """Whether attention runs without the model's soft-capping, as Gemma 2 with sdpa in transformers before 5.21."""
     capped = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     return capped is not None and str(model.config._attn_implementation) == "sdpa"
 
@@ -83,7 +83,7 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
             f"it has state-space or linear-attention layers ({', '.join(states)} instead of keys and values), whose one state "
             "of all tokens before cannot be put together from chunks"
         )
-        return  # what else such a decoder lacks would hide the reason
+        return  # further reasons would hide this one
     base = model.get_decoder()
     absent = [part for part in _PARTS if not hasattr(base, part)]
     if absent:
@@ -111,7 +111,7 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
 
 
 def _kinds_of_state(model: PreTrainedModel) -> set[str]:
-    """What its layers keep between tokens that is not their own keys and values, by the names of transformers."""
+    """Kinds of state, by transformers' class names, that layers hold between tokens instead of keys and values."""
     kinds = {type(cache_layer) for cache_layer in DynamicCache(config=model.config).layers}
     return {kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}}
 
@@ -127,10 +127,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def fingerprint_directory(directory: Path, model: nn.Module, dtype: torch.dtype) -> str:
-    """Fingerprint of a model loaded from a directory: its config as it was loaded, its weight shards, and `dtype`.
-
-    See `file_digest` for how a shard is hashed.
-    """
+    """Fingerprint of a model loaded from a directory: its config as it was loaded, `file_digest` of its shards, and `dtype`."""
     digest = _config_digest(model, dtype)
     for shard in sorted(path for pattern in _WEIGHTS for path in directory.glob(pattern)):
         digest.update(f"{shard.name}:{file_digest(shard)}\n".encode())
@@ -140,7 +137,7 @@ def fingerprint_directory(directory: Path, model: nn.Module, dtype: torch.dtype)
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hex.
 
-    It is remembered by real path, size and modification time in the user's cache folder, so that a large file is hashed once.
+    The user's cache folder holds it by real path, size and modification time, so that a large file is hashed once.
     """
     stat = path.stat()
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""Generation after a blended prompt: as `model.generate` does, and token by token for sequences of a batch.
+"""Generation after a blended prompt: with `model.generate`, and token by token for sequences of a batch.
 
 Shapes: H KV heads, N tokens of the prompt, C room for keys, D head size, V vocabulary.
 """
@@ -19,20 +19,20 @@ from .prompt import FusionResult
 
 
 class SequenceKV:
-    """One sequence's KV, with room to grow: after the prompt's own, or in a copy where another sequence has that room.
+    """One sequence's KV, with room to grow: in the prompt's buffers, or in a copy if another sequence uses that room.
 
-    The prompt's cache stays as it is.
+    The prompt's cache is not changed.
 
     Args:
-        fused: the prompt.
-        windows: per layer, how many of the last positions it sees; None for all.
+        fused: the blended prompt.
+        windows: number of last positions that each layer sees; None for all.
     """
 
     def __init__(self, fused: FusionResult, windows: Sequence[int | None]) -> None:
         self.tokens = int(fused.cache.get_seq_length())
         layers: list[Any] = fused.cache.layers
         memory: list[torch.Tensor | None] = [None] * len(layers)
-        if self.tokens == len(fused.token_ids):  # else somebody has generated on, and the cache is in memory of its own
+        if self.tokens == len(fused.token_ids):  # else tokens were generated already, and the cache is in other memory
             memory = fused.take_memory() or memory
         self.layers = [
             SequenceLayerKV(layer.keys[0], layer.values[0], window, memory_21HCD)
@@ -41,14 +41,14 @@ class SequenceKV:
 
 
 class NextToken:
-    """Draws a sequence's tokens with the model's own generation config: its processors, its sampling, its stopping.
+    """Draws a sequence's tokens with the model's own generation config: its processors, sampling and stopping.
 
     Args:
-        model: the model that the logits are of.
-        prompt_ids: what stands before the first token; some processors (repetition penalty) look at it.
-        max_new_tokens: at most so many tokens.
-        seed: of the sampling; None draws one.
-        kwargs: what else `generate` takes: `do_sample`, `temperature`, `top_p`, ...
+        model: the model that computed the logits.
+        prompt_ids: the prompt's token ids; some processors (repetition penalty) read them.
+        max_new_tokens: maximum number of tokens.
+        seed: seed of the sampling; None draws one.
+        kwargs: further arguments of `generate`: `do_sample`, `temperature`, `top_p`, ...
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class NextToken:
 
     @property
     def finish_reason(self) -> str | None:
-        """`stop` after an end-of-sequence token, `length` where no more are allowed, None where it goes on."""
+        """`stop` after an end-of-sequence token, `length` at the maximum number of tokens, else None."""
         if self.token_ids and self.token_ids[-1] in self._stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self._max_new_tokens else None
@@ -98,17 +98,17 @@ OnToken = Callable[[int, DynamicCache], None]
 def continue_from(
     model: PreTrainedModel, fused: FusionResult, max_new_tokens: int, on_token: OnToken | None = None, **kwargs: Any
 ) -> list[int]:
-    """The tokens that `model.generate` gives after the prompt, with its own processors, sampling and stopping.
+    """Generate tokens after the prompt with `model.generate`, its processors, sampling and stopping.
 
-    `generate` given the prompt beside a full cache would prefill the prompt a second time without a word, so its first forward
-    is answered with the logits that are there. `fused.cache` is left as it is.
+    With a full cache `generate` would prefill the prompt a second time without a warning. So its first forward returns the
+    logits of the blend. `fused.cache` is not changed.
 
     Args:
-        model: the model that the cache is of.
-        fused: the prompt.
-        max_new_tokens: at most so many tokens, the first included.
-        on_token: told of each generated token whose KV has come to the cache, and of the cache, which it leaves as it is.
-        kwargs: anything else `generate` takes.
+        model: the model that the cache belongs to.
+        fused: the blended prompt.
+        max_new_tokens: maximum number of tokens, the first included.
+        on_token: called with (token, cache) after the token's KV is appended; it must not modify the cache.
+        kwargs: further arguments of `generate`.
 
     """
     prompt_1N = torch.tensor([fused.token_ids], device=fused.logits.device)

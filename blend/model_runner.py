@@ -1,7 +1,7 @@
-"""Model runner: what blending needs of a model, whoever loaded it.
+"""Model runner: the interface that blending needs of a model, whoever loaded it.
 
-`Decoder` is the runner over a Hugging Face model. An engine that has its own modules and weights (vLLM) implements the same
-protocol over them, so that blending takes no second copy of the weights; `Fusor.from_runner` blends with it.
+`Decoder` is the runner over a Hugging Face model. An engine that has its own modules and weights (vLLM) implements this
+protocol over them, so that blending needs no second copy of the weights; `Fusor.from_runner` blends with it.
 
 Shapes: H KV heads, S rows, N tokens, D head size, M hidden size, V vocabulary.
 """
@@ -26,18 +26,18 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class ModelRunner(Protocol):
     """A causal LM, run layer by layer on chosen rows of a prompt.
 
-    A hidden state is the runner's own: of it others only pick rows, dimension 1.
+    A hidden state belongs to the runner: its callers only pick rows of it, dimension 1.
 
     Attributes:
-        geometry: the shape of one layer's KV, as this process holds it: of its own KV heads under tensor parallelism.
-        windows: a layer's sliding window in tokens; None for full attention.
-        layer_types: a layer's kind of rotary embedding: a key of what `rotary` gives.
-        vocab_size: token ids are below it.
-        max_positions: tokens that a prompt may have; None where nothing bounds it.
+        geometry: the shape of one layer's KV in this process; under tensor parallelism of its own KV heads.
+        windows: each layer's sliding window in tokens; None for full attention.
+        layer_types: each layer's kind of rotary embedding, a key of the mapping that `rotary` returns.
+        vocab_size: every token id is below it.
+        max_positions: maximum number of a prompt's tokens; None if there is no maximum.
     """
 
     @property
-    def geometry(self) -> KVGeometry: ...  # noqa: D102  # see the class, as the four below
+    def geometry(self) -> KVGeometry: ...  # noqa: D102  # the class documents it and the four below
 
     @property
     def windows(self) -> Sequence[int | None]: ...  # noqa: D102
@@ -66,7 +66,7 @@ class ModelRunner(Protocol):
     def run_rows(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
-        """Run rows of the prompt through one layer against `whole`; gives (1, S, M). With `scatter` their KV is put into it."""
+        """Run rows through one layer over the buffer `whole`; returns (1, S, M). With `scatter` their KV is written there."""
 
     def run_question(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
@@ -76,23 +76,23 @@ class ModelRunner(Protocol):
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Position-free keys and values (1, H, N, D), layer by layer, of sequences none of which sees another."""
+        """Position-free keys and values (1, H, N, D), layer by layer, of sequences that do not see each other."""
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix | None:
-        """The KV of a prefix, for sequences that stand after it; None where the runner computes it with each."""
+        """The KV of a prefix, for sequences that follow it; None if the runner computes the prefix with each sequence."""
 
     def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
         """Float32 logits (V,) of the last row, through the model's final norm and head."""
 
     def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
-        """A sum over this process's heads made one over all processes' heads, so that all select the same tokens."""
+        """Sum over the heads of all processes, given the sum over this process's heads; so all select equal tokens."""
 
     def empty_cache(self) -> DynamicCache:
         """A cache with the model's layer kinds and nothing in it."""
 
 
 class LayerSink(Protocol):
-    """Takes the layers of a blended prompt as they are finished, from 0 up."""
+    """Receives the layers of a blended prompt as they are finished, from 0 up."""
 
     def put(self, layer: int, whole: LayerKV) -> None:
-        """Take a finished layer: keys rotated, all positions filled. Its memory is not used again by the blend."""
+        """Receive a finished layer: keys rotated, all positions filled. The blend does not use its memory again."""

@@ -1,8 +1,8 @@
-"""Linear layers whose weights are packed once for the CPU's matrix instructions, and read once for all that share an input.
+"""Linear layers with weights packed once for the CPU's matrix instructions, and one product for layers that share an input.
 
-A product of a few rows takes as long as reading its weight. In 16 bits oneDNN first copies the weight into the order that the
-instructions take it in, at every call: twice the time for 1 to 16 rows, 7 % for 500. Here the copy is made once and kept, which
-takes the linear weights' memory a second time; a model of more than `MEMORY_PART` of the memory is left as it is.
+A product of a few rows costs the time of reading its weight. In 16 bits oneDNN first copies the weight into the instructions'
+order, at every call, which doubles the time of few rows (docs/adr/017). Here the copy is made once, in a second memory of the
+weights' size; a model larger than `MEMORY_PART` of the memory is not packed.
 
 Shapes: S rows, I inputs, O outputs.
 """
@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 MEMORY_PART = 1 / 8
-# Linear layers that a module calls one after the other with one input: one product for all.
+# Linear layers that a module calls one after the other with one input: one product computes all of them.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 CGROUP_OF_PROCESS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-EXPECTED_ROWS = 16  # which decides how oneDNN packs; packed for 512, a product of any number of rows takes the same
+EXPECTED_ROWS = 16  # oneDNN packs for this number of rows; 512 changes no product's time
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
     """One linear layer.
 
     Args:
-        plain: the layer; its parameters stay where they are.
+        plain: the layer; its parameters are shared.
     """
 
     def __init__(self, plain: nn.Linear) -> None:
@@ -62,13 +62,13 @@ class _Product:
         self._of_thread = threading.local()
 
     def first(self, inputs_SI: torch.Tensor) -> torch.Tensor:
-        """The first layer's outputs; the others' are kept for their calls."""
+        """The first layer's outputs; the others' outputs wait for their calls."""
         outputs: tuple[torch.Tensor, ...] = _product(inputs_SI, self._weight, self._bias).split(self._outputs, dim=-1)
         self._of_thread.kept = inputs_SI, outputs
         return outputs[0]
 
     def next(self, index: int, inputs_SI: torch.Tensor) -> torch.Tensor | None:
-        """Outputs of a later layer; None where the first was not called with these very inputs."""
+        """Outputs of a later layer; None if the first was not called with this tensor."""
         nothing: tuple[None, tuple[torch.Tensor, ...]] = None, ()
         kept: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = getattr(self._of_thread, "kept", nothing)
         kept_SI, outputs = kept
@@ -80,12 +80,12 @@ class _Product:
 
 
 class SharingLinear(nn.Module):
-    """One of several layers over one input, which are one product; called without the first of them, a product of its own.
+    """One of several layers over one input that share a product; without a call of the first, it computes its own.
 
     Args:
         plain: the layer.
-        product: of all of them.
-        index: among them.
+        product: the shared product.
+        index: the layer's index in the product.
     """
 
     def __init__(self, plain: nn.Linear, product: _Product, index: int) -> None:
@@ -101,7 +101,7 @@ class SharingLinear(nn.Module):
 
 
 def pays(model: nn.Module) -> bool:
-    """Whether a model's linear layers are to be packed: 16 bits, on a CPU with instructions for them, and memory for a copy."""
+    """Whether to pack a model's linear layers: bfloat16, a CPU with instructions for it, and memory for a copy."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     if any(linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu" for linear in linears):
         return False
@@ -110,7 +110,7 @@ def pays(model: nn.Module) -> bool:
 
 @functools.cache
 def operators_serve() -> bool:
-    """Whether PyTorch has the operators, which it makes no promise of, and they give a linear layer's outputs."""
+    """Whether PyTorch has its undocumented packing operators, and they return a linear layer's outputs."""
     if not torch.backends.mkldnn.is_available():
         return False
     inputs_SI, weight_OI, bias_O = (
@@ -128,7 +128,7 @@ def operators_serve() -> bool:
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use: the machine's, or less where a container or a service has a limit."""
+    """Bytes of memory that this process may use: the machine's, or a container's or service's lower limit."""
     return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_cgroup_limits()))
 
 
@@ -145,7 +145,7 @@ def _cgroup_limits() -> Iterator[int]:
             root, name = CGROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
-        group = root / path.lstrip("/")  # a container sees its own at the root, whatever the path says
+        group = root / path.lstrip("/")  # a container sees its own group at the root, not at this path
         for folder in (group, *group.parents):
             if folder.is_relative_to(root) and (folder / name).is_file():
                 text = (folder / name).read_text().strip()

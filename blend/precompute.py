@@ -1,6 +1,6 @@
 """Chunks' KV, each computed after its context, several documents in one pass (docs/adr/006-contextual-chunk-kv.md).
 
-A document is read after the prompt's head and filler passages, its chunks one after the other; each chunk's slice is its KV.
+A document follows the prefix and filler passages, its chunks in order; each chunk's slice of the pass is its KV.
 
 Shapes: H KV heads, N rows of a pass, T tokens of a chunk, D head size.
 """
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from .layer_passes import SharedPrefix
     from .model_runner import ModelRunner
 
-# More in one pass is no faster: its activations leave the caches.
+# Tokens of a pass; a longer one is no faster, since its activations leave the processor's caches.
 PASS_TOKENS = 1536
 DOCUMENT_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkContext:
-    """Context of chunks' KV, after the prefix that is the same for all of them.
+    """Context of chunks' KV, after the prefix that all chunks share.
 
     Args:
-        filler_ids: token ids of filler passages, the same for every chunk; they end as a chunk does. None: nothing.
-        document_tokens: a document is read in windows of so many tokens, so that a chunk stands after its document's earlier
-            text; 0 leaves that out, and every chunk stands after the filler alone.
+        filler_ids: token ids of the filler passages that every chunk follows; they end as a chunk does.
+        document_tokens: tokens of the windows in which a document is read, so that a chunk follows its document's earlier text;
+            with 0 a chunk follows the filler only.
 
     Raises:
-        ConfigError: a negative number of tokens.
+        ConfigError: the number of tokens is negative.
     """
 
     filler_ids: tuple[int, ...] = ()
@@ -46,13 +46,13 @@ class ChunkContext:
             raise ConfigError("document_tokens", self.document_tokens, "0 or more")
 
     def windows(self, chunks: Sequence[Sequence[int]]) -> list[Window]:
-        """The readings of a document: which of its chunks each is of."""
+        """The windows in which a document's chunks are read."""
         if not self.document_tokens:
             return [Window(index, index, index + 1) for index in range(len(chunks))]
         return list(windows([len(chunk) for chunk in chunks], self.document_tokens))
 
     def earlier(self, chunks: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], ...]]:
-        """The chunks of the document that each of them is computed after."""
+        """For each chunk of a document, the earlier chunks that its KV is computed after."""
         return [
             tuple(chunks[window.first : index]) for window in self.windows(chunks) for index in range(window.new, window.last)
         ]
@@ -60,7 +60,7 @@ class ChunkContext:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Chunks of a document that are read together: those from `new` to `last` (excluded), after the ones from `first` on."""
+    """Chunks `first` to `last` (excluded) of a document, read together; those before `new` are context only."""
 
     first: int
     new: int
@@ -68,9 +68,10 @@ class Window:
 
 
 def windows(tokens: Sequence[int], limit: int) -> Iterator[Window]:
-    """Windows of at most `limit` tokens over chunks of so many tokens each, every chunk new in one of them.
+    """Windows of at most `limit` tokens over chunks of the given token counts; every chunk is new in one window.
 
-    A window begins with up to half its size of the chunks before the new ones. A chunk that is longer stands in one alone.
+    Consecutive windows overlap by up to half: the overlap is context, its KV is not stored again. A chunk longer than `limit`
+    has a window to itself.
     """
     first = new = 0
     while new < len(tokens):
@@ -88,11 +89,11 @@ def windows(tokens: Sequence[int], limit: int) -> Iterator[Window]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Chunks that are read one after the other, of which some are to be computed.
+    """Consecutive chunks of a document, of which some are to be computed.
 
     Attributes:
-        chunks: token ids of each; none after the last one wanted.
-        wanted: indexes of those to compute, ascending.
+        chunks: token ids of each chunk, up to the last wanted one.
+        wanted: ascending indexes of the chunks to compute.
     """
 
     chunks: Sequence[Sequence[int]]
@@ -100,12 +101,12 @@ class Reading:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids of all."""
+        """The token ids of all chunks."""
         return list(chain.from_iterable(self.chunks))
 
 
 def readings(chunks: Sequence[Sequence[int]], which: Collection[int], context: ChunkContext) -> Iterator[Reading]:
-    """The readings that chunks `which` of a document take."""
+    """The readings that compute the chunks `which` of a document."""
     for window in context.windows(chunks):
         wanted = [index - window.first for index in range(window.new, window.last) if index in which]
         if wanted:
@@ -113,7 +114,10 @@ def readings(chunks: Sequence[Sequence[int]], which: Collection[int], context: C
 
 
 def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Reading]]:
-    """Readings in groups of up to `PASS_TOKENS` tokens, each with so many of its own before it; a larger one stands alone."""
+    """Group readings so that a pass has at most `PASS_TOKENS` tokens, counting `prefix_tokens` per reading.
+
+    A reading that is longer has a pass to itself.
+    """
     group: list[Reading] = []
     held = 0
     for reading in every:
@@ -130,13 +134,13 @@ def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Readin
 def run_pass(
     runner: ModelRunner, together: Sequence[Reading], prefix_ids: Sequence[int], shared: SharedPrefix | None
 ) -> Iterator[tuple[Reading, int, list[LayerPair]]]:
-    """The KV of the chunks wanted, reading by reading, from one pass through the model; views of what it gave.
+    """The KV of the wanted chunks, reading by reading, from one pass through the model; views of the pass's tensors.
 
     Args:
         runner: the model.
-        together: what is read.
-        prefix_ids: what every reading stands after and runs with it.
-        shared: KV that it stands after, before those; None for none.
+        together: the readings of the pass.
+        prefix_ids: tokens that run before every reading.
+        shared: KV of a prefix before those tokens, computed once; None for no such prefix.
 
     Returns:
         The reading, the chunk's index in it, and its layers.

@@ -1,8 +1,8 @@
-"""RMS norms of rows, each one call of C where the models' own modules are eight operations.
+"""RMS norms of rows, each one call of C in place of the model's eight operations.
 
-Runners take them for decoding and for chosen rows; contiguous rows of a prompt have the very bits of the model's own. A module
-stays as it is on other devices, and where the compiled file does not give its outputs; which of the two ways of scaling a model
-has is found by comparing them.
+Runners use them for decoding and for chosen rows; contiguous rows of a prompt run the model's own modules, bit for bit. A
+module is not replaced on other devices, or if the compiled file's outputs differ. Models scale by the weight or by 1 + weight:
+comparing outputs finds which.
 
 Shapes: R rows, M hidden size.
 """
@@ -42,7 +42,7 @@ class FusedNorm(nn.Module):
         self._epsilon = _epsilon(plain)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """Normed rows (..., M); with a residual, which takes the sum, as vLLM's: both."""
+        """Normed rows (..., M); with a residual, as in vLLM, the rows and the residual, which becomes the sum."""
         taken = [hidden] if residual is None else [hidden, residual]
         if not all(x.is_contiguous() and x.dtype == self._weight.dtype for x in taken):
             return self.plain(hidden) if residual is None else self.plain(hidden, residual)
@@ -62,11 +62,11 @@ class FusedNorm(nn.Module):
 
 
 def with_fused_norms(module: Any, *, residuals: bool = False) -> Any:
-    """A shallow copy of a module tree with its RMS norms fused where that is possible; what has none in it stays the same.
+    """A shallow copy of a module tree with its RMS norms fused where possible; a tree without norms is returned itself.
 
     Args:
         module: the tree.
-        residuals: whether its norms take a residual too, as vLLM's do.
+        residuals: whether its norms accept a residual, as vLLM's do.
     """
     children = {
         name: child
@@ -109,9 +109,9 @@ def _fused(plain: Any, residuals: bool) -> nn.Module:
 
 @torch.no_grad()
 def _agree(fused: nn.Module, plain: nn.Module, sample_RM: torch.Tensor, residuals: bool) -> bool:
-    """Whether two modules' outputs differ by no more than a sum in another order does: a last digit, in 16 bits a rare one."""
+    """Whether two modules' outputs differ only by rounding: in the last digit, and in 16 bits rarely."""
     outputs = [(fused(sample_RM), plain(sample_RM))]
-    if residuals:  # which both may write into, and into the inputs
+    if residuals:  # both modules may write into inputs and residual
         outputs += zip(*(norm(sample_RM.clone(), sample_RM.flip(0)) for norm in (fused, plain)), strict=True)
     step = torch.finfo(sample_RM.dtype).eps
     for mine_RM, own_RM in outputs:
@@ -124,7 +124,7 @@ def _agree(fused: nn.Module, plain: nn.Module, sample_RM: torch.Tensor, residual
 
 @functools.cache
 def _load(dtype: torch.dtype) -> Any:
-    """The compiled function; None where it cannot be had."""
+    """The compiled function; None if it cannot be compiled or loaded."""
     library = load_or_warn(SOURCE, ["-DBFLOAT16"] if dtype == torch.bfloat16 else [], "the models' own slower norms are")
     if library is None:
         return None

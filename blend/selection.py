@@ -1,4 +1,4 @@
-"""Selectors: which reusable tokens go through each layer. A class each, and a line in `SELECTORS`.
+"""Selectors: the choice of reusable tokens that go through each layer. A class each, and a line in `SELECTORS`.
 
 Shapes: R reusable tokens of the prompt, C candidates of a layer, N tokens of the prompt, L layers of the model.
 """
@@ -15,11 +15,10 @@ import torch
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
-# Layers between two filterings. Scoring a layer's candidates costs about 7 % of that layer; on every layer it took back what
-# the filtering of twelve layers saved.
+# Layers between two filterings: scoring the candidates of every layer costs as much as the filtering saves.
 FILTER_EVERY = 2
-MIN_BUCKETED_ROWS = 64
-MAX_MEAN_OFF = 0.01
+MIN_BUCKETED_ROWS = 64  # fewer rows are not rounded
+MAX_MEAN_OFF = 0.01  # relative error of the mean count that rounding may leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +26,11 @@ class Schedule:
     """Counts that fall from layer to layer.
 
     Args:
-        spread: how far the ratios of layer 1 and of the last layer lie from the mean, relative to it. 0 is the single-shot
+        spread: relative distance of the ratios of layer 1 and of the last layer from the mean. 0 is the single-shot
             choice: the tokens of layer 1 serve every layer.
-        first_layer: how many times the tokens of layer 1 run through layer 0, to be chosen from there; None for all tokens,
+        first_layer: the tokens of layer 0 as a multiple of those of layer 1, which are chosen among them; None for all tokens,
             the paper's choice.
-        asks: the question runs over the stored KV before the first layer, through all layers but the last.
+        asks: the selector runs the question over the stored KV before the first layer, through all layers but the last.
 
     """
 
@@ -40,9 +39,9 @@ class Schedule:
     asks: bool = False
 
     def counts(self, reusable: int, layers: int, ratio: float, fresh: int | None = None) -> list[int]:
-        """Tokens of R reusable ones that the layers 0..L-1 run, `ratio` of R in the mean over layers 1 and up; none at 0.
+        """Number of reusable tokens that each of the layers 0..L-1 runs: `ratio` of R in the mean over layers 1 and up.
 
-        With `fresh`, the number of rows that run beside them, the counts make layers' rows such as other prompts have too.
+        With `fresh`, the number of other rows that run, counts are rounded to numbers of rows that recur (`bucket_rows`).
         """
         later = layer_counts(reusable, layers, ratio, self.spread, fresh)
         if ratio == 0:
@@ -54,11 +53,11 @@ class Schedule:
 
 
 def layer_counts(reusable: int, layers: int, ratio: float, spread: float, fresh: int | None = None) -> list[int]:
-    """How many of R reusable tokens the layers 1..L-1 recompute: falling every second layer, and `ratio` of R in the mean.
+    """Number of tokens that each of the layers 1..L-1 recomputes: falling every second layer, `ratio` of R in the mean.
 
-    The slope is cut where it would pass 1 (at ratio 1 every layer takes all), which keeps the mean without clamping. Counts
-    are rounded so that layers meant to take the same do and none of them is scored; with `fresh` see `bucket_rows`. What is
-    rounded away is owed to the next layers; where they cannot make it up, nothing is.
+    The slope is limited so that no share passes 1, which preserves the mean without clamping. Layers of a pair have equal
+    counts, so the second is not scored. With `fresh`, counts are rounded by `bucket_rows`. Rounding errors are carried to later
+    layers; if they cannot be compensated, return the unrounded counts.
     """
     later = layers - 1
     if later < 1:
@@ -68,7 +67,7 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float, fresh:
     parts = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
     wanted = [ratio * reusable * sum(part) / len(part) for part in parts]
     exact = [min(round(tokens), reusable) for part, tokens in zip(parts, wanted, strict=True) for _ in part]
-    if fresh is None or slope < spread:  # few tokens are left out: what is rounded away could not be made up
+    if fresh is None or slope < spread:  # nearly all tokens run: later layers could not compensate rounding errors
         return exact
     bucketed, limit, owed = list[int](), reusable, 0.0
     for part, tokens in zip(parts, wanted, strict=True):
@@ -79,11 +78,10 @@ def layer_counts(reusable: int, layers: int, ratio: float, spread: float, fresh:
 
 
 def bucket_rows(tokens: int, fresh: int) -> int:
-    """About `tokens`, so that with the `fresh` rows beside them a layer runs a number of rows that other prompts have too.
+    """Round `tokens` so that a layer's rows, `fresh` ones included, are a number that recurs in other prompts.
 
-    Rows are a multiple of a sixteenth to an eighth of the tokens. The CPU's 16-bit products are compiled for a number of rows
-    when they first meet it (oneDNN), 2 to 20 ms and 1 MB for each of a layer's weights: a prompt of 3,105 tokens whose layers
-    had other numbers of rows than all before took 0.57 s for 0.38.
+    Rows become a multiple of a sixteenth to an eighth of the tokens. oneDNN compiles a 16-bit product for each new number of
+    rows, 2 to 20 ms and 1 MB for each weight of a layer (docs/adr/020).
     """
     if tokens + fresh < MIN_BUCKETED_ROWS:
         return tokens
@@ -93,20 +91,20 @@ def bucket_rows(tokens: int, fresh: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectionStep:
-    """Question to a selector at one layer.
+    """Input of a selector at one layer.
 
     Args:
         layer: index of the layer about to run, from 0.
         layers: L.
         reusable: R.
-        candidates_C: sorted LongTensor of absolute positions: every reusable one at layer 0, after that those chosen at the
-            layer before.
-        deviation_C: call it to have fresh K and V of all candidates projected, kept, and compared with the stored ones;
-            gives float32 (C,). Not available at layer 0, where nothing has run yet.
+        candidates_C: sorted LongTensor of absolute positions: every reusable one at layer 0, later those chosen at the
+            previous layer.
+        deviation_C: function that projects fresh K and V of all candidates, stores them, and compares them with the stored
+            ones; returns float32 (C,). Not available at layer 0, where nothing has run yet.
         attention_C: float32, the question's attention over the stored KV (`QuestionPass`), summed over this layer and
             those after it; 0 where the selector does not read it.
         offset_C: LongTensor, each candidate's index in its chunk.
-        fresh: rows that run beside the candidates.
+        fresh: number of other rows that run.
 
     """
 
@@ -120,26 +118,26 @@ class SelectionStep:
     fresh: int = 0
 
     def all(self) -> torch.Tensor:
-        """The mask that keeps every candidate."""
+        """The mask of every candidate."""
         return torch.ones(len(self.candidates_C), dtype=torch.bool)
 
     def none(self) -> torch.Tensor:
-        """The mask that keeps no candidate."""
+        """The mask of no candidate."""
         return torch.zeros(len(self.candidates_C), dtype=torch.bool)
 
     def top(self, score_C: torch.Tensor, count: int) -> torch.Tensor:
-        """The mask that keeps the `count` candidates of highest score."""
+        """The mask of the `count` candidates of highest score."""
         chosen_C = self.none()
         chosen_C[torch.topk(score_C, count).indices.cpu()] = True
         return chosen_C
 
 
 class Selector(Protocol):
-    """Picks the reusable tokens that a layer recomputes, from those that the layer before it did.
+    """Picks the reusable tokens that a layer recomputes, among those of the previous layer.
 
-    Three attributes are optional. `reads_attention`, where true: the question runs over the stored KV first, which gives
-    `SelectionStep.attention_C`. `refreshes_dropped`, where true: K and V of the candidates that a layer leaves out are
-    projected there once more. `schedule`: how many tokens the layers run, for the loading controller's predictions.
+    Three attributes are optional. If `reads_attention` is true, the question runs over the stored KV first and fills
+    `SelectionStep.attention_C`. If `refreshes_dropped` is true, K and V of the candidates that a layer drops are projected
+    there a last time. `schedule` is the number of tokens of each layer, for the loading controller's predictions.
     """
 
     def select(self, step: SelectionStep) -> torch.Tensor:
@@ -148,18 +146,18 @@ class Selector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopDeviation:
-    """HKVD tokens: the candidates of largest KV deviation, as many as the schedule says (paper §4.3, figure 9).
+    """HKVD tokens: the candidates of largest KV deviation; the schedule sets their number (paper §4.3, figure 9).
 
     Args:
-        ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 nothing is recomputed, in layer 0 neither.
-        schedule: how many each layer runs.
+        ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 layer 0 recomputes nothing either.
+        schedule: number of tokens of each layer.
     """
 
     ratio: float
     schedule: Schedule
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Keep the candidates of largest deviation."""
+        """Choose the candidates of largest deviation."""
         keep = self.schedule.counts(step.reusable, step.layers, self.ratio, step.fresh)[step.layer]
         if keep >= len(step.candidates_C):
             return step.all()
@@ -168,10 +166,10 @@ class TopDeviation:
 
 @dataclass(frozen=True, slots=True)
 class QuestionAttention:
-    """The tokens that the question attends to most over the stored KV (ProphetKV; QCFuse), fewer from layer to layer.
+    """The tokens of the question's highest attention over the stored KV (ProphetKV; QCFuse), fewer from layer to layer.
 
-    What a layer's run of a token is worth shows in the layers that read its KV from there on, so each layer goes by the
-    attention of itself and those after it.
+    Recomputing a token in a layer changes its KV in this layer and in later ones. So each layer scores tokens by its own
+    attention and that of later layers.
 
     Args:
         ratio: share of the reusable tokens, in the mean over layers 1 and up.
@@ -183,20 +181,20 @@ class QuestionAttention:
 
     @property
     def reads_attention(self) -> bool:
-        """Whether there is something to choose."""
+        """Whether tokens must be chosen: at ratios 0 and 1 none are."""
         return 0 < self.ratio < 1
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Keep the candidates of highest attention."""
+        """Choose the candidates of highest attention."""
         keep = self.schedule.counts(step.reusable, step.layers, self.ratio, step.fresh)[step.layer]
         is_first = step.layer == 1 and len(step.candidates_C) < step.reusable
         if is_first:
-            step.deviation_C()  # measured once, for who looks at it: `FusionResult.deviation`
+            step.deviation_C()  # measured once, for `FusionResult.deviation`
         return step.all() if keep >= len(step.candidates_C) else step.top(step.attention_C, keep)
 
 
 class _ChosenOnce(ABC):
-    """A choice at layer 0 that all layers keep; layer 1 measures its KV deviation, for those who watch."""
+    """A choice at layer 0 for all layers; layer 1 measures its KV deviation, for `FusionResult.deviation`."""
 
     schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=1)
 
@@ -204,7 +202,7 @@ class _ChosenOnce(ABC):
         self._ratio = ratio
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Keep the candidates of highest score at layer 0, and all of them after that."""
+        """Choose the candidates of highest score at layer 0, and all of them later."""
         keep = round(self._ratio * step.reusable)
         if step.layer > 0 or keep >= step.reusable:
             if step.layer == 1 and len(step.candidates_C) < step.reusable:
@@ -214,7 +212,7 @@ class _ChosenOnce(ABC):
 
     @abstractmethod
     def score(self, step: SelectionStep) -> torch.Tensor:
-        """Float32 (C,); the highest are kept."""
+        """Float32 scores (C,); the highest are chosen."""
 
 
 class FirstTokens(_ChosenOnce):
@@ -226,10 +224,10 @@ class FirstTokens(_ChosenOnce):
 
 
 class RandomTokens(_ChosenOnce):
-    """As many tokens at random, the same for the same prompt: the control."""
+    """Random tokens, seeded by the number of candidates, so that a prompt's choice repeats: the control."""
 
     def score(self, step: SelectionStep) -> torch.Tensor:
-        """A number of each token's own."""
+        """A random number a token."""
         generator = torch.Generator().manual_seed(len(step.candidates_C))
         return torch.rand(len(step.candidates_C), generator=generator)
 
@@ -249,7 +247,7 @@ class AttentionDeviation:
         self.reads_attention = 0 < ratio < 1
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Keep by attention, then by the product."""
+        """Choose by attention at layer 0, then by the product."""
         keep = min(round(self._ratio * step.reusable) * (self.widening if step.layer == 0 else 1), len(step.candidates_C))
         if keep == len(step.candidates_C):
             return step.all()
@@ -264,7 +262,7 @@ class ExplicitPositions:
     """Recomputes given positions: replays a recorded plan, or serves a test.
 
     Args:
-        recomputed: per layer the absolute positions to recompute, as in `FusionResult.recomputed`; positions that are not
+        recomputed: absolute positions to recompute at each layer, as in `FusionResult.recomputed`; positions that are not
             reusable are ignored, since they run anyway.
 
     """
@@ -273,7 +271,7 @@ class ExplicitPositions:
         self._positions = [torch.as_tensor(positions, dtype=torch.long) for positions in recomputed]
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Keep the candidates that are listed for this layer."""
+        """Choose the candidates that are listed for this layer."""
         if len(self._positions) != step.layers:
             raise ConfigError("selector", f"{len(self._positions)} lists of positions", f"one for each of {step.layers} layers")
         chosen_C = torch.isin(step.candidates_C, self._positions[step.layer])
@@ -283,7 +281,7 @@ class ExplicitPositions:
 
 
 class Oracle(_ChosenOnce):
-    """The tokens whose stored KV is farthest from full prefill's, weighed by the question's attention: for analysis.
+    """The tokens of largest true KV error, weighed by the question's attention: for analysis.
 
     Args:
         ratio: share of the reusable tokens.
@@ -295,12 +293,12 @@ class Oracle(_ChosenOnce):
         self._error_N = error_N
 
     def score(self, step: SelectionStep) -> torch.Tensor:
-        """The error."""
+        """The candidates' true errors."""
         return self._error_N[step.candidates_C]
 
 
-# A selector's name in configurations, and what makes it of a recompute ratio. One of your own is a line here, or an object
-# given as `FusionConfig.selector`.
+# A selector's name in configurations, and the function that makes it from a recompute ratio. Add a line for your own, or pass
+# an object as `FusionConfig.selector`.
 SELECTORS: dict[str, Callable[[float], Selector]] = {
     "question_attention": QuestionAttention,
     "attention_deviation": AttentionDeviation,
@@ -326,12 +324,12 @@ class FusionConfig:
     Args:
         recompute_ratio: None for `DEFAULT_RATIO`, or in an engine for the loading controller's choice.
         selector: one of `SELECTORS`, or any `Selector`; None for `DEFAULT_SELECTOR`, or in an engine for the calibrated one.
-            "question_attention": what the question attends to over the stored KV; it won on pretrained models
-            (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9); "single_shot": the same chosen at layer 1
-            for all layers; "attention_deviation": a product of both; "first_tokens": EPIC's; "random": the control.
+            "question_attention": tokens of the question's highest attention; it won on pretrained models
+            (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9); "single_shot": HKVD tokens chosen at
+            layer 1 for all layers; "attention_deviation": a product of both; "first_tokens": EPIC's; "random": the control.
 
     Raises:
-        ConfigError: a value outside its range, or an unknown selector.
+        ConfigError: a value is outside its range, or the selector is unknown.
 
     """
 
@@ -355,12 +353,12 @@ class FusionConfig:
 
     @property
     def schedule(self) -> Schedule:
-        """How many tokens the layers run; that of single-shot selection for a selector that does not say."""
+        """The selector's schedule; that of single-shot selection if it has none."""
         return getattr(self.resolve_selector(), "schedule", Schedule(0.0))
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio, or else the default."""
+        """The recompute ratio; the default if it is None."""
         return DEFAULT_RATIO if self.recompute_ratio is None else self.recompute_ratio
 
     def resolve_selector(self) -> Selector:

@@ -13,7 +13,7 @@ PRODUCT = ("base", "blend", "store", "loader", "retriever", "service", "integrat
 OTHERS = ("eval", "scripts", "examples", "deploy", "docs", "tests")
 BANNED = re.compile(r"\b(told|kept|alone|behind|gives|takes|most|away|rest|whole|once more|sooner)\b", re.IGNORECASE)
 # Uses left in names and docstrings of the product, and docstrings left that begin vaguely. Both numbers only fall.
-LIMIT = 560
+LIMIT = 520
 VAGUE_LIMIT = 219
 VAGUE = re.compile(r"(The same|See|What)\b|(?s:.*)\n\s*\w+: so\.")
 # Options, and names in dotted, snake or camel case.
