@@ -26,7 +26,8 @@ _WHITE_SPACE = " \t\n\r\u2581"  # the last stands for a space in SentencePiece v
 CUT_CHARACTERS = 2**17
 SHORT_CHARACTERS = 8  # a token: a text with more of them is hardly one chunk, and is not tokenised whole to find out
 # Where a text may be cut, the best first: before a Markdown heading, after empty lines, a sentence, a line; else between words.
-_SENTENCE_END = r"[.!?\u2026]+[\"'\u2019\u201d)\]]*(?=\s)|[\u3002\uff01\uff1f]"
+# Possessive, and only from the first mark of a run: a run that no blank follows is read once, not once for each of its marks.
+_SENTENCE_END = r"(?<![.!?\u2026])[.!?\u2026]++[\"'\u2019\u201d)\]]*+(?=\s)|[\u3002\uff01\uff1f]"
 BREAKS = [re.compile(each) for each in (r"\n(?=#{1,6} )", r"\n\s*\n", _SENTENCE_END, r"\n", r"\w(?=\s)")]
 
 

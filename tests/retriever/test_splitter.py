@@ -1,5 +1,7 @@
 """Chunks: nothing lost, nothing torn, sizes as promised."""
 
+import random
+import re
 import threading
 import time
 
@@ -96,6 +98,22 @@ def test_a_text_without_breaks_is_cut_all_the_same() -> None:
         assert "".join(chunk.text for chunk in split(text, chunk_tokens=16)) == text
         whole = split(text, chunk_tokens=16, chunk_overlap_tokens=9)
         assert whole[-1].text == text[-len(whole[-1].text) :]
+
+
+def test_a_run_of_marks_is_read_once() -> None:
+    """A text of 131,072 marks without a blank is split at once: a search that tries every mark of the run would take hours."""
+    text = "!" * splitter.CUT_CHARACTERS
+    assert "".join(chunk.text for chunk in split(text, chunk_tokens=64)) == text
+    assert [list(each.finditer(text)) for each in splitter.BREAKS] == [[]] * len(splitter.BREAKS)
+
+
+def test_sentences_end_where_marks_and_quotes_do() -> None:
+    """Sentences end where the plain pattern, which reads a run of marks as often as it is long, says."""
+    plain = re.compile(r"[.!?\u2026]+[\"'\u2019\u201d)\]]*(?=\s)|[\u3002\uff01\uff1f]")
+    drawn = random.Random(0)
+    for _ in range(2000):
+        text = "".join(drawn.choices(".!?\u2026\"')]\u3002 \na", k=drawn.randint(1, 60)))
+        assert [found.end() for found in splitter.BREAKS[2].finditer(text)] == [found.end() for found in plain.finditer(text)]
 
 
 def test_token_ids_are_those_of_the_chunk_alone_with_its_separator() -> None:
