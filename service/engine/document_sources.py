@@ -404,6 +404,7 @@ def _line_documents(lines: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]
 
 
 def _checked(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check a document, and drop the fields that no document has: their values would stay in memory until it is ingested."""
     if len(document["text"]) > MAX_TEXT_BYTES:
         raise _too_long(where)
     try:

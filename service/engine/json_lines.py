@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from cacheblend.base.errors import InputError
 
-MAX_LINE_BYTES = 32 * 2**20  # of one line, decompressed
+MAX_LINE_BYTES = 8 * 2**20  # of one line, decompressed
 MAX_VALUES = 200_000  # of one JSON text that a client sends: 2 bytes of JSON are up to 64 of Python's
 MAX_TEXT_BYTES = 8 * 2**20  # of one of its strings; a call on a string holds Python's lock for all of it
 PIECE_BYTES = 2**16  # of a JSON text that are counted at once; then other threads may run
@@ -74,8 +74,7 @@ def read_lines(
         if limits is not None and (number > limits.lines or read_bytes > limits.decompressed_bytes):
             most = f"{limits.lines:,} lines or {limits.decompressed_bytes // 2**20} MiB"
             raise InputError(f"{name}: more than {most}, unpacked; split it")
-        if limits is not None:
-            check_values(raw, where)
+        check_values(raw, where)
         if (text := _decode(raw, where)).strip():
             yield where, parse_json(text, where)
 

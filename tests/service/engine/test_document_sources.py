@@ -104,11 +104,25 @@ def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
         for _ in range(64):
             file.write(bytes(8 * 2**20))
     tracemalloc.start()
-    with pytest.raises(InputError, match=r"bomb\.jsonl\.gz, line 1: longer than 32 MiB; split"):
+    with pytest.raises(InputError, match=r"bomb\.jsonl\.gz, line 1: longer than 8 MiB; split"):
         list(read_documents(str(path)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * json_lines.MAX_LINE_BYTES
+
+
+def test_a_line_of_many_values_is_refused_unparsed(tmp_path: Path) -> None:
+    """A field that no document has cannot fill the memory: values are counted before a line is parsed."""
+    path = tmp_path / "junk.jsonl"
+    path.write_text(json.dumps({"id": "a", "text": "b", "junk": [[1], [2]]}))
+    assert list(read_documents(str(path))) == [{"id": "a", "text": "b"}]
+    path.write_text('{"text": "b", "junk": [' + "[]," * 2**20 + "[]]}")
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"junk\.jsonl, line 1: more than 200000 values"):
+        list(read_documents(str(path)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * path.stat().st_size
 
 
 def test_long_texts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
