@@ -10,17 +10,16 @@ Shapes: H KV heads, S rows, N tokens, D head size, M hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from . import packed_linear
 from .attention import Rows
@@ -30,6 +29,10 @@ from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, 
 from .layer_source import KVGeometry, LayerKV
 from .model_runner import CosSin, ModelRunner
 from .rms_norm import with_fused_norms
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 IMPLEMENTATION = "cacheblend"
 # Rows of layer 0 in one attention call, and in one MLP call: attention is fastest in one call from position 0 on, the MLP in
@@ -42,8 +45,11 @@ def _attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, *, layer_pa
     return layer_pass.attend(module, q, k, v, mask, **kw), None
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+@functools.cache
+def _register_attention() -> None:
+    """Make `IMPLEMENTATION` known to transformers, whose modules take seconds to import: not before a model is there."""
+    transformers.AttentionInterface.register(IMPLEMENTATION, _attention)
+    transformers.AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
 
 
 class _RowPieces(nn.Module):
@@ -68,6 +74,8 @@ class _GivenHidden(nn.Module):
         self.norm = norm
 
     def forward(self, inputs_embeds: torch.Tensor, **_: object) -> MoeModelOutputWithPast:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
         return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
 
 
@@ -80,6 +88,7 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        _register_attention()
         self._reference_config = model.config
         self.config = model.config.get_text_config(decoder=True)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -105,7 +114,7 @@ class Decoder:
         self.dtype, self.device = model.dtype, first.device
         attention: Any = self._layers[0].self_attn
         eager = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
-        self._own_attention: Any = AttentionInterface().get(str(model.config._attn_implementation), eager)
+        self._own_attention: Any = transformers.AttentionInterface().get(str(model.config._attn_implementation), eager)
         self.head_dim = int(attention.head_dim)
         self.kv_heads = int(self.config.num_key_value_heads)
         self.vocab_size = int(self.config.vocab_size)
@@ -116,7 +125,7 @@ class Decoder:
 
     def empty_cache(self) -> DynamicCache:
         """A cache with the model's layer kinds and nothing in it."""
-        return DynamicCache(config=self._reference_config)
+        return transformers.DynamicCache(config=self._reference_config)
 
     @property
     def geometry(self) -> KVGeometry:
@@ -233,6 +242,8 @@ class Decoder:
         return heads_sum_N
 
     def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor) -> Any:
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
         make = create_causal_mask if window is None else create_sliding_window_causal_mask
         return make(self._reference_config, hidden_1NM[0, run.rows].unflatten(0, (run.sequences, run.tokens)), None, None)
 

@@ -8,15 +8,16 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.base.files import user_cache_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # For each, a tiny random model in the tests must have full prefill's logits and KV at ratio 1.0.
 VERIFIED = (
@@ -112,6 +113,8 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
 
 def _kinds_of_state(model: PreTrainedModel) -> set[str]:
     """Kinds of state, by transformers' class names, that layers hold between tokens instead of keys and values."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
     kinds = {type(cache_layer) for cache_layer in DynamicCache(config=model.config).layers}
     return {kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}}
 

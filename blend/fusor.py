@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from cacheblend.base.errors import InputError, PromptTooLongError, UnsupportedModelError
 from cacheblend.store import ChunkKV, PrefixRun, context_digest
@@ -29,6 +28,9 @@ from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import FusionResult, LayerReport, Prompt, Segment
 from .selection import FusionConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.
 SHARED_PREFIX_TOKENS = 64

