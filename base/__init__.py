@@ -1,1 +1,1 @@
-"""Ground floor: what every other package stands on and nothing of the product's subject: errors, files, SQLite, memory."""
+"""Ground floor, without any of the product's subject: errors, options, files, SQLite, memory, threads."""

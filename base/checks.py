@@ -22,25 +22,25 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def check_whole(name: str, value: object, *, at_least: int = 1) -> None:
-    """Refuse what is no whole number of at least so much.
+    """Refuse a value that is not an integer of at least `at_least`.
 
     Raises:
-        ConfigError: so.
+        ConfigError: the value is none.
     """
     if not is_whole(value) or value < at_least:
         raise ConfigError(name, value, f"a whole number of at least {at_least}")
 
 
 def check_user_info(name: str, url: str) -> None:
-    """Refuse a URL of which a part of a password could be taken for a host or a path; nothing of it is shown.
+    """Refuse a URL in which part of a password could be read as host or path; the message does not show it.
 
     Raises:
-        ConfigError: an "@" after the host, or more than one before it.
+        ConfigError: an "@" stands after the host, or more than one before it.
     """
     try:
         parts = urlsplit(url)
         good = parts.netloc.count("@") <= 1 and "@" not in parts.path + parts.query + parts.fragment
-    except ValueError:  # brackets without an address in them, say
+    except ValueError:  # for example brackets without an address
         good = False
     if not good:
         allowed = 'one "@", before the host; percent-encode all others, and in a password also / (%2F), ? (%3F) and # (%23)'
@@ -48,20 +48,20 @@ def check_user_info(name: str, url: str) -> None:
 
 
 def check_bytes(name: str, value: object) -> None:
-    """Refuse what is no budget.
+    """Refuse a value that is not a byte budget.
 
     Raises:
-        ConfigError: not a whole number of bytes above 0.
+        ConfigError: the value is not an integer above 0.
     """
     if not is_whole(value) or value <= 0:
         raise ConfigError(name, value, "give a whole number of bytes above 0")
 
 
 def check_share(name: str, value: object) -> None:
-    """Refuse what is no share.
+    """Refuse a value that is not a share.
 
     Raises:
-        ConfigError: not a number from 0 to 1.
+        ConfigError: the value is not a number from 0 to 1.
     """
     if not is_number(value) or not 0 <= value <= 1:
         raise ConfigError(name, value, "a number from 0 to 1")

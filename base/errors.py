@@ -1,4 +1,4 @@
-"""Every error that CacheBlend raises on purpose, in one tree.
+"""All errors that CacheBlend raises on purpose, in one tree.
 
     CacheBlendError
     ├── ConfigError               an option has a value that is not allowed
@@ -6,7 +6,7 @@
     │   ├── PromptTooLongError    more tokens than the model's positions
     │   └── IncompatibleKVError   a chunk's KV is of another model, prefix, dtype or text
     ├── MissingExtraError         an optional package is not installed
-    ├── UnsupportedModelError     the model's architecture is not one that blending is right on
+    ├── UnsupportedModelError     blending is not verified on the model's architecture
     ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
     │   ├── IndexUnreachableError the server that holds the index does not answer
@@ -18,11 +18,11 @@
     │   ├── DamagedEntryError     an entry's bytes are not the ones that were written
     │   │   └── EvictedEntryError an entry was removed from the remote tier while it was to be read
     │   └── RemoteError           the remote tier refuses, does not answer, or not in time
-    ├── ServiceError              the service cannot take or finish a request now; it may later
+    ├── ServiceError              the service cannot accept or finish a request now; it may later
     │   ├── QueueFullError        too many requests wait
     │   ├── DeadlineError         a request was not answered in its time
     │   ├── ClientGoneError       nobody waits for the answer any more
-    │   └── ShuttingDownError     the service takes no more requests
+    │   └── ShuttingDownError     the service is stopping and accepts no requests
     ├── DocumentChangedError      a document was deleted or replaced while it was ingested
     └── FusionCancelledError      the caller cancelled a fusion or its loading
 
@@ -64,7 +64,7 @@ class MissingExtraError(CacheBlendError, ImportError):
 
 
 class UnsupportedModelError(CacheBlendError):
-    """The model's architecture is not one that blending is verified on."""
+    """Blending is not verified on the model's architecture."""
 
 
 class ModelFetchError(CacheBlendError):
@@ -123,7 +123,7 @@ class RemoteError(StoreError):
 
 
 class ServiceError(CacheBlendError):
-    """The service cannot take or finish a request now; it may later."""
+    """The service cannot accept or finish a request now; it may later."""
 
 
 class QueueFullError(ServiceError):
@@ -143,7 +143,7 @@ class ClientGoneError(ServiceError):
 
 
 class ShuttingDownError(ServiceError):
-    """The service takes no more requests."""
+    """The service is stopping and accepts no requests."""
 
 
 class DocumentChangedError(CacheBlendError):

@@ -1,4 +1,4 @@
-"""Optional dependencies: what is missing, and the extra of the package that brings it."""
+"""Optional dependencies: the error for a missing package names the extra that brings it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .errors import MissingExtraError
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Imports of what an extra brings.
+    """Guard imports of packages that an extra brings.
 
     Raises:
-        MissingExtraError: one of them is not installed.
+        MissingExtraError: a package is not installed.
     """
     try:
         yield

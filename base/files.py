@@ -1,7 +1,7 @@
 """Files: modes, fsync helpers, write-then-rename, and the error of a failed write.
 
-What is written holds the documents' text, or KV from which it can be inferred, so only the owner may read it, whatever the
-umask is. A folder that was there before keeps its mode.
+The files hold the documents' text, or KV from which it can be inferred, so only the owner may read them, whatever the umask
+is. The mode of an existing folder is not changed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, that only their owner may use; those that are there stay as they are.
+    """Make a folder and missing parents with a mode for their owner only; existing folders are not changed.
 
     Raises:
-        OSError: it cannot be made, or is a file.
+        OSError: the folder cannot be made, or is a file.
     """
     if not folder.is_dir():
         if not folder.parent.exists():
@@ -39,9 +39,9 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def make_private_file(path: Path) -> None:
-    """Make an empty file for a library that would make it with the umask's mode; the library reports what is in the way.
+    """Make an empty file for a library that would make it with the umask's mode; errors are left for the library to report.
 
-    A file that is there is not opened: closing it would free the locks that SQLite holds on it in this process.
+    An existing file is not opened: closing it would free the locks that SQLite holds on it in this process.
     """
     with suppress(OSError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
@@ -49,10 +49,10 @@ def make_private_file(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file for its owner only that takes the place of `path` at the end: a crash leaves the old one or the new one.
+    """Yield a private file that replaces `path` at the end; a crash leaves the old file or the new one.
 
     Raises:
-        OSError: it cannot be written; the old file stays.
+        OSError: the file cannot be written; the old file stays.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -75,7 +75,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_disk_full(path: Path, error: Exception) -> bool:
-    """Whether SQLite failed at this file for want of room; it calls that an I/O error where a file of its own is to grow."""
+    """Whether SQLite failed at this file because the disk is full; for its own growing files it reports an I/O error."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None or code == sqlite3.SQLITE_FULL:
         return code is not None
@@ -87,7 +87,7 @@ def is_disk_full(path: Path, error: Exception) -> bool:
 
 
 def write_error(path: Path, error: OSError) -> StoreError:
-    """The error of this project for one that the system gave while writing."""
+    """Translate a system error of a write into one of this project's."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFullError(f"no room on the disk for {path}: {error.strerror}; free space, or lower nvme_budget_bytes")
     return StoreDirectoryError(

@@ -1,8 +1,7 @@
-"""CPU memory as bytes; a pool of large buffers, in huge pages where the system has them, that all threads use again; and what
-the C library holds of freed memory.
+"""CPU memory: tensors as bytes, a pool of large buffers for all threads, and the C library's freed memory.
 
-The first touch of new memory costs more than the copy into it, and the C library gives freed memory again only to the thread
-that asked for it first, while KV goes from thread to thread. So freed buffers are cached here.
+The first touch of new memory costs more than the copy into it. The C library reuses freed memory only in the thread that
+allocated it, while KV goes from thread to thread. So freed buffers are pooled here, in huge pages where the system has them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import torch
 Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE_BYTES = 2 * 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
-FREED_BYTES = 2**30  # that the C library may hold
-OWN_MAPPING_BYTES = 32 * 2**20  # the largest value that glibc takes
-ARENAS = 2  # of memory; glibc's eight a processor each keep what threads that have ended freed there
+FREED_BYTES = 2**30  # freed memory that the C library may hold
+OWN_MAPPING_BYTES = 32 * 2**20  # the largest value that glibc accepts
+ARENAS = 2  # glibc's default of eight a processor would each hold memory that ended threads freed
 
 
 def host_bytes(tensor: torch.Tensor) -> Bytes:
@@ -33,11 +32,11 @@ def host_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class BufferPool:
-    """Anonymous memory that is used again by whoever asks next. Thread-safe.
+    """Anonymous memory that is reused by the next caller. Thread-safe.
 
     Args:
-        max_cached_bytes: cached at most while nobody uses it.
-        slack: a cached buffer may be so many times as large as asked for.
+        max_cached_bytes: limit of unused memory in the pool.
+        slack: a cached buffer serves a request that is smaller by at most this factor.
     """
 
     def __init__(self, max_cached_bytes: int, slack: float) -> None:
@@ -46,10 +45,10 @@ class BufferPool:
         self._lock = threading.RLock()  # any line may collect an array, whose memory then comes back in the same thread
 
     def empty(self, count: int) -> Bytes:
-        """`count` bytes, not initialised, that begin on a page; worth it from `HUGE_PAGE_BYTES` on.
+        """`count` bytes, not initialised, that begin on a page; useful from `HUGE_PAGE_BYTES` on.
 
         Raises:
-            MemoryError: the system has no more.
+            MemoryError: the system has no memory left.
         """
         memory = self._allocate(count)
         in_use = np.frombuffer(memory, np.uint8)  # lives as long as the last view of it
@@ -71,7 +70,7 @@ class BufferPool:
         return memory
 
     def _release(self, memory: mmap.mmap) -> None:
-        # A collection may run in a thread with locks of its own: it does not wait for this one, and the memory is let go.
+        # A garbage collection may run in a thread that holds other locks: it does not wait for this one, and frees the memory.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -83,10 +82,10 @@ class BufferPool:
 
 
 def hold_freed_memory() -> None:
-    """Have the C library hold up to `FREED_BYTES` of freed memory, but for large blocks, for any thread's next request.
+    """Have the C library hold up to `FREED_BYTES` of freed memory, large blocks excepted, for the next request of any thread.
 
-    A prefill frees its activations layer by layer, and the first touch of new memory is dear. Does nothing
-    where the C library is not glibc.
+    A prefill frees its activations layer by layer, and the first touch of new memory is expensive. Without glibc this does
+    nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -98,7 +97,7 @@ def hold_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Hand back what `hold_freed_memory` holds, after work that is larger than a prefill's."""
+    """Return the memory that `hold_freed_memory` holds to the system, after work that is larger than a prefill's."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, TypeError, AttributeError):

@@ -22,26 +22,26 @@ def option(default: T, help: str, *, choices: Collection[str] = (), panel: str =
     """A dataclass field that a user can set from outside.
 
     Args:
-        default: of the field.
-        help: what it does, in a sentence; units and range where the name does not say them.
-        choices: the values there are, where they can be counted.
-        panel: heading that it is listed under; left out, the config's own.
-        secret: no text of the config shows the value.
+        default: the field's default.
+        help: one sentence on the option's effect; units and range if the name does not say them.
+        choices: the allowed values, if they can be listed.
+        panel: heading of the option in help and docs; by default the config's own.
+        secret: whether the config's text hides the value.
     """
     return field(default=default, repr=not secret, metadata={_KEY: (help, tuple(choices), panel)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option as it is written outside.
+    """An option as users write it.
 
     Attributes:
-        name: of the field, and in a TOML file.
-        type: that a command line reads: a scalar, None with one, or `list[str]`.
-        default: of the field.
-        help: with its choices.
-        panel: heading that it is listed under.
-        config: the class that has the field.
+        name: the field's name, and the key in a TOML file.
+        type: the type that a command line parses: a scalar, an optional scalar, or `list[str]`.
+        default: the field's default.
+        help: the help text, with the choices.
+        panel: heading of the option in help and docs.
+        config: the class of the field.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """On the command line."""
+        """The option's name on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """In the environment."""
+        """The option's name in the environment."""
         return f"CACHEBLEND_{self.name.upper()}"
 
 
@@ -77,7 +77,7 @@ def options_of(*configs: type) -> dict[str, Option]:
 
 
 def from_options(config: type[T], values: Mapping[str, Any]) -> T:
-    """A config of flat values; those of nested configs' options go where they belong. None is the default.
+    """Make a config from flat values; options of nested configs reach the nested config. None means the default.
 
     Raises:
         ConfigError: there is no such field, or a value is not allowed.
@@ -87,7 +87,7 @@ def from_options(config: type[T], values: Mapping[str, Any]) -> T:
 
 
 def with_options(config: T, values: Mapping[str, Any]) -> T:
-    """A copy of a config, changed by flat values as `from_options` takes them.
+    """Copy a config with changed flat values, in the form of `from_options`.
 
     Raises:
         ConfigError: there is no such field, or a value is not allowed.
@@ -138,7 +138,7 @@ def _nested(config: type) -> dict[str, type]:
 
 
 def _outside(hint: Any) -> Any:
-    """The type in which a command line reads a field: of a union its scalars."""
+    """The type that a command line parses for a field: of a union its scalars."""
     if get_origin(hint) is tuple:
         return list[str] | None
     if get_origin(hint) in (Union, types.UnionType):

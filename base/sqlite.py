@@ -19,7 +19,7 @@ CACHE_KIB = 1024  # of each connection; the system's page cache holds the rest
 
 
 class Database:
-    """Two connections to a file, made when missing: a lookup does not wait for a change that is being synced to the disk.
+    """Two connections to a file, which is made if missing: a lookup does not wait for a change that is being synced.
 
     Raises:
         StoreDirectoryError: the file cannot be used.
@@ -35,7 +35,7 @@ class Database:
             self._reader = self._connect()
             try:
                 self._writer.execute("PRAGMA journal_mode = WAL")
-                # What a put returned is not lost in a power cut; NORMAL would sync at checkpoints alone.
+                # A put that returned survives a power cut; NORMAL would sync at checkpoints only.
                 self._writer.execute("PRAGMA synchronous = FULL")
                 self._file_id = _file_id(path)
             except BaseException:
@@ -49,13 +49,14 @@ class Database:
             self._reader.close()
 
     def rows(self, query: str, *values: str | int) -> list[Any]:
-        """The rows that a query gives."""
+        """The rows of a query."""
         with self._read_lock, self._errors():
             return self._reader.execute(query, values).fetchall()
 
     def snapshot(self, query: str) -> Iterator[Any]:
-        """The rows that a query gives at the first step, page by page over a connection of its own: changes neither wait for
-        it nor show in it. Sorting beyond the connection's cache goes through a temporary file.
+        """The rows of a query, page by page over a connection of its own, as they are at the first step.
+
+        Changes neither wait for it nor show in it. Sorting beyond the connection's cache uses a temporary file.
         """
         with self._errors(), closing(self._connect()) as connection:
             cursor = connection.execute(query)
@@ -64,7 +65,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All that is executed inside, or nothing; synced to the disk at the end.
+        """Commit all statements executed inside, or none; synced to the disk at the end.
 
         Raises:
             StoreFullError: the disk is full.
@@ -86,10 +87,10 @@ class Database:
                 raise
 
     def settle(self) -> None:
-        """Make what is seen now what the next opening sees; needed before anything else follows from what is seen.
+        """Make the state that is visible now the state of the next opening; call it before acting on the visible state.
 
-        A process that dies in its commit may leave it whole in the write-ahead log, but not yet announced to the others: they
-        do not see it, while an opening after all have ended reads the log and does. A commit of ours takes its place there.
+        A process that dies in its commit may leave it complete in the write-ahead log, but not announced: other processes do
+        not see it, while a later opening reads the log and does. A commit made here replaces it in the log.
 
         Raises:
             StoreFullError: the disk is full.
@@ -98,13 +99,13 @@ class Database:
         """
         with self.transaction() as transaction:
             ((version,),) = transaction.execute("PRAGMA user_version").fetchall()
-            transaction.execute(f"PRAGMA user_version = {version}")  # writes its page also where the number stays
+            transaction.execute(f"PRAGMA user_version = {version}")  # writes its page even if the number is unchanged
 
     def check(self) -> None:
-        """Raise where the file's own structure is broken.
+        """Check the file's own structure.
 
         Raises:
-            StoreDirectoryError: so.
+            StoreDirectoryError: the structure is broken.
 
         """
         ((found,), *_) = self.rows("PRAGMA quick_check(1)")
@@ -112,7 +113,7 @@ class Database:
             raise self.unusable(found)
 
     def _connect(self) -> sqlite3.Connection:
-        # isolation_level=None: `transaction` alone begins and ends them.
+        # isolation_level=None: only `transaction` begins and ends transactions.
         connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         return connection
@@ -127,7 +128,7 @@ class Database:
             raise self.unusable(error) from error
 
     def unusable(self, why: object) -> StoreDirectoryError:
-        """The error for a file that is broken, with what to do."""
+        """The error for a broken file, with its remedy."""
         return StoreDirectoryError(
             f"{self._path} cannot be used: {why}; check that the folder is writable, or, with no process using the store, "
             f"move {self._path.name}* away: it is made again from the entries' files"
@@ -135,7 +136,7 @@ class Database:
 
 
 def prefix_end(prefix: str) -> str:
-    """The least text above all that begin with another, so that those are a range of a table's order, byte by byte."""
+    """The smallest text above all texts that begin with `prefix`, so that these are a range in a table's byte order."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 

@@ -1,4 +1,4 @@
-"""Threads: daemons that are used again, whose tasks begin at once; a thread for one call; and a thread's low priority."""
+"""Threads: reusable daemons whose tasks begin at once; a thread for one call; and a thread's low priority."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class DaemonThreads:
-    """Runs each task at once, in an idle thread or a new one; a task never waits for another's end.
+    """Runs each task at once, in an idle thread or a new one; no task waits for another.
 
-    A thread without a task for `idle_s` seconds ends. They are daemons: a task that waits for a consumer who is gone does not
-    keep the process from ending.
+    A thread without a task for `idle_s` seconds ends. Threads are daemons: a task that waits for a vanished consumer does not
+    prevent the process from ending.
     """
 
     def __init__(self, name: str, idle_s: float = 5.0) -> None:
@@ -37,7 +37,7 @@ class DaemonThreads:
         return self._busy
 
     def run(self, task: Callable[[], None]) -> threading.Event:
-        """Begin a task; the event is set at its end. What it raises is logged."""
+        """Begin a task; the event is set at its end. Its exception is logged."""
         ended = threading.Event()
         with self._changing:
             self._busy += 1
@@ -50,13 +50,13 @@ class DaemonThreads:
         return ended
 
     def call(self, task: Callable[[], T]) -> Future[T]:
-        """Begin a task; the future has what it returns or raises. Who waits for it no longer leaves the thread to its end."""
+        """Begin a task; the future has its result or exception. A caller that stops waiting does not stop the task."""
         future: Future[T] = Future()
 
         def settle() -> None:
             try:
                 future.set_result(task())
-            except BaseException as error:  # travels to whoever waits
+            except BaseException as error:  # the future carries it to the caller
                 future.set_exception(error)
 
         self.run(settle)
@@ -74,9 +74,9 @@ class DaemonThreads:
                 continue
             try:
                 task()
-            except BaseException:  # the thread is counted on for the next task
+            except BaseException:  # the thread must survive for the next task
                 logger.exception("a task of the threads %s failed", self._name)
-            del task  # what it holds may be large
+            del task  # its closure may hold large objects
             with self._changing:
                 self._busy -= 1
                 self._idle += 1
@@ -84,21 +84,21 @@ class DaemonThreads:
 
 
 def lower_priority() -> None:
-    """Have the calling thread, and those it starts, take the processor where no other thread of the process wants it.
+    """Lower the priority of the calling thread, and of threads that it starts.
 
-    It still gets about a tenth of a processor that is wanted by another. Linux alone gives a thread a niceness of its own;
-    elsewhere this does nothing.
+    Beside a busy thread it still gets about a tenth of a processor. Only Linux has a niceness for each thread; elsewhere this
+    does nothing.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, max(LOW_PRIORITY_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a new thread that ends with it; returns or raises what it does, an interrupt once it has ended.
+    """Call a function in a new thread that ends with it; return its result or raise its exception.
 
-    PyTorch makes an OpenMP team for every thread that computes. Once all teams together have more threads than there are
-    processors, each of them sleeps between two operations, and a blend takes a third longer. So in a service
-    the scheduler's thread alone keeps its team.
+    An interrupt is raised once the function has ended. PyTorch makes an OpenMP team for every thread that computes. Once all
+    teams have more threads than there are processors, they sleep between two operations, and a blend needs a third more time.
+    So in a service only the scheduler's thread has a lasting team.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args, **kwargs).result()
