@@ -9,7 +9,6 @@
     ├── UnsupportedModelError     blending is not verified on the model's architecture
     ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
     ├── RetrieverError            the index or the embedder cannot be used
-    │   ├── IndexUnreachableError the server that holds the index does not answer
     │   └── DamagedDocumentError  a document's text, token ids or vectors in the index are not the ones that were written
     ├── ProfileError              a profile or calibration is damaged, or of another model, device or version
     ├── StoreError                the store cannot be used
@@ -73,10 +72,6 @@ class ModelFetchError(CacheBlendError):
 
 class RetrieverError(CacheBlendError):
     """The retrieval index or the embedder cannot be used."""
-
-
-class IndexUnreachableError(RetrieverError):
-    """The server that holds the index does not answer, or refuses; it may answer later."""
 
 
 class DamagedDocumentError(RetrieverError):

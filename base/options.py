@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -15,6 +15,8 @@ _SCALARS = (bool, int, float, str)
 # Options that are gone, and what took their place.
 GONE_OPTIONS: dict[str, str] = {
     "on_miss": "nothing: missing chunks are recomputed in the prompt, and their KV is stored afterwards",
+    "index": "the index lies in store_dir; texts of a database of your own come with a request's documents",
+    "index_schema": "the index lies in store_dir; texts of a database of your own come with a request's documents",
 }
 
 
@@ -97,6 +99,17 @@ def with_options(config: T, values: Mapping[str, Any]) -> T:
     return cast(T, replace(cast(Any, config), **own, **parts))
 
 
+def refuse_gone(names: Iterable[str]) -> None:
+    """Refuse an option that earlier versions had, with what took its place.
+
+    Raises:
+        ConfigError: one of the names is of such an option.
+    """
+    for name in names:
+        if name in GONE_OPTIONS:
+            raise ConfigError("option", name, f"the option is gone; in its place: {GONE_OPTIONS[name]}")
+
+
 def _sorted_out(config: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The values of a config's own fields, and those of each nested config's options."""
     given = {name: value for name, value in values.items() if value is not None}
@@ -107,9 +120,8 @@ def _sorted_out(config: type, values: Mapping[str, Any]) -> tuple[dict[str, Any]
             nested[name] = parts
         if parts and name in own:
             raise ConfigError(name, own[name], f"not beside {', '.join(sorted(parts))}, which it has")
-    if gone := sorted(given.keys() & GONE_OPTIONS.keys()):
-        raise ConfigError(gone[0], given[gone[0]], f"the option is gone; in its place: {GONE_OPTIONS[gone[0]]}")
     if given:
+        refuse_gone(given)
         known = {each.name for each in fields(cast(Any, config))} | options_of(config).keys()
         raise ConfigError("option", min(given), f"{config.__name__} has {', '.join(sorted(known))}")
     return own, nested

@@ -5,11 +5,11 @@ from __future__ import annotations
 from cacheblend.base.extras import needs_extra
 
 with needs_extra("rag"):
-    from .catalog_rows import CatalogedDocument
+    from .catalog import CatalogedDocument, EmbeddedDocument
     from .config import DEFAULT_EMBEDDER, RetrieverConfig
     from .document import Chunk, Document, ScoredChunk, in_reading_order
     from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
-    from .retriever import EmbeddedDocument, Retriever
+    from .retriever import Retriever
     from .splitter import PlainTokenizer, Splitter
 
 __all__ = [

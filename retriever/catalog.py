@@ -1,8 +1,7 @@
-"""The catalog: documents, their chunks, token ids and vectors, the source of truth of the index.
+"""The catalog: documents, their chunks, token ids and vectors in one SQLite file, the source of truth of the index.
 
-What is here is the same in every database: the statements, and how rows become documents and chunks. `SqliteCatalog` keeps
-them in a file of one machine, `PostgresCatalog` in a server that many share. Vectors and words are searched in the process
-itself, in structures that follow the catalog by its generation. Every read compares the row's checksum, see `catalog_rows`.
+SQLite has no checksums of its own, so each row has one over all that it holds, and every read compares it. The checksums find
+what disks do; they are no defence against someone who may write to the file.
 
 Shapes: N chunks, D dimensions.
 """
@@ -10,33 +9,84 @@ Shapes: N chunks, D dimensions.
 from __future__ import annotations
 
 import logging
+import re
+import sqlite3
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
-from cacheblend.base.errors import DamagedDocumentError, DocumentChangedError, InputError, RetrieverError
+from cacheblend.base.errors import DamagedDocumentError, DocumentChangedError, InputError, RetrieverError, StoreFullError
+from cacheblend.base.files import is_disk_full, make_private_file
 from cacheblend.base.sqlite import prefix_end
+from cacheblend.store.layout import Reserve
 
-from .catalog_rows import SELECT_CHUNKS, SELECT_DOCUMENTS, chunk_of, document_of, row_checksum
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from .catalog_rows import CatalogedDocument
-    from .document import Chunk, Document
-
-    # A document, its chunks, and their vectors, float32 (N, D).
-    Entry = tuple[Document | CatalogedDocument, Sequence[Chunk], NDArray[np.float32]]
+from .document import Chunk, Document
 
 logger = logging.getLogger(__name__)
-_STATE = ("generation", "dimensions", "format", "identity")  # what of `meta` is no setting
-_ALL = 2**62  # as a limit, and above every rowid
-_GIVEN = 1000  # values that one statement is given at most
+FORMAT = "2"  # of the tables
+BUSY_TIMEOUT_S = 30.0
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS documents (
+    id TEXT PRIMARY KEY,
+    version TEXT NOT NULL,
+    title TEXT NOT NULL,
+    created_s REAL NOT NULL,
+    chunks INTEGER NOT NULL DEFAULT 0,     -- how many the document has
+    checksum BLOB NOT NULL DEFAULT x''     -- of id, version, title and number of chunks
+);
+CREATE TABLE IF NOT EXISTS chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- the index's id; never used twice
+    document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
+    position INTEGER NOT NULL,
+    text TEXT NOT NULL,
+    token_ids BLOB NOT NULL,               -- int32, little-endian
+    vector BLOB NOT NULL,                  -- float32, little-endian
+    checksum BLOB NOT NULL DEFAULT x'',    -- of document, version, position, text, token ids and vector
+    UNIQUE (document_id, position)
+);
+"""
+INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
+SELECT_CHUNKS = """
+SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum
+FROM chunks c JOIN documents d ON d.id = c.document_id
+"""
+_STATE = ("generation", "dimensions", "format")  # keys of `meta` that are no settings
+_NO_LIMIT = 2**62  # also above every rowid
+_WRONG_VALUE = re.compile(r"\S+ value in ")  # a finding of SQLite's that the row's checksum finds as well
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedDocument:
+    """A document, its chunks, and their vectors, float32 (N, D), before they are written."""
+
+    document: Document
+    chunks: Sequence[Chunk]
+    vectors_ND: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogedDocument:
+    """A document as the catalog lists it; `created_s` is Unix time.
+
+    A document is `damaged` if its id, title, version or number of chunks is not what was written; its title is left out then.
+    """
+
+    id: str
+    version: str
+    title: str
+    chunks: int
+    created_s: float
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +95,12 @@ class IndexReport:
 
     Args:
         documents: documents in the catalog.
-        chunks: chunks in it.
-        damaged: ids of documents of which a row is missing or is not what was written; repaired by removing them, so that
-            questions find the others: they must be ingested again.
-        strays: chunks of no document; repaired by removing them.
-        broken: whether the database finds its own structure broken; repaired by making its lookup tables again.
-        repaired: whether it was all mended.
+        chunks: chunks in the catalog.
+        damaged: ids of documents of which a row is missing or is not what was written. A repair removes them, so that
+            questions find the others; they must be ingested again.
+        strays: chunks of no document. A repair removes them.
+        broken: whether SQLite finds its own structure broken. A repair makes its lookup tables again.
+        repaired: whether a repair was asked for.
     """
 
     documents: int
@@ -68,13 +118,13 @@ class IndexReport:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Effect of writes.
+    """Effect of a write.
 
     Args:
-        added_ids: index ids that came.
-        removed_ids: those that went.
-        generation: the catalog's, after them.
-        removed_documents: ids of documents that went, or were replaced.
+        added_ids: index ids of new chunks.
+        removed_ids: index ids of chunks that were removed.
+        generation: the catalog's generation after the write.
+        removed_documents: ids of documents that were removed or replaced.
     """
 
     added_ids: list[int]
@@ -83,70 +133,154 @@ class Change:
     removed_documents: frozenset[str] = frozenset()
 
 
-class Catalog(ABC):
-    """Documents and chunks in a database; every write is one transaction and raises the generation by one.
+class Catalog:
+    """Documents and chunks in SQLite; every write is one transaction and raises the generation by one.
 
-    Not thread-safe by itself: `Retriever` holds a lock. Several processes may share a database.
+    Not thread-safe by itself: `IndexedDocuments` holds a lock. Several processes may share a file.
 
     Args:
-        where: the database, in words.
+        path: the file, made when missing; None keeps the tables in memory.
         settings: what the chunks and vectors depend on; fixed from the first document on.
+
+    Raises:
+        RetrieverError: the file cannot be used, is of another format, or holds documents of other settings.
+        StoreFullError: the disk is full.
     """
 
-    format: ClassVar[str]  # of its tables
-    by_bytes: ClassVar[str] = ""  # after a column: compared byte by byte, which is not every database's way
+    def __init__(self, path: Path | None, settings: Mapping[str, str]) -> None:
+        self._path, self._settings = path, dict(settings)
+        self._where = "memory" if path is None else str(path)
+        self._reserve = None if path is None else Reserve(path.with_name("reserve"))
+        try:
+            self._open()
+        except StoreFullError:
+            if self._reserve is None or not self._reserve.release():
+                raise
+            self._open()
+        self._refill()
 
-    def __init__(self, where: str, settings: Mapping[str, str]) -> None:
-        self._where, self._settings = where, dict(settings)
+    def _open(self) -> None:
+        path = self._path
+        if path is not None:
+            make_private_file(path)
+        with self._errors():
+            # isolation_level=None: _write begins and ends the transactions.
+            self._db = sqlite3.connect(
+                ":memory:" if path is None else path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+        # The checksum finds a damaged text, and the error can name its document; a decoding error here would name none.
+        self._db.text_factory = lambda raw: raw.decode(errors="surrogateescape")
+        try:
+            self._check_format()  # first: a file of another format is left as it is
+            with self._errors():
+                self._db.execute("PRAGMA foreign_keys = ON")
+                self._db.execute("PRAGMA journal_mode = WAL")
+                # A power cut may lose the last documents, never half of one; FULL would sync the disk once a document.
+                self._db.execute("PRAGMA synchronous = NORMAL")
+                self._db.executescript(SCHEMA)
+                if self._meta("format") is None:
+                    self._set_meta("format", FORMAT)
+            if not self._is_empty():
+                self._compare(self._settings)
+        except BaseException:
+            self._db.close()
+            raise
 
-    # What a database must do.
-
-    @abstractmethod
-    def _rows(self, sql: str, arguments: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """The rows of a statement, whose arguments stand for its question marks."""
-
-    @abstractmethod
-    def _run(self, sql: str, arguments: Sequence[object] = ()) -> None:
-        """Run a statement that gives no rows."""
-
-    @abstractmethod
-    def _insert(self, rows: Sequence[tuple[str, int, str, bytes, bytes, bytes]]) -> list[int]:
-        """Add chunks' rows (`INSERT_CHUNK`); their index ids."""
-
-    @abstractmethod
-    def snapshot(self) -> AbstractContextManager[None]:
-        """Reads within see one state, whatever other processes write meanwhile."""
-
-    @abstractmethod
-    def _write(self) -> AbstractContextManager[None]:
-        """One transaction, one at a time: all or nothing, and the generation one higher."""
-
-    @abstractmethod
-    def _broken_structure(self) -> str:
-        """The first thing that is wrong with the database's own structure; empty for nothing."""
-
-    @abstractmethod
-    def _mend_structure(self) -> None:
-        """Make the lookup tables again."""
-
-    @abstractmethod
-    def _unusable(self, why: object) -> RetrieverError:
-        """The error of a database that cannot be used."""
-
-    def changes(self, since: int) -> Change | None:
-        """What came and went after a generation, asked in a snapshot; None where all has to be read anew."""
-        return None
-
-    @property
-    def identity(self) -> str:
-        """What tells a database that may change behind a folder's back from others; empty where it lies in the folder."""
-        return ""
-
-    @abstractmethod
     def close(self) -> None:
-        """Close the database; a second call does nothing."""
+        """Close the file; a second call does nothing."""
+        self._db.close()
 
-    # What is the same in all of them.
+    # Writes.
+
+    def put(self, entries: Sequence[EmbeddedDocument], expected: Mapping[str, Sequence[str | None]] | None = None) -> Change:
+        """Add documents, in place of those with their ids, in one transaction.
+
+        Args:
+            entries: the documents, each id once.
+            expected: by document id, the versions of which the document must have one now; None stands for no document.
+
+        Raises:
+            DocumentChangedError: a document has none of its expected versions; nothing is added then.
+            RetrieverError: the file cannot be written, or has other settings or vectors of another length.
+            StoreFullError: the disk is full.
+        """
+        if not entries:
+            with self.snapshot():
+                self._check_versions(expected or {})
+                return Change([], [], self.generation)
+        added: list[int] = []
+        removed: dict[str, list[int]] = {}
+        with self._write():
+            self._check_format()
+            self._check_versions(expected or {})
+            [dimensions] = {entry.vectors_ND.shape[1] for entry in entries}  # of one embedder
+            self._settle(self._settings | {"dimensions": str(dimensions)})
+            for entry in entries:
+                document = entry.document
+                if of_document := self._remove(document.id):
+                    removed[document.id] = of_document
+                row = (document.id, document.version, document.title, len(entry.chunks))
+                self._run(INSERT_DOCUMENT, (*row[:3], time.time(), row[3], row_checksum(*row)))
+                added += [self._insert(chunk, vector) for chunk, vector in zip(entry.chunks, entry.vectors_ND, strict=True)]
+            change = Change(added, [id_ for ids in removed.values() for id_ in ids], self.generation, frozenset(removed))
+        self._refill()
+        return change
+
+    def remove(self, document_id: str) -> Change:
+        """Remove a document and its chunks in one transaction; on a full disk, too, as long as it has a reserve.
+
+        Raises:
+            InputError: there is no such document.
+            RetrieverError: the file cannot be written.
+            StoreFullError: the disk is full, and the reserve was needed before.
+        """
+        try:
+            change = self._remove_document(document_id)
+        except StoreFullError:
+            if self._reserve is None or not self._reserve.release():
+                raise
+            change = self._remove_document(document_id)
+        self._refill()
+        return change
+
+    def verify(self, *, repair: bool) -> IndexReport:
+        """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.
+
+        Raises:
+            RetrieverError: SQLite's own structure is broken beyond that.
+            StoreFullError: the disk has no room for the repair.
+        """
+        broken = self._broken_structure()
+        if broken and repair:
+            self._run("REINDEX")
+            if still_broken := self._broken_structure():
+                raise self._unusable(still_broken)
+        # By rowid, and every id: the id of a damaged row may be no text, or not the one that its chunks name.
+        rows = self._rows("SELECT rowid, id FROM documents ORDER BY rowid")
+        bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_whole(id_)]
+        [[chunks]] = self._rows("SELECT count(*) FROM chunks")
+        [[strays]] = self._rows("SELECT count(*) FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
+        if repair and (bad or strays):
+            with self._write():
+                for rowid, _ in bad:
+                    self._run("DELETE FROM documents WHERE rowid = ?", (rowid,))
+                self._run("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
+        damaged = tuple(_printable(id_) for _, id_ in bad)
+        return IndexReport(
+            documents=len(rows), chunks=chunks, damaged=damaged, strays=strays, broken=bool(broken), repaired=repair
+        )
+
+    # Reads.
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Reads within see one state, whatever other processes write meanwhile."""
+        with self._errors():
+            self._db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._db.execute("ROLLBACK")
 
     @property
     def generation(self) -> int:
@@ -166,102 +300,43 @@ class Catalog(ABC):
         """What the documents were added with; empty before the first."""
         return {key: value for key, value in self._rows("SELECT key, value FROM meta") if key not in _STATE}
 
-    def put(self, entries: Sequence[Entry], expected: Mapping[str, Sequence[str | None]] | None = None) -> Change:
-        """Add documents, in place of those with their ids, in one transaction.
-
-        Args:
-            entries: the documents, each id once.
-            expected: by document id, versions of which the document must have one now, None for no document.
-
-        Raises:
-            DocumentChangedError: a document has none of its expected versions; nothing is added then.
-            RetrieverError: the database cannot be written, or has other settings or vectors of another length.
-            StoreFullError: the disk is full.
-
-        """
-        if not entries:
-            with self.snapshot():
-                self._check_versions(expected or {})
-                return Change([], [], self.generation)
-        added: list[int] = []
-        removed: dict[str, list[int]] = {}
-        with self._write():
-            self._check_format()
-            self._check_versions(expected or {})
-            [dimensions] = {vectors_ND.shape[1] for *_, vectors_ND in entries}  # of one embedder
-            settings = {**self._settings, "dimensions": str(dimensions)}
-            if self._is_empty():
-                for key, value in settings.items():
-                    self._set_meta(key, value)
-            else:
-                self._compare(settings)
-            for document, chunks, vectors_ND in entries:
-                if of_document := self._remove(document.id):
-                    removed[document.id] = of_document
-                checksum = row_checksum(document.id, document.version, document.title, len(chunks))
-                self._run(
-                    "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)",
-                    (document.id, document.version, document.title, time.time(), len(chunks), checksum),
-                )
-                added += self._insert([_row(chunk, vector_D) for chunk, vector_D in zip(chunks, vectors_ND, strict=True)])
-            return Change(added, [id_ for ids in removed.values() for id_ in ids], self.generation, frozenset(removed))
-
-    def remove(self, document_id: str) -> Change:
-        """Remove a document and its chunks in one transaction.
-
-        Raises:
-            InputError: there is no such document.
-            RetrieverError: the database cannot be written.
-
-        """
-        with self._write():
-            if self.version(document_id) is None:
-                raise self._unknown(document_id)
-            return Change([], self._remove(document_id), self.generation, frozenset({document_id}))
-
     def version(self, document_id: str) -> str | None:
-        """The version of a document; None where there is no such document."""
+        """The version of a document; None if there is no such document."""
         rows = self._rows("SELECT version FROM documents WHERE id = ?", (document_id,))
         return str(rows[0][0]) if rows else None
+
+    def document(self, document_id: str) -> CatalogedDocument | None:
+        """One document; None if there is no such document."""
+        rows = self._rows(f"{SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
+        return _document_of(rows[0]) if rows else None
 
     def documents(
         self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
     ) -> list[CatalogedDocument]:
-        """Documents in the order of adding, or in the reverse.
+        """Documents in the order of adding, or in reverse.
 
         Args:
-            limit: at most so many; None for all.
-            after: those that follow this one in that order; None for the first ones.
-            newest_first: in the reverse.
+            limit: how many at most; None for all.
+            after: id of the document that they follow in that order; None for the first ones.
+            newest_first: whether the order is reversed.
 
         Raises:
             InputError: there is no document `after`.
-
         """
-        first, comparison, order = (_ALL, "<", "DESC") if newest_first else (0, ">", "ASC")
+        first, comparison, order = (_NO_LIMIT, "<", "DESC") if newest_first else (0, ">", "ASC")
         if after is not None:
             rows = self._rows("SELECT rowid FROM documents WHERE id = ?", (after,))
             if not rows:
                 raise self._unknown(after)
             first = rows[0][0]
         query = f"{SELECT_DOCUMENTS} WHERE rowid {comparison} ? ORDER BY rowid {order} LIMIT ?"
-        return [document_of(row) for row in self._rows(query, (first, _ALL if limit is None else limit))]
-
-    def document(self, document_id: str) -> CatalogedDocument | None:
-        """One document; None where there is no such document."""
-        rows = self._rows(f"{SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
-        return document_of(rows[0]) if rows else None
-
-    def versions(self) -> dict[str, str]:
-        """Every document's id and version."""
-        return dict(self._rows("SELECT id, version FROM documents"))
+        return [_document_of(row) for row in self._rows(query, (first, _NO_LIMIT if limit is None else limit))]
 
     def ids(self, prefix: str = "") -> list[str]:
-        """The ids of documents that begin with a text, in the order of adding, at the cost of those."""
+        """The ids of documents that begin with a text, in the order of adding, without a look at the others."""
         if not prefix:
             return [id_ for (id_,) in self._rows("SELECT id FROM documents ORDER BY rowid")]
-        column = f"id{self.by_bytes}"
-        query = f"SELECT id FROM documents WHERE {column} >= ? AND {column} < ? ORDER BY rowid"
+        query = "SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY rowid"
         return [id_ for (id_,) in self._rows(query, (prefix, prefix_end(prefix)))]
 
     def is_whole(self, document_id: str) -> bool:
@@ -272,169 +347,138 @@ class Catalog(ABC):
             return False
         return True
 
-    def verify(self, *, repair: bool) -> IndexReport:
-        """Check every row; with `repair`, mend what can be mended. See `IndexReport`.
-
-        Raises:
-            RetrieverError: the database's own structure is broken beyond that.
-            StoreFullError: the disk has no room for the repair.
-
-        """
-        broken = self._broken_structure()
-        if broken and repair:
-            self._mend_structure()
-            if still_broken := self._broken_structure():
-                raise self._unusable(still_broken)
-        # By rowid, and every id: those of damaged rows may be no text, or not the one that their chunks name.
-        rows = self._rows("SELECT rowid, id FROM documents ORDER BY rowid")
-        bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_whole(id_)]
-        [[chunks]] = self._rows("SELECT count(*) FROM chunks")
-        [[strays]] = self._rows("SELECT count(*) FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
-        if repair and (bad or strays):
-            with self._write():
-                for rowid, _ in bad:
-                    self._run("DELETE FROM documents WHERE rowid = ?", (rowid,))
-                self._run("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
-        damaged = tuple(str(id_).encode(errors="replace").decode() for _, id_ in bad)
-        return IndexReport(
-            documents=len(rows),
-            chunks=chunks,
-            damaged=damaged,
-            strays=strays,
-            broken=bool(broken),
-            repaired=repair,
-        )
-
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of a document, or all, in the order of adding.
 
         Raises:
             InputError: there is no such document.
             DamagedDocumentError: a row is missing, or is not what was written.
-
         """
         if document_id is None:
-            return [chunk_of(row) for row in self._rows(SELECT_CHUNKS + "ORDER BY c.id")]
+            return [_chunk_of(row) for row in self._rows(SELECT_CHUNKS + "ORDER BY c.id")]
         rows = self._rows(SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
         if not rows:
             if self.version(document_id) is not None:
                 raise DamagedDocumentError(document_id)
             raise self._unknown(document_id)
-        chunks = [chunk_of(row) for row in rows]
+        chunks = [_chunk_of(row) for row in rows]
         if [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
             raise DamagedDocumentError(document_id)
         return chunks
 
     def chunk(self, id_: int) -> Chunk | None:
-        """The chunk of an index id; None where there is none, which is so of an index that does not fit this catalog.
+        """The chunk of an index id; None if there is none: the index does not fit this catalog then.
 
         Raises:
             DamagedDocumentError: the row is not what was written.
-
         """
         rows = self._rows(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
-        return chunk_of(rows[0]) if rows else None
+        return _chunk_of(rows[0]) if rows else None
 
-    def has_chunks(self, ids: Sequence[int]) -> bool:
-        """Whether there is a chunk of each of these index ids; not so of an index that does not fit this catalog."""
-        return sum(1 for _ in self._chosen("SELECT c.id FROM chunks c", ids)) == len(ids)
+    def has_chunks(self, ids: Iterable[int]) -> bool:
+        """Whether there is a chunk of each of these index ids; if not, the index does not fit this catalog."""
+        return all(self._rows("SELECT 1 FROM chunks WHERE id = ?", (id_,)) for id_ in ids)
 
-    def texts(self, ids: Sequence[int] | None = None) -> Iterator[tuple[int, str, str, str]]:
-        """Index id, document's id and title, and text of chunks, a document after the other; damage shows later.
-
-        They are read as they are taken, all in one snapshot.
-
-        Args:
-            ids: of the chunks; None for all.
-        """
-        query = "SELECT c.id, d.id, d.title, c.text FROM chunks c JOIN documents d ON d.id = c.document_id"
-        rows = self._chosen(query, ids)
-        return ((id_, str(document_id), str(title), str(text)) for id_, document_id, title, text in rows)
+    def texts(self) -> Iterator[tuple[int, str, str, str]]:
+        """Index id, document's id and title, and text of every chunk, one document after the other, read as they are used."""
+        query = "SELECT c.id, d.id, d.title, c.text FROM chunks c JOIN documents d ON d.id = c.document_id ORDER BY c.id"
+        with self._errors():
+            for id_, document_id, title, text in self._db.execute(query):
+                yield id_, str(document_id), str(title), str(text)
 
     def document_texts(self, document_id: str, version: str) -> list[str]:
-        """The texts of a document's chunks, in order; none where it has another version by now."""
+        """The texts of a document's chunks, in order; none if the document has another version now."""
         query = "SELECT c.text FROM chunks c JOIN documents d ON d.id = c.document_id "
         rows = self._rows(query + "WHERE d.id = ? AND d.version = ? ORDER BY c.position", (document_id, version))
         return [str(text) for (text,) in rows]
 
-    def vectors(self, ids: Sequence[int] | None = None) -> tuple[list[int], NDArray[np.float32]]:
-        """Index ids of chunks, ascending, and their vectors, float32 (N, D).
+    def vectors(self) -> tuple[list[int], NDArray[np.float32]]:
+        """Index ids of all chunks, ascending, and their vectors, float32 (N, D).
 
-        Vectors that cannot be of this catalog are left out, and logged; one that is damaged otherwise is found out with its
-        chunk, when a question comes upon it.
-
-        Args:
-            ids: of the chunks; None for all.
+        Vectors of a wrong length or with NaN are left out, and logged. Other damage is found with its chunk, when a question
+        comes upon it.
         """
-        query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id"
-        return self._vectors_of(self._chosen(query, ids))
-
-    def document_vectors(self, document_id: str) -> NDArray[np.float32]:
-        """The vectors of a document's chunks, in order, float32 (N, D)."""
-        query = "SELECT c.id, c.document_id, c.vector FROM chunks c WHERE c.document_id = ? ORDER BY c.id"
-        return self._vectors_of(self._rows(query, (document_id,)))[1]
-
-    def _vectors_of(self, rows: Iterable[tuple[Any, ...]]) -> tuple[list[int], NDArray[np.float32]]:
         dimensions = self.dimensions or 0
         ids: list[int] = []
         vectors: list[NDArray[np.float32]] = []
         damaged: list[str] = []
-        for id_, owner, raw in rows:
-            if isinstance(raw, bytes) and len(raw) == 4 * dimensions:
-                vector_D = np.frombuffer(raw, dtype="<f4")
-                if np.isfinite(vector_D).all():
-                    ids.append(id_)
-                    vectors.append(vector_D)
-                    continue
-            damaged.append(str(owner))
+        query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id ORDER BY c.id"
+        with self._errors():
+            for id_, owner, raw in self._db.execute(query):
+                if isinstance(raw, bytes) and len(raw) == 4 * dimensions:
+                    vector_D = np.frombuffer(raw, dtype="<f4")
+                    if np.isfinite(vector_D).all():
+                        ids.append(id_)
+                        vectors.append(vector_D)
+                        continue
+                damaged.append(str(owner))
         if damaged and not ids:
             raise self._unusable("the length of its vectors is damaged")
         for owner in damaged:
             logger.error("a chunk is not in the index: %s", DamagedDocumentError(owner))
         return ids, np.array(vectors, dtype=np.float32).reshape(len(ids), dimensions)
 
-    def _chosen(self, query: str, ids: Sequence[int] | None) -> Iterator[tuple[Any, ...]]:
-        """The rows of a query over chunks `c`, by their id, which comes first; of all or of some ids.
+    # The steps of both.
 
-        A part at a time, so that no statement runs long, no answer fills the memory, and a server hears of a reader that works
-        long on what it reads.
-        """
-        query += " AND" if " WHERE " in query else " WHERE"
-        if ids is None:
-            last = -(2**63)
-            while rows := self._rows(f"{query} c.id > ? ORDER BY c.id LIMIT {_GIVEN}", (last,)):
-                yield from rows
-                last = rows[-1][0]
-            return
-        ordered = sorted(ids)
-        for start in range(0, len(ordered), _GIVEN):
-            part = ordered[start : start + _GIVEN]
-            yield from self._rows(f"{query} c.id IN ({', '.join('?' * len(part))}) ORDER BY c.id", part)
+    def _insert(self, chunk: Chunk, vector_D: NDArray[np.float32]) -> int:
+        """Add a chunk's row; returns its index id."""
+        token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
+        checksum = row_checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
+        row = (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum)
+        id_ = self._db.execute(INSERT_CHUNK, row).lastrowid
+        assert id_ is not None
+        return id_
+
+    def _remove_document(self, document_id: str) -> Change:
+        with self._write():
+            if self.version(document_id) is None:
+                raise self._unknown(document_id)
+            return Change([], self._remove(document_id), self.generation, frozenset({document_id}))
 
     def _remove(self, document_id: str) -> list[int]:
         removed = [id_ for (id_,) in self._rows("SELECT id FROM chunks WHERE document_id = ?", (document_id,))]
         self._run("DELETE FROM documents WHERE id = ?", (document_id,))
         return removed
 
+    @contextmanager
+    def _write(self) -> Iterator[None]:
+        """One transaction, one at a time: all or nothing, and the generation one higher."""
+        with self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._set_meta("generation", str(self.generation + 1))
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _refill(self) -> None:
+        if self._reserve is not None:
+            self._reserve.refill()
+
     def _check_versions(self, expected: Mapping[str, Sequence[str | None]]) -> None:
-        ids, here = sorted(expected), dict[str, str]()
-        for start in range(0, len(ids), _GIVEN):
-            part = ids[start : start + _GIVEN]
-            here |= dict(self._rows(f"SELECT id, version FROM documents WHERE id IN ({', '.join('?' * len(part))})", part))
         for document_id, versions in expected.items():
-            if here.get(document_id) not in versions:
+            if self.version(document_id) not in versions:
                 raise DocumentChangedError(document_id)
 
     def _check_format(self) -> None:
-        """Refuse a database that another version of cacheblend made: two versions never share one."""
-        if (found := self._meta("format")) not in (None, self.format):
-            raise self._other_format(found)
+        """Refuse a file that another version of cacheblend made: two versions never share one."""
+        has_meta = self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
+        if has_meta and (found := self._meta("format")) not in (None, FORMAT):
+            raise RetrieverError(
+                f"{self._where} has format {found}, this version of cacheblend reads {FORMAT}; "
+                "use the version that made it, or another directory and ingest the documents anew"
+            )
 
-    def _other_format(self, found: object) -> RetrieverError:
-        return RetrieverError(
-            f"{self._where} has format {found}, this version of cacheblend reads {self.format}; "
-            "use the version that made it, or another directory and ingest the documents anew"
-        )
+    def _settle(self, settings: Mapping[str, str]) -> None:
+        """Fix the settings with the first document; refuse other ones after it."""
+        if not self._is_empty():
+            self._compare(settings)
+            return
+        for key, value in settings.items():
+            self._set_meta(key, value)
 
     def _compare(self, settings: Mapping[str, str]) -> None:
         for key, value in settings.items():
@@ -446,6 +490,11 @@ class Catalog(ABC):
 
     def _is_empty(self) -> bool:
         return not self._rows("SELECT 1 FROM documents LIMIT 1")
+
+    def _broken_structure(self) -> str:
+        """The first thing that is wrong with SQLite's own structure; empty if nothing is."""
+        found = (str(message) for (message,) in self._rows("PRAGMA integrity_check(100)"))
+        return next((message for message in found if message != "ok" and not _WRONG_VALUE.match(message)), "")
 
     def _meta(self, key: str) -> str | None:
         rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
@@ -463,11 +512,66 @@ class Catalog(ABC):
     def _set_meta(self, key: str, value: str) -> None:
         self._run("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
 
+    def _rows(self, sql: str, arguments: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._errors():
+            return self._db.execute(sql, arguments).fetchall()
+
+    def _run(self, sql: str, arguments: Sequence[object] = ()) -> None:
+        with self._errors():
+            self._db.execute(sql, arguments)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter if a damaged name stands in SQLite's own message
+            if self._path is not None and is_disk_full(self._path, error):
+                raise StoreFullError(f"no room on the disk for {self._where}: {error}; free space") from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, why: object) -> RetrieverError:
+        return RetrieverError(
+            f"the catalog in {self._where} cannot be used: {why}; check that the directory is a retriever's and that it is "
+            "writable, try `cacheblend store verify --repair`, or ingest into another directory"
+        )
+
     def _unknown(self, document_id: str) -> InputError:
         return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
 
 
-def _row(chunk: Chunk, vector_D: NDArray[np.float32]) -> tuple[str, int, str, bytes, bytes, bytes]:
-    token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
-    checksum = row_checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
-    return chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum
+def row_checksum(*fields: object) -> bytes:
+    """The xxh3-128 of values as SQLite returns them, each with its kind and length."""
+    digest = xxhash.xxh3_128()
+    for field in fields:
+        kind = next((kind for kind in (bytes, str, int) if isinstance(field, kind)), object)
+        raw = field if isinstance(field, bytes) else str(field).encode(errors="surrogateescape")
+        digest.update(f"{kind.__name__}:{len(raw)}:".encode())
+        digest.update(raw)
+    return digest.digest()
+
+
+def _document_of(row: tuple[Any, ...]) -> CatalogedDocument:
+    """The document of a row of `SELECT_DOCUMENTS`; a damaged one is marked."""
+    id_, version, title, chunks, created_s, checksum = row
+    if checksum == row_checksum(id_, version, title, chunks):
+        return CatalogedDocument(id_, version, title, chunks, created_s)
+    chunks = chunks if isinstance(chunks, int) else 0
+    return CatalogedDocument(_printable(id_), _printable(version), "", chunks, 0.0, damaged=True)
+
+
+def _chunk_of(row: tuple[Any, ...]) -> Chunk:
+    """The chunk of a row of `SELECT_CHUNKS`.
+
+    Raises:
+        DamagedDocumentError: the row is not what was written.
+    """
+    document_id, version, position, title, text, token_ids, vector, checksum, chunks, document_checksum = row
+    is_written = checksum == row_checksum(document_id, version, position, text, token_ids, vector)
+    if not is_written or document_checksum != row_checksum(document_id, version, title, chunks):
+        raise DamagedDocumentError(str(document_id))
+    ids = tuple(np.frombuffer(token_ids, dtype="<i4").tolist())
+    return Chunk(document_id, version, position, title, text, ids)
+
+
+def _printable(value: object) -> str:
+    return str(value).encode(errors="replace").decode()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.base.checks import check_user_info, is_number, is_whole
+from cacheblend.base.checks import is_number, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
@@ -39,15 +38,6 @@ class RetrieverConfig:
     )
     separator: str = SEPARATOR
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
-    index: str | None = option(
-        None,
-        "PostgreSQL database that holds documents and vectors for all replicas: postgresql://user@host/name. Its password may "
-        "come by PGPASSWORD. Left out, a file in --store-dir.",
-        secret=True,
-    )
-    index_schema: str = option(
-        "cacheblend", "Schema of the index in that database, one an index; a tenant's has its name after it."
-    )
     retrieval: str = option(
         "hybrid",
         "How chunks are found: by meaning (dense), or by meaning and words (hybrid: BM25), the ranks of both fused.",
@@ -85,12 +75,6 @@ class RetrieverConfig:
             raise ConfigError("search_rounds", self.search_rounds, "1 or 2")
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
-        if self.index is not None and not str(self.index).startswith(("postgresql://", "postgres://")):
-            raise ConfigError("index", "what is given (not shown)", "a URL such as postgresql://user@host/database")
-        if self.index is not None:
-            check_user_info("index", self.index)
-        if not re.fullmatch(r"[a-z][a-z0-9_-]*", str(self.index_schema)) or self.index_schema.startswith("pg_"):
-            raise ConfigError("index_schema", self.index_schema, "lower-case letters, digits, - and _, not beginning with pg_")
         if self.min_score is not None and not (is_number(self.min_score) and -1 <= self.min_score <= 1):
             raise ConfigError("min_score", self.min_score, "a number from -1 to 1, or None")
         if self.reranker is not None and not (isinstance(self.reranker, str) and self.reranker.strip()):

@@ -112,9 +112,8 @@ class VectorIndex:
 class SyncedIndex:
     """The index of what a catalog holds, kept in step by its generation.
 
-    It is read from its file, or built from the catalog's vectors where the file is missing or damaged. What other processes
-    have changed since is added and removed where the catalog can tell it, else the index is built again. Not thread-safe by
-    itself.
+    It is read from its file, or built from the catalog's vectors if the file is missing, damaged or older. It is built again
+    if another process has changed the catalog. Not thread-safe by itself.
 
     Args:
         catalog: the source of truth.
@@ -138,13 +137,11 @@ class SyncedIndex:
         """
         generation, dimensions = self._catalog.generation, self._catalog.dimensions
         if generation != self._generation:
-            found, since = self._index, self._generation
             self._index, self._generation = None, -1  # should this fail half-way, the index is built anew
             if dimensions is not None:
-                index = self._followed(found, since, dimensions)
-                if index is None:
-                    index = self._followed(*self._read(), dimensions)
-                self._index = self._build(dimensions) if index is None else index
+                index, file_generation = self._read()
+                is_current = index is not None and index.dimensions == dimensions and file_generation == generation
+                self._index = index if is_current else self._build(dimensions)
             self._generation = generation
         return self._index
 
@@ -193,19 +190,6 @@ class SyncedIndex:
             logger.warning("%s; building the index from the catalog", error)
             return None, -1
         return index, self._file_generation
-
-    def _followed(self, index: VectorIndex | None, since: int, dimensions: int) -> VectorIndex | None:
-        """An index of an earlier generation, brought to the catalog's; None where it has to be built anew."""
-        if index is None or index.dimensions != dimensions:
-            return None
-        if since == self._catalog.generation:
-            return index
-        if (change := self._catalog.changes(since)) is None:
-            return None
-        index.remove(change.removed_ids)
-        if change.added_ids:
-            index.add(*self._catalog.vectors(change.added_ids))
-        return index
 
     def _build(self, dimensions: int) -> VectorIndex:
         ids, vectors_ND = self._catalog.vectors()
@@ -258,14 +242,9 @@ class WordIndex:
     def search(self, text: str, limit: int) -> list[int]:
         """Index ids of the chunks that share words with a text, best first by BM25, the lower id among equals."""
         if self._generation != (generation := self._catalog.generation):
-            change = self._catalog.changes(self._generation)
             with self._transaction():
-                if change is None:
-                    self._db.execute("DELETE FROM words")
-                    self._add(self._catalog.texts())
-                else:
-                    self._remove(change.removed_ids)
-                    self._add(self._catalog.texts(change.added_ids))
+                self._db.execute("DELETE FROM words")
+                self._add(self._catalog.texts())
             self._generation = generation
         words = self._telling(dict.fromkeys(WORD.findall(text.lower())))
         if not words:

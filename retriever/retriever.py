@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +14,12 @@ from numpy.typing import NDArray
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
 
-from .catalog_rows import CatalogedDocument
+from .catalog import Catalog, EmbeddedDocument
 from .config import RetrieverConfig
-from .document import Chunk, ChunkPlace, Document, ScoredChunk, chunk_places, found_texts, places_of
+from .document import Chunk, ChunkPlace, Document, ScoredChunk, chunk_places, found_texts
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import SyncedIndex, VectorIndex, WordIndex, fuse_rankings, names
-from .index_folder import open_catalog
+from .index_folder import INDEX_FILE, IndexedDocuments
 from .reranker import CrossEncoderReranker, Reranker
 from .splitter import Splitter
 
@@ -52,22 +50,11 @@ class AddReport:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddedDocument:
-    """A document, its chunks, and their vectors, float32 (N, D); nothing of it is written yet."""
-
-    document: Document
-    chunks: Sequence[Chunk]
-    vectors_ND: NDArray[np.float32]
-
-
-class Retriever:
+class Retriever(IndexedDocuments):
     """Splits, embeds and stores documents, and finds the best chunks for a question. Thread-safe; a context manager.
 
     In its directory, `catalogue.sqlite` is the source of truth and `index.faiss` a copy of its vectors, written on `close`. The
-    index is built anew from the catalog where the copy is missing, damaged or older, or when another process has added
-    documents. With `RetrieverConfig.index` the source of truth is a server, and the index takes over what other replicas have
-    changed there.
+    index is built anew from the catalog if the copy is missing, damaged or older, or if another process has changed documents.
 
     Args:
         config: how to split, which embedder, where to store.
@@ -93,27 +80,21 @@ class Retriever:
         self.embedder: Embedder = SentenceTransformerEmbedder(config.embedder) if embedder is None else embedder
         named = None if config.reranker is None else CrossEncoderReranker(config.reranker)
         self.reranker: Reranker | None = reranker or named
-        self._lock = threading.RLock()  # over catalog and index, not over embedding
         if config.directory is not None:
             try:
                 make_folder(config.directory)
             except OSError as error:
                 raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
-        self._catalog = open_catalog(
-            config.directory,
-            {
-                "chunk_tokens": str(config.chunk_tokens),
-                "chunk_overlap_tokens": str(config.chunk_overlap_tokens),
-                "separator": config.separator,
-                "tokenizer": self.splitter.fingerprint,
-                "embedder": self.embedder.name,
-            },
-            config.index,
-            config.index_schema,
-        )
+        settings = {
+            "chunk_tokens": str(config.chunk_tokens),
+            "chunk_overlap_tokens": str(config.chunk_overlap_tokens),
+            "separator": config.separator,
+            "tokenizer": self.splitter.fingerprint,
+            "embedder": self.embedder.name,
+        }
+        super().__init__(Catalog(None if config.directory is None else config.directory / INDEX_FILE, settings))
         self._words = None if config.retrieval == "dense" else WordIndex(self._catalog)
-        copy = "-".join(filter(None, ("index", self._catalog.identity[:8]))) + ".faiss"
-        self._index = SyncedIndex(self._catalog, None if config.directory is None else config.directory / copy)
+        self._index = SyncedIndex(self._catalog, None if config.directory is None else config.directory / "index.faiss")
         self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
         self._closed = False
 
@@ -200,7 +181,7 @@ class Retriever:
 
         """
         with self._lock:
-            change = self._catalog.put([(one.document, one.chunks, one.vectors_ND) for one in embedded], expected)
+            change = self._catalog.put(embedded, expected)
             if embedded:
                 self._index.apply(change, np.concatenate([one.vectors_ND for one in embedded]))
                 if self._words is not None:
@@ -229,62 +210,6 @@ class Retriever:
         with self._lock, self._catalog.snapshot():
             index = self._index.current()
             return 0 if index is None else len(index)
-
-    def documents(
-        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
-    ) -> list[CatalogedDocument]:
-        """Documents in the order of adding, or in the reverse: at most `limit`, and those that follow the document `after`.
-
-        Raises:
-            InputError: there is no document `after`.
-
-        """
-        with self._lock:
-            return self._catalog.documents(limit, after, newest_first=newest_first)
-
-    def document(self, document_id: str) -> CatalogedDocument | None:
-        """One document; None where there is no such document."""
-        with self._lock:
-            return self._catalog.document(document_id)
-
-    def version(self, document_id: str) -> str | None:
-        """The version of a document; None where there is no such document."""
-        with self._lock:
-            return self._catalog.version(document_id)
-
-    def ids(self, prefix: str = "") -> list[str]:
-        """The ids of documents, or of those whose id begins with a text, in the order of adding."""
-        with self._lock:
-            return self._catalog.ids(prefix)
-
-    def versions(self) -> dict[str, str]:
-        """Every document's id and version."""
-        with self._lock:
-            return self._catalog.versions()
-
-    def chunks(self, document_id: str | None = None) -> list[Chunk]:
-        """The chunks of one document, or all, in the order of adding.
-
-        Raises:
-            InputError: there is no such document.
-            DamagedDocumentError: its rows are not what was written.
-
-        """
-        with self._lock:
-            return self._catalog.chunks(document_id)
-
-    def changed_since(self, generation: int) -> tuple[int, frozenset[str] | None]:
-        """The catalog's generation now, and documents that went or were replaced since another one; None where any may be.
-
-        Raises:
-            RetrieverError: the catalog cannot be read.
-
-        """
-        with self._lock, self._catalog.snapshot():
-            if generation == (now := self._catalog.generation):
-                return now, frozenset()
-            change = self._catalog.changes(generation)
-            return now, None if change is None else change.removed_documents
 
     def search(self, question: str, top_k: int) -> list[ScoredChunk]:
         """The `top_k` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
@@ -330,10 +255,6 @@ class Retriever:
         least = self.config.min_score
         return placed if least is None else [one for one in placed if one.score >= least]
 
-    def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
-        """The place of each of all the chunks of a document, in order."""
-        return places_of(chunks, has_overlap=self.config.chunk_overlap_tokens > 0)
-
     def _place(self, chunk: Chunk) -> ChunkPlace:
         """Where a chunk stands in its document; found out for a document at once, and remembered."""
         key = (chunk.document_id, chunk.version)
@@ -361,12 +282,6 @@ class Retriever:
                 self._catalog.close()
                 if self._words is not None:
                     self._words.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

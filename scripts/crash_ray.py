@@ -113,7 +113,7 @@ def indexed(folder: Path) -> int:
     """Documents in the index by now."""
     if not (folder / "store" / "index" / "catalogue.sqlite").is_file():
         return 0
-    with IndexedDocuments(folder / "store" / "index") as index:
+    with IndexedDocuments.open(folder / "store" / "index") as index:
         return len(index.ids())
 
 
@@ -199,7 +199,7 @@ def check(folder: Path, expected: Expected) -> None:
     """Compare index and store with what was to come."""
     with (
         KVStore(StoreConfig(directory=folder / "store" / "kv")) as store,
-        IndexedDocuments(folder / "store" / "index") as index,
+        IndexedDocuments.open(folder / "store" / "index") as index,
     ):
         assert store.verify().ok, store.verify()
         assert index.verify().ok, index.verify()

@@ -166,7 +166,7 @@ class DamagedStores:
             self._allowed(lambda: engine.store.verify(repair=True), count)
 
         def verify_index() -> None:
-            with IndexedDocuments(store / "index") as documents:
+            with IndexedDocuments.open(store / "index") as documents:
                 documents.verify(repair=True)
 
         self._allowed(verify_index, count)

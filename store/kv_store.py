@@ -251,12 +251,6 @@ class KVStore:
         return StoreDocuments(self._nvme, self._forget_everywhere)
 
     @property
-    def own_documents(self) -> StoreDocuments:
-        """The same, but what goes with a document stays in the remote tier: others may have it still."""
-        self._check_open()
-        return StoreDocuments(self._nvme, self._forget)
-
-    @property
     def remote(self) -> RemoteTier | None:
         """The remote tier; None where the configuration has none."""
         self._check_open()

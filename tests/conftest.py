@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from postgres import PostgresServer
 
 from cacheblend.base.files import user_cache_folder
 
@@ -38,13 +37,3 @@ def real_model() -> Callable[[str], Path]:
         return found
 
     return folder
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL server of the tests' own; skips where none is installed."""
-    pytest.importorskip("psycopg", reason="psycopg is not installed; pip install 'cacheblend[postgres]'")
-    if PostgresServer.find("initdb") is None:
-        pytest.skip("PostgreSQL is not installed; apt-get install postgresql")
-    with PostgresServer() as server:
-        yield server

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from cacheblend.base.errors import ConfigError
 from cacheblend.cli import main as cli
 from cacheblend.service.http import observability
-from cacheblend.store.remote.address import REMOTE_BACKENDS
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -55,21 +54,21 @@ def test_container() -> None:
     assert all((DEPLOY.parent / line[1:]).exists() for line in ignored if line.startswith("!"))
 
 
-def test_the_image_has_what_the_deployments_ask_for() -> None:
-    """The image has the extras that the deployments' options need, those of all remote tiers and of traces, and a compiler."""
+def test_the_image_has_what_a_deployment_asks_for() -> None:
+    """The image has the server, the remote tiers, traces, and a compiler for the CPU's attention."""
     text = (DEPLOY / "Containerfile").read_text()
     [found] = re.findall(r'install .*"\.\[([a-z,]+)\]"', text)
     extras = set(found.split(","))
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
-    assert extras <= set(project["optional-dependencies"])
-    deployed = "".join((DEPLOY / name).read_text() for name in ("compose.yaml", "replicas.yaml", "kubernetes/server.yaml"))
-    addresses = set(re.findall(r"CACHEBLEND_REMOTE,? *(?:value)?: *\"?([a-z]+)://", deployed))
-    assert addresses, "a deployment has a remote tier"
-    needed = {extra for _, _, extra in REMOTE_BACKENDS.values()} | {"server"}
-    needed |= {"postgres"} if "CACHEBLEND_INDEX" in deployed else set()
-    assert addresses <= set(REMOTE_BACKENDS)
-    assert needed | {"otel"} <= extras
+    assert {"server", "redis", "objects", "otel"} <= extras <= set(project["optional-dependencies"])
     assert re.search(r"apt-get install .*\bgcc\b", text.partition("COPY --from=build")[0].rpartition("FROM ")[2])
+
+
+def test_the_unit_is_bounded() -> None:
+    """The service's unit bounds its memory and its threads, and starts it again after an end that it did not choose."""
+    lines = dict(line.split("=", 1) for line in (DEPLOY / "cacheblend.service").read_text().splitlines() if "=" in line)
+    assert lines["Restart"] == "on-failure"
+    assert {"MemoryMax", "TasksMax", "OOMPolicy", "TimeoutStopSec"} <= set(lines)
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:

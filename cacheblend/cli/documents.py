@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cacheblend.retriever.config import RetrieverConfig
+from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.service.engine.config import INDEX_FOLDER
 from cacheblend.service.engine.documents import Documents, DocumentStatus, shown_chunk
 from cacheblend.store import StoreConfig
 
 from . import options, terminal
-from .store import open_index, open_store
+from .store import open_store
 from .terminal import counted
 
 app = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
@@ -23,21 +24,18 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `do
 
 
 @app.command("ls")
-@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def ls(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many; left out, all.")] = None,
     after: Annotated[str | None, typer.Option("--after", metavar="ID", help="Those listed after this document.")] = None,
     parts: Annotated[bool, typer.Option("--parts", help="Each page, slide and sheet of a file, and not the file.")] = False,
-    *,
-    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """List the documents, and how much of each one's KV is stored. The pages of a file are one.
 
     Example: cacheblend documents ls --store-dir ./store --limit 100 --json
     """
-    with _open(store_dir, settings) as documents:
+    with _open(store_dir) as documents:
         listed = documents.page if parts else documents.files
         found, has_more = listed(limit, after)
     if as_json:
@@ -61,19 +59,16 @@ def ls(
 
 
 @app.command("show")
-@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def show(
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    *,
-    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Show a document and the chunks that it was split into.
 
     Example: cacheblend documents show handbook/travel.md --store-dir ./store
     """
-    with _open(store_dir, settings) as documents:
+    with _open(store_dir) as documents:
         status, chunks = documents.show(id_)
         places = documents.places(chunks)
     if as_json:
@@ -89,7 +84,7 @@ def show(
 
 
 @app.command("delete")
-@options.takes(RetrieverConfig, StoreConfig, only=(*options.OF_INDEX, *options.OF_REMOTES))
+@options.takes(StoreConfig, only=options.OF_REMOTES)
 def delete(
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
@@ -102,7 +97,7 @@ def delete(
 
     Example: cacheblend documents delete handbook/travel.md --store-dir ./store --yes
     """
-    with _open(store_dir, settings) as documents:
+    with _open(store_dir, settings.make(StoreConfig)) as documents:
         if not yes:
             status = documents.status(id_)
             parts = f"{counted(status.parts, 'part')}, " if status.id != id_ or status.parts > 1 else ""
@@ -111,17 +106,14 @@ def delete(
         _print_status(documents.delete(id_), "deleted", as_json)
 
 
-@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def set_pinned(
     context: typer.Context,
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    *,
-    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Pin a document, or a file, or let it go, as the command is called."""
-    with _open(store_dir, settings) as documents:
+    with _open(store_dir) as documents:
         change = documents.pin if context.info_name == "pin" else documents.unpin
         _print_status(change(id_), f"{context.info_name}ned", as_json)
 
@@ -135,9 +127,9 @@ for _name, _what in (
 
 
 @contextmanager
-def _open(store_dir: Path, settings: options.Settings) -> Iterator[Documents]:
-    with open_store(store_dir, settings.make(StoreConfig)) as store, open_index(store_dir, settings) as index:
-        yield Documents(index, store, shared=settings.values["index"] is not None)
+def _open(store_dir: Path, config: StoreConfig | None = None) -> Iterator[Documents]:
+    with open_store(store_dir, config) as store, IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
+        yield Documents(index, store)
 
 
 def _print_status(status: DocumentStatus, done: str, as_json: bool) -> None:

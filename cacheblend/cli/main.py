@@ -46,7 +46,7 @@ COMMANDS = (
     Command("eval", f"{_HERE}.eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
     Command("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),
     Command("documents", f"{_HERE}.documents:app", "List, show, pin and delete ingested documents."),
-    Command("store", f"{_HERE}.store:app", "List, measure, check, empty and merge stores of chunk KV."),
+    Command("store", f"{_HERE}.store:app", "List, measure, check and empty stores of chunk KV."),
 )
 
 

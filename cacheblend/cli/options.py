@@ -20,7 +20,6 @@ T = TypeVar("T")
 MODEL_HELP = "Model directory, GGUF file, hub id, or known name (cacheblend model ls)."
 # What a command that looks at a model takes of an engine's options.
 OF_MODELS = ("device", "dtype", "allow_unverified")
-OF_INDEX = ("index", "index_schema")  # of one that looks at an index
 OF_REMOTES = ("remote", "remote_secret", "remote_secret_file", "remote_tenant", "remote_timeout_s", "remote_ttl_s")
 
 Model = Annotated[str, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=MODEL_HELP)]

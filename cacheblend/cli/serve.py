@@ -13,6 +13,7 @@ import typer
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.base.memory import hold_freed_memory
+from cacheblend.base.options import refuse_gone
 from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
@@ -41,6 +42,7 @@ def read_serve_file(file: Path, known: Collection[str]) -> dict[str, Any]:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not TOML: {error}") from error
+    refuse_gone(name for name in values if name not in known)
     for name in values:  # whose value may be a key in the wrong place, and is not shown
         if name not in known and name != "tenants":
             raise ConfigError("option", name, f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables")

@@ -1,4 +1,4 @@
-"""`cacheblend store`: look at, check, empty and merge stores, without a model."""
+"""`cacheblend store`: look at, check and empty stores, without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.errors import InputError
-from cacheblend.retriever.config import RetrieverConfig
 from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
 from cacheblend.store import KVStore, StoreConfig
@@ -24,7 +23,7 @@ from .terminal import counted
 if TYPE_CHECKING:
     from cacheblend.retriever.catalog import IndexReport
 
-app = typer.Typer(help="List, measure, check, empty and merge stores of chunk KV.", no_args_is_help=True)
+app = typer.Typer(help="List, measure, check and empty stores of chunk KV.", no_args_is_help=True)
 UNBOUNDED = 2**62  # looking at a store must not evict from it
 
 
@@ -109,15 +108,12 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
 
 
 @app.command("verify")
-@options.takes(RetrieverConfig, only=options.OF_INDEX)
 def verify(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     repair: Annotated[
         bool,
         typer.Option("--repair", help="Repair what is found: damaged files are set aside, lost ones entered."),
     ] = False,
-    *,
-    settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
     """Check every file and every checksum, of KV and index; exits with 1 if something is wrong and was not repaired.
@@ -130,8 +126,8 @@ def verify(
     with open_store(store_dir) as store, terminal.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
     index = None
-    if settings.values["index"] is not None or (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
-        with open_index(store_dir, settings) as documents:
+    if (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
+        with IndexedDocuments.open(store_dir / INDEX_FOLDER) as documents:
             index = documents.verify(repair=repair)
     ok = report.ok and (index is None or index.ok)
     if as_json:
@@ -181,43 +177,6 @@ def clear(
         terminal.print_json({"removed": entries})
     else:
         terminal.stdout.print(f"{counted(entries, 'entry')} removed")
-
-
-@app.command("merge")
-@options.takes(RetrieverConfig, only=options.OF_INDEX)
-def merge(
-    sources: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Store folders to copy from, such as an ingest's shards.")
-    ],
-    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    *,
-    settings: options.Settings,
-    as_json: options.Json = False,
-) -> None:
-    """Copy the index and the KV of store folders into --store-dir, checked while copied; what it has already is kept once.
-
-    Nothing is split, embedded or computed again. A document that several folders have in different versions is the last one's.
-    An interrupted merge goes on when it is run again. The folders copied from stay as they are.
-
-    With --index the documents go to that database: so those of a folder come to replicas.
-
-    Examples:
-        cacheblend store merge shard-1 shard-2 --store-dir ./store
-
-        cacheblend store merge ./store --store-dir ./replica-1 --index postgresql://cacheblend@db/cacheblend
-    """
-    from cacheblend.service.engine.ingest import merge_stores
-
-    with terminal.progress_bars() as progress:
-        indexed, kv = merge_stores(sources, store_dir, progress, settings.make(RetrieverConfig))
-    if as_json:
-        terminal.print_json({"indexed": indexed, **kv.as_dict()})
-        return
-    terminal.stdout.print(
-        f"{counted(kv.entries, 'entry')} copied ({counted(kv.bytes, 'byte')}), {kv.already_stored} there before, "
-        f"{kv.damaged} damaged; {counted(kv.documents, 'document')}, {indexed} of them new in the index",
-        highlight=False,
-    )
 
 
 @options.takes(StoreConfig, only=options.OF_REMOTES)
@@ -311,16 +270,6 @@ def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
         raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
     config = config or StoreConfig()
     return KVStore(replace(config, directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
-
-
-def open_index(store_dir: Path, settings: options.Settings) -> IndexedDocuments:
-    """The index of a folder, or the one that --index names.
-
-    Raises:
-        RetrieverError: there is none, or it cannot be used.
-    """
-    config = settings.make(RetrieverConfig)
-    return IndexedDocuments(store_dir / INDEX_FOLDER, config.index, config.index_schema)
 
 
 def _time(nanoseconds: int) -> str:

@@ -68,7 +68,7 @@ class PrecomputeActor:
 
         fusor = load_fusor(config)
         prompts = PromptRenderer(fusor.tokenizer, config.instruction, max_positions=fusor.max_positions)
-        in_memory = replace(config.retriever_config(), directory=None, index=None)
+        in_memory = replace(config.retriever_config(), directory=None)
         retriever = Retriever(in_memory, fusor.tokenizer, embedder)
         self._store = KVStore(config.store_config())
         atexit.register(self._store.close)  # Ray ends a process without a word to what runs in it

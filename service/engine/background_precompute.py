@@ -195,6 +195,5 @@ class BackgroundPrecompute:
             with self._store.exclusive():  # deletions take this lock: they come before or after
                 if not self._is_there(document):
                     return
-                # A store whose catalog was lost has forgotten it, and a replica may not have heard of it.
-                self._store.own_documents.put([(*document, ())])
+                self._store.documents.put([(*document, ())])  # a store whose catalog was lost has forgotten it
         self._store.put(key, kv, flush=False, document=document)

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cacheblend.base.errors import ConfigError, IndexUnreachableError, InputError
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import ChunkContext
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.retriever.config import SEPARATOR
@@ -179,7 +179,7 @@ class ChunkContexts:
                 return self._known[document]
         try:
             chunks = [chunk for chunk in self._retriever.chunks(document[0]) if chunk.version == document[1]]
-        except (InputError, IndexUnreachableError):  # texts that a request brings need no index
+        except InputError:  # a text that a request brings need not be in the index
             chunks = []
         ingested = {chunk.position: chunk.token_ids for chunk in chunks}
         if any(ingested.get(chunk.position) != chunk.token_ids for chunk in given):

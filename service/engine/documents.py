@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import DamagedDocumentError, InputError, StoreFullError
+from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.retriever import CatalogedDocument
 from cacheblend.store import StoredDocument
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from .document_encoder import EncodedDocuments
 
 LISTED = 256  # documents that are read at once for a page of a listing, and more where the page has more
-logger = logging.getLogger(__name__)
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 _NUMBER = re.compile("([0-9]+)")
 
@@ -131,9 +129,6 @@ class Documents:
         index: where their text is; `IndexedDocuments` where there is no model at hand.
         store: where their chunks' KV is.
         changing: held by whoever changes documents in both, so that a deletion does not come between an ingest's two halves.
-        shared: other replicas change the index too: what the store alone knows was deleted there, and goes from the store by
-            itself.
-        keys_of: the keys of a document's chunks, given the token ids of each; None where there is no model at hand.
     """
 
     def __init__(
@@ -141,12 +136,8 @@ class Documents:
         index: Retriever | IndexedDocuments,
         store: KVStore,
         changing: AbstractContextManager[object] | None = None,
-        *,
-        shared: bool = False,
-        keys_of: Callable[[Sequence[Sequence[int]]], list[ChunkKey]] | None = None,
     ) -> None:
-        self._keys_of = keys_of
-        self._index, self._store, self._shared = index, store, shared
+        self._index, self._store = index, store
         self._changing = changing or nullcontext()
 
     def ls(self) -> list[DocumentStatus]:
@@ -216,7 +207,7 @@ class Documents:
             place = documents[-1].id
         # 2. What the store alone knows, which is nothing as a rule.
         least = "" if in_index or last is None else last
-        stored = [id_ for id_ in self._store_ids() if id_ > least]
+        stored = [id_ for id_ in self._store.documents.ids() if id_ > least]
         known = set(self._index.ids()) if stored else set()
         for id_ in stored:
             if id_ not in known and (parts := parts_from(id_, file := file_of(id_))):
@@ -263,7 +254,7 @@ class Documents:
             document, stored = self._index.document(part), self._store.documents.get(part)
             if document is not None:
                 found.append(_status(document, stored))
-            elif stored is not None and not self._shared:
+            elif stored is not None:
                 found.append(_lost(stored))
         return found
 
@@ -272,17 +263,11 @@ class Documents:
         if self._is_document(id_):
             return [id_]
         indexed = self._index.ids(f"{id_}#")
-        lost = set(self._store_ids(f"{id_}#")).difference(indexed)
+        lost = set(self._store.documents.ids(f"{id_}#")).difference(indexed)
         return [part for part in (*indexed, *sorted(lost)) if (found := _PART.fullmatch(part)) and found[1] == id_]
 
     def _is_document(self, id_: str) -> bool:
-        if self._index.version(id_) is not None:
-            return True
-        return not self._shared and self._store.documents.version(id_) is not None
-
-    def _store_ids(self, prefix: str = "") -> list[str]:
-        """What the store alone may know and is listed all the same."""
-        return [] if self._shared else self._store.documents.ids(prefix)
+        return self._index.version(id_) is not None or self._store.documents.version(id_) is not None
 
     def delete(self, id_: str) -> DocumentStatus:
         """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has.
@@ -304,7 +289,6 @@ class Documents:
         return _together(id_, statuses)
 
     def _delete(self, id_: str) -> None:
-        self._note_chunks(id_)
         if self._store.documents.version(id_) is not None:
             self._store.documents.delete(id_)
         if self._index.document(id_) is not None:
@@ -314,18 +298,6 @@ class Documents:
                 if not self._store.release_reserve():
                     raise
                 self._index.delete(id_)
-
-    def _note_chunks(self, id_: str) -> None:
-        """Note a document's chunks in the store, so that the remote tier's entries go with it: another machine may have made
-        them. Where that cannot be, those stay, which hold up no deletion.
-        """
-        if self._keys_of is None or self._store.remote is None or (version := self._index.version(id_)) is None:
-            return
-        try:
-            chunks = [chunk.token_ids for chunk in self._index.chunks(id_)]
-            self._store.own_documents.put([(id_, version, list(dict.fromkeys(self._keys_of(chunks))))])
-        except (DamagedDocumentError, StoreFullError) as error:
-            logger.warning("a deleted document's KV may stay in the remote tier: %s", error)
 
     def pin(self, id_: str) -> DocumentStatus:
         """Spare the KV of the chunks of a document, or a file's, from evictions, also what is computed later; the status then.

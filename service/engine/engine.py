@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cacheblend.base.errors import IndexUnreachableError, InputError
+from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
@@ -26,7 +26,6 @@ from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .document_encoder import Check, Progress
 from .documents import Documents, DocumentWriter
-from .index_follower import IndexFollower
 from .ingest import Ingester, IngestReport, StreamProgress
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
@@ -82,10 +81,6 @@ class Engine:
             self.foreground = foreground or Foreground()
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
             opened.callback(self.background.close)
-            self._follower: IndexFollower | None = None
-            if config.retriever.index is not None:
-                self._follower = IndexFollower(self.retriever, self.store, self._changing)
-                opened.callback(self._follower.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
             self._prefiller = Prefiller(
                 self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
@@ -101,13 +96,7 @@ class Engine:
     def documents(self) -> Documents:
         """The ingested documents: list, show, pin, unpin and delete."""
         self._check_open()
-        return Documents(
-            self.retriever,
-            self.store,
-            self._changing,
-            shared=self._follower is not None,
-            keys_of=self._encoder.keys_of_document,
-        )
+        return Documents(self.retriever, self.store, self._changing)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -337,8 +326,7 @@ class Engine:
 
     def prefill_steps(self, request: Request) -> PrefillSteps:
         """Prefill a prepared request, one layer a step; see `Prefiller.steps`."""
-        steps = self._prefiller.steps(request)
-        return steps if self._follower is None else self._noting(self._follower, steps, request)
+        return self._prefiller.steps(request)
 
     def drain(self) -> None:
         """Wait until the KV of every chunk that a request missed is computed and stored."""
@@ -359,8 +347,6 @@ class Engine:
     def __del__(self) -> None:
         if not self._closed:
             self.background.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
-            if self._follower is not None:
-                self._follower.stop()
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
     def _retrieve(
@@ -385,20 +371,8 @@ class Engine:
         documents = [(chunk.document_id, chunk.version) for chunk in chunks]
         if not brought:
             return tuple(documents)
-        try:
-            known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
-        except IndexUnreachableError:  # texts that a request brings need no index
-            return (None,) * len(documents)
+        known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
         return tuple((id_, version) if known[id_] == version else None for id_, version in documents)
-
-    def _noting(self, follower: IndexFollower, steps: PrefillSteps, request: Request) -> PrefillSteps:
-        """Have the chunks of a request noted as their documents', before copies of them can be made; see `IndexFollower`."""
-        prompt, namespace = request.prompt, request.namespace
-        keys = [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
-        used = [(key, prompt.document_of(at)) for at, key in enumerate(keys)]
-        follower.note(used)
-        yield from steps
-        follower.note(used)  # of a document that was gone by then
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,4 +1,4 @@
-"""Ingest: documents into the index, their chunks' KV into the store, and stores merged into one."""
+"""Ingest: documents into the index, their chunks' KV into the store."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError
-from cacheblend.retriever import Document, RetrieverConfig
-from cacheblend.retriever.index_folder import merge_indexes
-from cacheblend.store.merge import check_stores, merge
+from cacheblend.retriever import Document
 
-from .config import INDEX_FOLDER, KV_FOLDER
 from .document_encoder import Check, DocumentEncoder, EncodingWatch, Progress
 
 if TYPE_CHECKING:
     from cacheblend.retriever import Retriever
     from cacheblend.store import KVStore
-    from cacheblend.store.merge import MergeReport
 
     from .chunk_contexts import ChunkEncoder
     from .document_encoder import EncodedDocuments
@@ -205,41 +200,3 @@ def batches(documents: Iterable[Document], batch_documents: int | None = None) -
             batch = []
     if batch:
         yield batch
-
-
-def merge_stores(
-    sources: Sequence[Path],
-    target: Path,
-    on_progress: Callable[[str, int, int], None] | None = None,
-    index: RetrieverConfig | None = None,
-) -> tuple[int, MergeReport]:
-    """Copy index and KV of store folders into one, as if their documents had been ingested into it in this order.
-
-    Nothing is split, embedded or computed again. The index goes first: where the merge is cut off, a document that has no KV
-    yet is found, and recomputed in the prompt. The same call goes on from there. Profiles belong to a machine: none is copied.
-
-    Args:
-        sources: the `--store-dir` folders to copy from.
-        target: the folder to copy into; made when missing.
-        on_progress: called with the stage ("index" or "copy"), documents or entries done, and how many in all.
-        index: names the database that documents are copied into, where it is not the target folder's own.
-
-    Returns:
-        Documents copied into the index, without those it had already, and what was done to the KV.
-
-    Raises:
-        InputError, StoreDirectoryError, StoreFullError: see `cacheblend.store.merge.merge`.
-        RetrieverError: the indexes were built with different settings; see `merge_indexes`.
-    """
-    report = on_progress or (lambda *_: None)
-    index = index or RetrieverConfig()
-    kv = [source / KV_FOLDER for source in sources]
-    check_stores(kv, target / KV_FOLDER)
-    indexed = merge_indexes(
-        [source / INDEX_FOLDER for source in sources],
-        target / INDEX_FOLDER,
-        index=index.index,
-        schema=index.index_schema,
-        on_progress=lambda done, total: report("index", done, total),
-    )
-    return indexed, merge(kv, target / KV_FOLDER, on_progress=lambda done, total: report("copy", done, total))

@@ -89,7 +89,7 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
 
 def _config_of(tenant: TenantConfig, config: EngineConfig, parts: Mapping[str, Mapping[str, int]]) -> EngineConfig:
     own: dict[str, Any] = {budget: part[tenant.name] for budget, part in parts.items()}
-    own |= {"index_schema": f"{config.retriever.index_schema}_{tenant.name}", "remote_tenant": tenant.name}
+    own |= {"remote_tenant": tenant.name}
     return with_options(config, {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own})
 
 

@@ -18,7 +18,6 @@ from cacheblend.base.errors import (
     DamagedDocumentError,
     DeadlineError,
     DocumentChangedError,
-    IndexUnreachableError,
     InputError,
     PromptTooLongError,
     QueueFullError,
@@ -31,7 +30,6 @@ from .schemas import LIST_TAG, OBJECT_TAG, TEXT_TAG
 logger = logging.getLogger(__name__)
 MAX_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
-NO_INDEX = "the index does not answer; try again later; the service's log says more, under the request's id"
 # OpenAI's fields that are taken with their neutral value alone.
 UNSUPPORTED = {
     "best_of": "1",
@@ -45,7 +43,6 @@ KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (DeadlineError, 504, "deadline_exceeded"),
     (StoreFullError, 507, "store_full"),
     (DocumentChangedError, 409, "document_changed"),
-    (IndexUnreachableError, 503, "index_unreachable"),
     (ConfigError, 400, "invalid_value"),
     (PromptTooLongError, 400, "context_length_exceeded"),
     (InputError, 400, None),
@@ -78,7 +75,7 @@ def error_body(error: Exception) -> dict[str, Any]:
         return _body(status, str(error), error.param, error.code)
     param = error.field if isinstance(error, ConfigError) else None
     has_path = isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError)
-    message = NO_ROOM if has_path else NO_INDEX if isinstance(error, IndexUnreachableError) else str(error)
+    message = NO_ROOM if has_path else str(error)
     return _body(status, message, param, _status_and_code(error)[1])
 
 

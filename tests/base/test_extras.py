@@ -84,6 +84,6 @@ def test_extras_are_there() -> None:
     """Every extra that the package names is one of pyproject.toml, and `all` is all that a user of the engine needs."""
     extras = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     whole = set(extras["all"][0].partition("[")[2].rstrip("]").split(","))
-    apart = {"vllm", "ray", "postgres", "otel", "llamaindex", "haystack"}
+    apart = {"vllm", "ray", "otel", "llamaindex", "haystack"}
     assert extras.keys() - whole - {"rag"} == {"all", "dev", "docs", *apart}
     assert "cacheblend[rag]" in extras["server"]

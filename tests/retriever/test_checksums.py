@@ -10,7 +10,7 @@ from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import DamagedDocumentError, RetrieverError, StoreFullError
 from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.index_folder import IndexedDocuments, merge_indexes
+from cacheblend.retriever.index_folder import IndexedDocuments
 
 DOCUMENTS = [
     {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof. " * 3},
@@ -83,7 +83,7 @@ def test_damage_is_an_error_until_the_document_is_added_again(directory: Path, d
 def test_verify(directory: Path, damage: str) -> None:
     """`verify` names the damaged documents, and with `repair` takes them out, so that the others can be asked about."""
     alter(directory, DAMAGES[damage])
-    with IndexedDocuments(directory) as index:
+    with IndexedDocuments.open(directory) as index:
         report = index.verify()
         assert (report.documents, report.damaged, report.ok, report.repaired) == (2, ("cats",), False, False)
         assert report.strays == (damage == "moved")
@@ -97,7 +97,7 @@ def test_verify(directory: Path, damage: str) -> None:
 def test_a_list_tells_what_is_damaged(directory: Path) -> None:
     """A list goes on over a damaged row, without what it says."""
     alter(directory, DAMAGES["title"])
-    with IndexedDocuments(directory) as index:
+    with IndexedDocuments.open(directory) as index:
         cats, dogs = index.documents()
         assert (cats.id, cats.title, cats.damaged) == ("cats", "", True)
         assert (dogs.title, dogs.damaged) == ("Dogs", False)
@@ -116,7 +116,7 @@ def test_a_lookup_table_that_does_not_fit(directory: Path) -> None:
         cells = int.from_bytes(file.read(2), "big")
         file.seek((page - 1) * size + 3)
         file.write((cells - 1).to_bytes(2, "big"))  # the last entry is not seen any more
-    with IndexedDocuments(directory) as index:
+    with IndexedDocuments.open(directory) as index:
         assert index.verify().broken
         assert index.verify(repair=True).damaged == ()
         assert index.verify().ok
@@ -129,14 +129,6 @@ def test_an_id_that_the_catalog_lacks(directory: Path) -> None:
         assert index.search("the cat sleeps on the warm roof", 1)[0].chunk.document_id == "cats"
 
 
-@pytest.mark.parametrize("damage", ["text", "vector", "torn vector"])
-def test_damage_is_not_merged(directory: Path, tmp_path: Path, damage: str) -> None:
-    """What is damaged is not copied into another index under a new checksum."""
-    alter(directory, DAMAGES[damage])
-    with pytest.raises(DamagedDocumentError, match="'cats'"):
-        merge_indexes([directory], tmp_path / "all")
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("generation", "1x"), ("dimensions", "6x"), ("dimensions", "-4"), ("dimensions", "65")]
 )
@@ -146,27 +138,6 @@ def test_damaged_numbers(directory: Path, key: str, value: str) -> None:
     (directory / "index.faiss").unlink()
     with pytest.raises(RetrieverError, match=r"is damaged.*another directory"), open_index(directory) as index:
         index.search("the cat sleeps on the warm roof", 1)
-
-
-def test_an_index_without_checksums(directory: Path) -> None:
-    """An index of the format before is brought to this one at opening: nothing is lost, and damage is found from then on."""
-    with open_index(directory) as index:
-        chunks, documents = index.chunks(), index.documents()
-    for statement in (
-        "ALTER TABLE documents DROP COLUMN checksum",
-        "ALTER TABLE documents DROP COLUMN chunks",
-        "ALTER TABLE chunks DROP COLUMN checksum",
-        "UPDATE meta SET value = '1' WHERE key = 'format'",
-    ):
-        alter(directory, statement)
-    with open_index(directory) as index:
-        assert (index.chunks(), index.documents()) == (chunks, documents)
-        assert index.add(DOCUMENTS).unchanged == 2
-    with IndexedDocuments(directory) as index:
-        assert index.verify().ok
-    alter(directory, DAMAGES["text"])
-    with open_index(directory) as index, pytest.raises(DamagedDocumentError):
-        index.chunks("cats")
 
 
 def test_a_full_disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

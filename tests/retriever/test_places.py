@@ -130,7 +130,7 @@ def test_the_index_alone_knows_places(tmp_path: Path) -> None:
         with Retriever(config, tiny_tokenizer(), FakeEmbedder()) as retriever:
             retriever.add([{"id": "guide.md", "text": GUIDE}])
             expected = retriever.places(retriever.chunks())
-        with IndexedDocuments(tmp_path / name) as index:
+        with IndexedDocuments.open(tmp_path / name) as index:
             found = index.places(index.chunks("guide.md"))
         assert found == expected
         assert (found[1].lines is None) == bool(overlap)

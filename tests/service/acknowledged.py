@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 
@@ -133,28 +132,15 @@ def ask_until_gone(address: str, seed: int, ended: threading.Event) -> None:
                 return
 
 
-def home(id_: str, replicas: int) -> int:
-    """The replica that a document is changed at: the writer's number among them."""
-    return int(id_.split("-")[1]) % replicas
-
-
-def check_replicas(addresses: Sequence[str], known: Acknowledged) -> None:
-    """Hold started servers of one index against what was acknowledged; what was under way is one or the other, and known from
-    then on. All of them know the same, and a document's own replica has its KV.
-    """
-    for address in addresses:
-        _check_texts(address, known)
-    clients = [httpx.Client(base_url=address, timeout=60) for address in addresses]
-    for id_ in sorted(known.changed):
-        if known.texts[id_] is not None:
-            own = home(id_, len(addresses))
-            _check_served(clients[own], id_)
-            for client in clients[:own] + clients[own + 1 :]:
-                _ask_about(client, id_)
-            known.asked += 1
+def check_server(address: str, known: Acknowledged) -> None:
+    """Compare a started server with what was acknowledged; what was under way is one or the other, and known from then on."""
+    _check_texts(address, known)
+    with httpx.Client(base_url=address, timeout=60) as client:
+        for id_ in sorted(known.changed):
+            if known.texts[id_] is not None:
+                _check_served(client, id_)
+                known.asked += 1
     known.changed.clear()
-    for client in clients:
-        client.close()
 
 
 def _check_texts(address: str, known: Acknowledged) -> None:
@@ -174,14 +160,11 @@ def _check_texts(address: str, known: Acknowledged) -> None:
         assert _listed(client) == here, f"listed and acknowledged differ in {_listed(client) ^ here}"
 
 
-def lost_documents(addresses: Sequence[str], known: Acknowledged) -> set[str]:
-    """The documents that were acknowledged and that a server does not list; a deletion under way may have been made."""
+def lost_documents(address: str, known: Acknowledged) -> set[str]:
+    """The documents that were acknowledged and that the server does not list; a deletion under way may have been made."""
     kept = {id_ for id_, text in known.texts.items() if text is not None and known.doubtful.get(id_, text) is not None}
-    lost: set[str] = set()
-    for address in addresses:
-        with httpx.Client(base_url=address, timeout=60) as client:
-            lost |= kept - _listed(client)
-    return lost
+    with httpx.Client(base_url=address, timeout=60) as client:
+        return kept - _listed(client)
 
 
 def retire(address: str, known: Acknowledged, keep: int) -> None:

@@ -56,7 +56,6 @@ class ServedConfig:
     grace_s: float = 30.0
     answers: str | None = None
     host: str = "127.0.0.1"
-    index: str | None = None
     remote: str | None = None
     remote_secret: str | None = None
 
@@ -219,7 +218,7 @@ def main(config: ServedConfig) -> None:
         model=config.model,
         store_dir=config.store_dir,
         prefix_budget_bytes=config.prefix_budget_bytes,
-        retriever=RetrieverConfig(chunk_tokens=config.chunk_tokens, index=config.index),
+        retriever=RetrieverConfig(chunk_tokens=config.chunk_tokens),
         store=StoreConfig(
             ram_budget_bytes=config.ram_budget_bytes,
             nvme_budget_bytes=config.nvme_budget_bytes,

@@ -198,7 +198,7 @@ def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
     def indexed() -> int:
         if not (index / "catalogue.sqlite").is_file():
             return 0
-        with IndexedDocuments(index) as documents:
+        with IndexedDocuments.open(index) as documents:
             return len(documents.ids())
 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as ingest:

@@ -301,7 +301,6 @@ def test_what_the_command_line_says(run: CommandLine) -> None:
         ["store", "stat"],
         ["store", "verify"],
         ["store", "clear"],
-        ["store", "merge"],
         *(["documents", name] for name in ("ls", "show", "delete", "pin", "unpin")),
     ],
 )

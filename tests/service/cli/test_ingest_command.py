@@ -63,22 +63,6 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
     assert (refused.code, "give --yes" in refused.err, len(taken)) == (2, True, 2)
 
 
-def test_shards_are_merged(run: CommandLine, passages: Path, tmp_path: Path) -> None:
-    """Two machines ingest a share each into a folder of its own, and the two become one store."""
-    shards = [CommandLine(run._capsys, run.model, tmp_path / f"shard-{index}") for index in (1, 2)]
-    reports = [
-        shard.on_store("ingest", str(passages), "--shard", f"{index}/2", "--json").json for index, shard in enumerate(shards, 1)
-    ]
-    assert sum(report["documents"] for report in reports) == 3
-    merge = ("store", "merge", *(str(shard.store) for shard in shards), "--store-dir", str(run.store))
-    merged = run(*merge, "--json").json
-    assert (merged["entries"], merged["indexed"]) == (sum(report["computed"] for report in reports), 3)
-    assert run(*merge).out.startswith("0 entries copied")
-    whole = run.on_store("ingest", str(passages), "--json").json
-    assert (whole["unchanged"], whole["computed"]) == (3, 0)
-    assert run.on_store("ingest", str(passages), "--shard", "3/2").code == 2
-
-
 def test_a_bad_line_is_named(run: CommandLine, tmp_path: Path) -> None:
     """A line that is not JSON, or no document, is named by file and line, and nothing is ingested."""
     broken = tmp_path / "broken.jsonl"

@@ -12,8 +12,8 @@ import typer
 from typer.main import get_command
 
 from cacheblend.cli.main import COMMANDS, Command, app
+from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index_folder import INDEX_FILE
-from cacheblend.retriever.sqlite_catalog import SqliteCatalog
 from cacheblend.store import KVStore, StoreConfig
 
 
@@ -45,7 +45,7 @@ def test_the_port_is_taken_before_libraries_load() -> None:
 def test_listing_documents_is_light(tmp_path: Path) -> None:
     """`documents ls` reads the catalogs, and loads no model."""
     (tmp_path / "index").mkdir()
-    SqliteCatalog(tmp_path / "index" / INDEX_FILE, {}).close()
+    Catalog(tmp_path / "index" / INDEX_FILE, {}).close()
     KVStore(StoreConfig(directory=tmp_path / "kv")).close()
     assert not _modules_after("documents", "ls", "--store-dir", str(tmp_path)) & {"transformers.modeling_utils", "fastapi"}
 

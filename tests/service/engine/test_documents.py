@@ -14,8 +14,8 @@ from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthe
 from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
 from cacheblend.base.sqlite import Database
 from cacheblend.retriever import Retriever
+from cacheblend.retriever.catalog import Catalog as IndexCatalog
 from cacheblend.retriever.index_folder import IndexedDocuments
-from cacheblend.retriever.sqlite_catalog import SqliteCatalog as IndexCatalog
 from cacheblend.service import Engine
 from cacheblend.service.engine.documents import Documents
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
@@ -97,7 +97,6 @@ def test_a_page_of_files_reads_no_other_documents(engine: Engine, monkeypatch: p
     version = engine.retriever.version
     monkeypatch.setattr(engine.retriever, "version", lambda id_: (looked_at.append(id_), version(id_))[1])
     monkeypatch.setattr(engine.store.documents, "ls", lambda: pytest.fail("reads every document"))
-    monkeypatch.setattr(engine.retriever, "versions", lambda: pytest.fail("reads every document"))
     assert [file.id for file in documents.files(1, ID)[0]] == names[:1]
     assert set(looked_at) <= {ID, *names[:2]}
 
@@ -305,7 +304,7 @@ def other_process(engine: Engine) -> Iterator[Documents]:
     folder = Path(engine.config.store_dir)
     with (
         KVStore(StoreConfig(directory=folder / "kv", ram_budget_bytes=1)) as store,
-        IndexedDocuments(folder / "index") as index,
+        IndexedDocuments.open(folder / "index") as index,
     ):
         yield Documents(index, store)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from engines import OpenEngine
 
-from cacheblend.base.errors import IndexUnreachableError, InputError, StoreFullError
+from cacheblend.base.errors import InputError, RetrieverError, StoreFullError
 from cacheblend.retriever import Retriever
 from cacheblend.service import Engine
 from cacheblend.service.engine.documents import Documents
@@ -192,7 +192,7 @@ def test_a_silent_index(open_engine: OpenEngine, folder: Path, monkeypatch: pyte
     (folder / "boats.md").unlink()
 
     def fail(*_: object) -> None:
-        raise IndexUnreachableError("nobody answers")
+        raise RetrieverError("nobody answers")
 
     with monkeypatch.context() as patch:
         patch.setattr(Retriever, "version", fail)

@@ -15,7 +15,6 @@ from profiles import linear_profile
 
 from cacheblend.base.files import make_folder
 from cacheblend.loader.profile import write_profile
-from cacheblend.service.engine.ingest import merge_stores
 
 
 @pytest.fixture(params=[0o000, 0o022])
@@ -27,7 +26,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.usefixtures("umask")
 def test_nobody_else_reads_a_store(open_engine: OpenEngine, tmp_path: Path) -> None:
-    """Under any umask every file of store, index, profiles and a merged store is 0600, every folder 0700."""
+    """Under any umask every file of store, index and profiles is 0600, every folder 0700."""
     engine = open_engine(store_dir=tmp_path / "deep" / "store")
     engine.ingest(DOCUMENTS)
     engine.answer(QUESTION, documents=[{"text": "brought along"}])
@@ -35,8 +34,7 @@ def test_nobody_else_reads_a_store(open_engine: OpenEngine, tmp_path: Path) -> N
     write_profile(engine.config.profile_dir, linear_profile())
     while_open = _modes(tmp_path / "deep")
     engine.close()
-    merge_stores([tmp_path / "deep" / "store"], tmp_path / "merged")
-    for modes in (while_open, _modes(tmp_path / "deep"), _modes(tmp_path / "merged")):
+    for modes in (while_open, _modes(tmp_path / "deep")):
         assert {path: oct(mode) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}
     names = {path.name for path in while_open}
     assert {"catalogue.sqlite", "catalogue.sqlite-wal", "store.json", "lock", "journal", "entries"} <= names
