@@ -10,6 +10,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?=
 LOWEST := .venv-lowest/bin
+RAY := .venv-ray/bin
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+DIST := dist
 LOWEST_TESTS ?=
 WORKERS ?= 2
 
@@ -44,8 +47,8 @@ test: $(BIN)/.installed
 check-lowest: $(LOWEST)/.installed
 	$(LOWEST)/python -m pytest -n $(WORKERS) --dist loadfile -W default::DeprecationWarning $(LOWEST_TESTS)
 
-check-ray: $(BIN)/.installed
-	scripts/check_ray.sh
+check-ray: $(RAY)/.installed
+	$(RAY)/python -m pytest tests/integrations/ray
 
 check-vllm:
 	PYTHON=$(PYTHON) scripts/check_vllm.sh
@@ -54,8 +57,12 @@ docs: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
+# Of the last commit; the wheel's bytes are the same wherever the same Python and setuptools build it.
 wheel: $(BIN)/.installed
-	scripts/build_wheel.sh
+	rm -rf build/source && mkdir -p build/source
+	umask 022 && git archive HEAD | tar --extract --no-same-permissions --directory build/source
+	cd build/source && umask 022 && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	    $(abspath $(BIN))/python -m build --quiet --outdir $(abspath $(DIST)) .
 
 format: $(BIN)/.installed
 	$(BIN)/ruff check --fix .
@@ -78,10 +85,18 @@ $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-$(LOWEST)/.installed: pyproject.toml scripts/lowest_versions.py scripts/install_torch.sh
+# Ray and Arrow beside .venv's packages, which a .pth file adds.
+$(RAY)/.installed: pyproject.toml | $(BIN)/.installed
+	$(PYTHON) -m venv .venv-ray
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" > "$$($(RAY)/python -c '$(PURELIB)')/beside.pth"
+	$(RAY)/python -m pip install --quiet "$$(grep -oE 'ray\[data\][^"]*' pyproject.toml)"
+	touch $@
+
+# Every floor of pyproject.toml as a constraint; torch's build is for install_torch.sh to choose.
+$(LOWEST)/.installed: pyproject.toml scripts/install_torch.sh
 	$(PYTHON) -m venv .venv-lowest
 	scripts/install_torch.sh $(LOWEST)/python
-	$(LOWEST)/python -m pip install --quiet packaging
-	$(LOWEST)/python scripts/lowest_versions.py > .venv-lowest/lowest.txt
+	grep -oE '"[A-Za-z0-9._-]+(\[[a-z,]+\])?>=[0-9.]+' pyproject.toml | sed -E 's/^"//; s/\[.*\]//; s/>=/==/' \
+	    | grep -vE '^(torch|setuptools)==' | sort -u > .venv-lowest/lowest.txt
 	$(LOWEST)/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable ".[dev]"
 	touch $@

@@ -2,7 +2,7 @@
 
 A target is a context manager that gives a function of hypothesis data. The function draws an input and raises where something
 unforeseen happens: a wrong byte or text, an error that is none of the project's, a status of 500.
-`scripts/fuzz.py` runs a target for minutes, the tests for seconds.
+The tests run a target for seconds, or for as many examples as FUZZ_EXAMPLES says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Each fuzzing target for seconds; `scripts/fuzz.py` runs them for minutes."""
+"""Each fuzzing target for seconds; FUZZ_EXAMPLES=100000 makes it as many examples of each, drawn anew."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,9 +26,15 @@ def test_target(target: str) -> None:
     """Nothing unforeseen happens, whatever a client or a disk gives."""
     if target == "schemas":
         pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
+    examples = int(os.environ.get("FUZZ_EXAMPLES", 0))
     with TARGETS[target]() as check:
 
-        @settings(max_examples=EXAMPLES[target], derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=examples or EXAMPLES[target],
+            derandomize=not examples,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
         @given(st.data())
         def run(data: st.DataObject) -> None:
             check(data)

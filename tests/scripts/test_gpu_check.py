@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
 
 def test_cpu_form(tmp_path: Path) -> None:
@@ -16,8 +16,10 @@ def test_cpu_form(tmp_path: Path) -> None:
     (directory := tmp_path / "disk").mkdir()
     arguments = ["--device", "cpu", "--shapes", "tiny", "--repeats", "1", "--directory", str(directory)]
     arguments += ["--out", str(tmp_path / "gpu.json")]
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=110)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     *printed, last = done.stdout.splitlines()
     summary = json.loads(last)
