@@ -19,7 +19,7 @@ if [ ! -e "$environment/.installed" ]; then
     "$python" -m pip install --quiet setuptools faiss-cpu langchain-text-splitters xxhash threadpoolctl pathspec obstore pytest pytest-timeout hypothesis
     touch "$environment/.installed"
 fi
-"$python" -m pip install --quiet --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
+"$python" -m pip install --quiet --no-deps --no-build-isolation --editable .
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0}
 # vLLM and its dependencies warn, so warnings are no errors here.
 exec "$python" -m pytest -o filterwarnings=default -o timeout=400 tests/integrations/vllm "$@"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import cacheblend
-
-SOURCE = Path(cacheblend.__file__).read_text(encoding="utf-8")
 
 
 def _fresh(code: str) -> str:
@@ -39,15 +35,6 @@ def test_errors_need_no_torch() -> None:
 def test_offers(name: str) -> None:
     """Every name that is offered is there."""
     assert getattr(cacheblend, name) is not None
-
-
-def test_types_and_names_agree() -> None:
-    """Type checkers see the names that are offered, each from the module that it is imported from."""
-    block = next(node for node in ast.parse(SOURCE).body if isinstance(node, ast.If))
-    seen = {
-        name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) and node.level for name in node.names
-    }
-    assert seen == {name: module for module, names in cacheblend._MODULES.items() for name in names}
 
 
 def test_unknown_name() -> None:

@@ -1,4 +1,4 @@
-"""The distribution's list of packages, written by hand, is whole, and so are the floors of what it depends on."""
+"""The floors of what the distribution depends on."""
 
 from __future__ import annotations
 
@@ -11,22 +11,6 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("base", "blend", "eval", "integrations", "loader", "retriever", "service", "store")
-
-
-def test_every_package_is_listed() -> None:
-    """Each folder with Python files is a package in pyproject.toml, mapped to its place, and linked where tools look for it."""
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-    mapped = {f"cacheblend.{folder.relative_to(ROOT).as_posix().replace('/', '.')}": folder for folder in folders}
-    mapped["cacheblend"] = ROOT / "cacheblend"
-    assert sorted(setuptools["packages"]) == sorted(mapped)
-    assert {name: ROOT / place for name, place in setuptools["package-dir"].items()} == mapped
-    for name, folder in mapped.items():
-        assert (folder / "__init__.py").is_file(), name
-    assert "py.typed" in setuptools["package-data"]["cacheblend"]
-    for folder in FOLDERS:
-        assert (ROOT / "cacheblend" / folder).readlink() == Path("..") / folder
 
 
 def test_floors() -> None:
