@@ -14,6 +14,10 @@ _KEY = "option"
 _SCALARS = (bool, int, float, str)
 # Options that are gone, and what took their place.
 GONE_OPTIONS: dict[str, str] = {
+    "decode_share": "nothing: decoding has a quarter of the time while a prompt is prefilled",
+    "ingest_share": "nothing: uploads have a quarter of the time while requests run or wait",
+    "max_document_calls": "nothing: 32 of a tenant may wait or run",
+    "stall_s": "nothing: 60 s without a step are a stall",
     "on_miss": "nothing: missing chunks are recomputed in the prompt, and their KV is stored afterwards",
     "index": "the index lies in store_dir; texts of a database of your own come with a request's documents",
     "index_schema": "the index lies in store_dir; texts of a database of your own come with a request's documents",

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, get_args
 
 from cacheblend.blend import FusionResult
+from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.eval.data.source import OWN_QUESTION
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
-from cacheblend.service.serving.quality_guard import first_token_kl_nats
 
 from .demo import blended_ratio
 from .handbook import HandbookQuestion, QuestionClass

@@ -50,7 +50,7 @@ def ask(
     try:
         with terminal.shown_stages():
             from cacheblend.service.engine.engine import Engine
-            from cacheblend.service.serving.request import TextStream
+            from cacheblend.service.serving.text_stream import TextStream
 
             config = settings.make(
                 EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens

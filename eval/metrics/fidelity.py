@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from cacheblend.blend import FusionResult, Fusor
+from cacheblend.blend.fidelity import equal_tokens_share
 from cacheblend.blend.generation import branch_cache
-from cacheblend.service.serving.quality_guard import equal_tokens_share
 
 GOLD_TOKENS = 64  # of a longer answer (a summary) its beginning is enough, and its forward stays short
 COMPARED_TOKENS = 16

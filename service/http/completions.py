@@ -16,10 +16,10 @@ from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message, PromptRenderer, question_place
 from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.engine.request import chunk_origin
-from cacheblend.service.serving.request import Done, Failed, Piece, ServedRequest
 from cacheblend.service.serving.sampling import TokenLogprob
+from cacheblend.service.serving.served_request import Done, Failed, Piece, ServedRequest
+from cacheblend.service.serving.text_stream import TextStream
 
-from ..serving.request import TextStream
 from .body import JsonRoute
 from .errors import ApiError, error_body
 from .generation import EventStream, Generation, Prepare, prepare_prompt, server_event

@@ -18,8 +18,8 @@ from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
-from cacheblend.service.serving.request import Done, Event, Failed, Piece, ServedRequest
 from cacheblend.service.serving.sampling import Sampling
+from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
 from ..serving.sampling import ANY_OBJECT
 from .errors import ApiError
@@ -68,7 +68,7 @@ class Generation:
             raise ApiError(400, message, param="documents", code="too_many_documents")
         # 2. Lay out the prompt and make the grammar, in a thread.
         prepared, sampling = await run_call(
-            server.preparing, request, lambda check: (prepare(check), sampling_of(body, server)), cache_salt=body.cache_salt
+            server.preparing, request, lambda check: (prepare(check), sampling_of(body, server))
         )
         # 3. Submit a request for each choice.
         loop, generation = asyncio.get_running_loop(), cls(request)
@@ -86,7 +86,6 @@ class Generation:
                     prepared if index == 0 else replace(prepared),
                     deliver_to(index),
                     tenant=tenant,
-                    cache_salt=body.cache_salt,
                     sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index),
                     stop=body.stop_strings(),
                     own_ratio=body.recompute_ratio is not None,

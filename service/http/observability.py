@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.serving.quality_guard import ShadowReport
-from cacheblend.service.serving.request import Done, Failed, ServedRequest
 from cacheblend.service.serving.scheduler import Scheduler
+from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
 logger = logging.getLogger(__name__)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -193,19 +193,18 @@ class GuardMetrics:
         )
 
         def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
-            by_prefill = [*labels, "prefill"]
-            return Histogram(f"cacheblend_guard_{name}", documentation, by_prefill, registry=registry, buckets=buckets)
+            return Histogram(f"cacheblend_guard_{name}", documentation, labels, registry=registry, buckets=buckets)
 
-        self._agreement = histogram("agreement", "Share of full prefill's first tokens that blending gives too.", AGREEMENT)
+        self._agreement = histogram("agreement", "Share of full prefill's first tokens that blending draws too.", AGREEMENT)
         self._kl = histogram(
             "first_token_kl_nats", "KL divergence of the first token's distribution, full from blended.", KL_NATS
         )
         self._deviation = histogram(
             "relative_kv_error", "Squared difference of the KV to full prefill's, over its squared size.", RELATIVE_KV_ERROR
         )
-        self._least_ratio = Gauge(
-            "cacheblend_guard_least_recompute_ratio",
-            "Ratio that the guard holds blended requests to: 0 as planned, 1 full recompute.",
+        self._full_recompute = Gauge(
+            "cacheblend_guard_full_recompute",
+            "1 while the guard recomputes every prompt in full, else 0.",
             labels,
             registry=registry,
         )
@@ -214,8 +213,8 @@ class GuardMetrics:
         """Count a shadow evaluation; `Scheduler` calls it."""
         labels = report.tenant, self._model
         self._evaluations.labels(*labels, report.outcome).inc()
-        self._least_ratio.labels(*labels).set(report.level)
-        for prefill, found in report.comparisons.items():
-            self._agreement.labels(*labels, prefill).observe(found.agreement)
-            self._kl.labels(*labels, prefill).observe(found.first_token_kl_nats)
-            self._deviation.labels(*labels, prefill).observe(found.relative_kv_error)
+        self._full_recompute.labels(*labels).set(report.full_recompute)
+        if (found := report.comparison) is not None:
+            self._agreement.labels(*labels).observe(found.agreement)
+            self._kl.labels(*labels).observe(found.first_token_kl_nats)
+            self._deviation.labels(*labels).observe(found.relative_kv_error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ async def store(request: Request) -> dict[str, Any]:
             **stats.as_dict(),
             "precomputes_waiting": engine.background.waiting,
             "prefix": prefix.as_dict(),
-            "quality": asdict(quality),
+            "quality": quality,
             "prediction": engine.predict(chunks).as_dict(),
             "examples": read_examples(Path(engine.config.store_dir)),
         }

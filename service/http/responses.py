@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from cacheblend.service.serving.request import Done, Failed, Piece
+from cacheblend.service.serving.served_request import Done, Failed, Piece
 
 from .body import JsonRoute
 from .completions import ANSWERS, answer_report, prepare_chat

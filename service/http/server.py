@@ -23,9 +23,9 @@ from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.serving.calls import Call, CallPool
 from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.request import Done, Failed, ServedRequest
 from cacheblend.service.serving.sampling import GrammarCompiler
 from cacheblend.service.serving.scheduler import Observer, Scheduler
+from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
 from .auth import TenantConfig, engine_configs
 from .config import HttpConfig
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_SCRAPES = 8
 WARM_UP_TOKENS = 32
-PREPARED_AHEAD = 2  # of a tenant's requests that wait for the model; the next one is prepared when one of them has begun
+MAX_DOCUMENT_CALLS = 32  # of a tenant, waiting and running; and as many embeddings
+STALL_S = 60.0
+BACKGROUND_SHARE = 0.25  # of the time, for uploads and embeddings while requests run or wait
 LOOK_FOR_CLIENT_S = 0.5  # how often a request that waits is checked for its client
 _Result = TypeVar("_Result")
 
@@ -63,6 +65,7 @@ class Server:
         engine: in place of the one that the config names; closed by its maker. Only without tenants.
         embedder: in place of the one that the config names.
         observer: called with every request that ends, and how, beside the metrics; see `Scheduler`.
+        stall_s: seconds without a step of what runs after which the service is not ready.
 
     Raises:
         ConfigError: tenants that share a name or a key, or whose budgets are more than the service's.
@@ -79,9 +82,10 @@ class Server:
         engine: Engine | None = None,
         embedder: Embedder | None = None,
         observer: Observer = lambda *_: None,
+        stall_s: float = STALL_S,
     ) -> None:
         tenants = tuple(tenants)
-        self.http = http or HttpConfig()
+        self.http, self._stall_s = http or HttpConfig(), stall_s
         self.keys = ApiKeys(tenants, self.http.api_key)
         self.model_name = self.http.served_model_name or Path(engine_config.model).name or engine_config.model
         self.started = int(time.time())
@@ -117,23 +121,16 @@ class Server:
             )
             self.grammars = GrammarCompiler(any_engine.fusor.model, any_engine.fusor.tokenizer)
             limits = scheduler.config
-            self.preparing = preparing = CallPool(
-                "preparing requests",
-                limits.max_waiting,
-                one_at_a_time=True,
-                ready=lambda tenant: scheduler.waiting(tenant) < PREPARED_AHEAD,
-                low_priority=lambda tenant: self.preparing.asks_most(tenant),
-            )
+            self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=1)
             background = partial(
                 CallPool,
-                one_at_a_time=True,
                 gives_way=lambda: scheduler.is_busy or preparing.is_busy,
-                share=limits.ingest_share,
-                low_priority=lambda _: True,
+                share=BACKGROUND_SHARE,
+                low_priority=True,
             )
             self.uploads = background("uploads", limits.max_uploads)
-            self.document_calls = CallPool("calls about documents", limits.max_document_calls, per_tenant=2)
-            self.texts = background("embeddings and tokenisations", limits.max_document_calls)
+            self.document_calls = CallPool("calls about documents", MAX_DOCUMENT_CALLS, per_tenant=2)
+            self.texts = background("embeddings and tokenisations", MAX_DOCUMENT_CALLS)
             self.scrapes = CallPool("scrapes", MAX_SCRAPES)
             self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
             for pool in self._pools:
@@ -166,7 +163,7 @@ class Server:
         if not self.scheduler.is_alive:
             return "the service is stopping, or its scheduler has ended"
         stalled_s = max(self.scheduler.stalled_s, *(pool.stalled_s for pool in self._pools))
-        if stalled_s > self.scheduler.config.stall_s:
+        if stalled_s > self._stall_s:
             return f"the service does not get on: nothing has been done for {stalled_s:.0f} s of what waits"
         folders = (engine.config for engine in self.engines.values())
         if not all(Path(config.store_dir, KV_FOLDER).is_dir() for config in folders):
@@ -219,16 +216,13 @@ def arrived(request: Request) -> float:
     return float(getattr(request.state, "arrived", None) or time.perf_counter())
 
 
-async def run_call(
-    pool: CallPool, request: Request, work: Callable[[Check], _Result], *, cache_salt: str = "", until_begun: bool = False
-) -> _Result:
+async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Result], *, until_begun: bool = False) -> _Result:
     """Have work done for a request, and wait for it as long as its client does.
 
     Args:
         pool: where.
         request: whose tenant takes its turn, and whose client may go.
         work: see `Call`.
-        cache_salt: of the request; salts of a tenant take turns.
         until_begun: the deadline is for the beginning of the work alone.
 
     Raises:
@@ -240,7 +234,6 @@ async def run_call(
     call = Call(
         work,
         tenant=getattr(request.state, "tenant", ""),
-        cache_salt=cache_salt,
         deadline_s=server.scheduler.config.deadline_s,
         arrived=arrived(request),
         until_begun=until_begun,

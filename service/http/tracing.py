@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from cacheblend.service.serving.request import Done, Failed, ServedRequest
+from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
 SERVICE = "cacheblend"
 FLUSH_MS = 2000  # at the end, for what is not sent yet
@@ -51,7 +51,7 @@ class Traces:
 
     def observe(self, request: ServedRequest, how: Done | Failed | None) -> None:
         """Make the trace of a request that ended; `Scheduler` calls it."""
-        run, prepared, now = request.as_run, request.prepared, time.perf_counter()
+        prepared, now = request.prepared, time.perf_counter()
         to_unix_ns = time.time_ns() - int(now * 1e9)
 
         def at(seconds: float) -> int:
@@ -64,7 +64,7 @@ class Traces:
             SpanKind.SERVER,
             {
                 "gen_ai.request.model": self._model,
-                "cacheblend.method": run.method,
+                "cacheblend.method": prepared.method,
                 "cacheblend.tenant": request.tenant,
                 "cacheblend.outcome": "cancelled" if how is None else "answered" if isinstance(how, Done) else "failed",
             },
@@ -92,8 +92,8 @@ class Traces:
                 "cacheblend.wait_s": timings.wait_s,
                 **{f"cacheblend.loaded_bytes.{tier}": loaded for tier, loaded in plan.loaded_bytes.items()},
             }
-            stage("prefill", begun + timings.lookup_s, run.prefilled, blended)
-            stage("decode", run.first_token, run.ended, {"gen_ai.usage.output_tokens": len(how.answer.token_ids)})
+            stage("prefill", begun + timings.lookup_s, prepared.prefilled, blended)
+            stage("decode", prepared.first_token, prepared.ended, {"gen_ai.usage.output_tokens": len(how.answer.token_ids)})
             span.set_attribute("cacheblend.ttft_s", timings.ttft_s)
         span.end(at(now))
 

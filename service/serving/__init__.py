@@ -1,1 +1,1 @@
-"""Many requests at once on one model: a bounded, fair queue, and one thread that fuses and decodes in turns."""
+"""Many requests at once on one model: a fair queue, and one thread that prefills and decodes."""

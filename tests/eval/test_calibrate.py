@@ -15,6 +15,7 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, Fusor
+from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
 from cacheblend.cli import main as cli
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
@@ -23,7 +24,6 @@ from cacheblend.eval.run.calibration import Setting, calibration_config, choose,
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.serving.quality_guard import equal_tokens_share, first_token_kl_nats
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -12,11 +12,11 @@ from prompts import assert_same_kv
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
+from cacheblend.blend.fidelity import relative_kv_error
 from cacheblend.eval.data import Request, WorldSource
 from cacheblend.eval.data.source import WORLD
 from cacheblend.eval.methods.method import MethodAnswer, ResidentRequest, StoredContexts
 from cacheblend.eval.methods.registry import CONTEXTS, METHODS, EverythingCached, SeenBefore, make_methods, plan_methods
-from cacheblend.service.serving.quality_guard import relative_kv_error
 
 NEW_TOKENS = 4
 

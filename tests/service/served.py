@@ -9,8 +9,8 @@ from typing import Any
 from recorded import RecordedAnswer, replay_prompt
 
 from cacheblend.service import AnswerPlan, Engine
-from cacheblend.service.serving.request import Done, Event, Failed, Piece, ServedRequest
 from cacheblend.service.serving.scheduler import Scheduler
+from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
 
 class Client:
@@ -61,7 +61,6 @@ def serve(
         prepared,
         client.deliver,
         tenant=tenant,
-        cache_salt=cache_salt,
         stop=stop,
         own_ratio=own_ratio,
         arrived=arrived,

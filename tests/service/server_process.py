@@ -210,7 +210,7 @@ def main(config: ServedConfig) -> None:
     from cacheblend.service.http.run import run
     from cacheblend.service.http.server import Server
     from cacheblend.service.serving.config import ServingConfig
-    from cacheblend.service.serving.request import Done, Failed, ServedRequest
+    from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
     from cacheblend.store import StoreConfig
 
     log_json(30)

@@ -18,7 +18,7 @@ from cacheblend.service import Engine
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.request import ServedRequest
+from cacheblend.service.serving.served_request import ServedRequest
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 

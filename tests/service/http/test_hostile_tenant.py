@@ -70,7 +70,7 @@ def serve(model_dir: Path, tmp_path: Path, embedder: SlowEmbedder) -> Iterator[S
     """A server with both tenants, the good one's documents ingested, and a client of each."""
     with contextlib.ExitStack() as stack:
 
-        def start(**serving: Any) -> tuple[Server, dict[str, httpx.Client]]:
+        def start(*, stall_s: float = 60.0, **serving: Any) -> tuple[Server, dict[str, httpx.Client]]:
             config = EngineConfig(
                 model=str(model_dir),
                 store_dir=tmp_path / "store",
@@ -85,6 +85,7 @@ def serve(model_dir: Path, tmp_path: Path, embedder: SlowEmbedder) -> Iterator[S
                     HttpConfig(served_model_name=MODEL),
                     TENANTS,
                     embedder=embedder,
+                    stall_s=stall_s,
                 )
             )
             server.engines["good"].ingest(DOCUMENTS[:2])

@@ -14,7 +14,8 @@ from engines import QUESTION
 from waiting import wait_until
 
 from cacheblend.service import Engine
-from cacheblend.service.http.server import Server
+from cacheblend.service.http import Server
+from cacheblend.service.http.server import MAX_DOCUMENT_CALLS
 
 TEXTS = [QUESTION, "Another text, of other words.", "  注意力机制 and naïve café 🙂 "]
 
@@ -67,7 +68,7 @@ def test_embeddings_of_a_client_that_goes(
         return encode(texts)
 
     monkeypatch.setattr(engine.retriever.embedder, "encode", wait)
-    most = server.scheduler.config.max_document_calls
+    most = MAX_DOCUMENT_CALLS
 
     def post() -> int:
         return httpx.post(f"{address}/v1/embeddings", json={"input": "x"}, timeout=60).status_code

@@ -1,4 +1,4 @@
-"""Turns and pace, and many requests at once: each answered as it would be by itself."""
+"""Many requests at once: each is answered as it would be by itself, and tenants take turns."""
 
 from __future__ import annotations
 
@@ -13,96 +13,14 @@ from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of
 from served import Client, replay, serve
 from waiting import wait_until
 
-from cacheblend.base.errors import ConfigError, DeadlineError, QueueFullError, ShuttingDownError
+from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
+from cacheblend.blend import LayerReport
 from cacheblend.service import Engine
 from cacheblend.service.engine.prefill import PrefillSteps
 from cacheblend.service.engine.request import Request, namespace_of
 from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.request import Done, Failed
-from cacheblend.service.serving.scheduler import CREDIT_S, DecodePace, PrefillTurns, Scheduler
-
-
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
-def test_share(share: float) -> None:
-    """Of a long prefill beside steps of 3 ms, in layers of 1 ms, steps take the share, to a layer."""
-    pace, now, steps = DecodePace(share), 0.0, 0
-    while now < 60.0:
-        if share < 1:  # a layer
-            now += 0.001
-        if pace.is_due(now):
-            pace.stepped(now, now + 0.003)
-            now, steps = now + 0.003, steps + 1
-    assert steps * 0.003 / now == pytest.approx(share, rel=0.1)
-
-
-def test_giving_way_to_who_had_less() -> None:
-    """Beside the prefill of a tenant that has had less, those that decode rest four times as long, and do go on."""
-    pace = DecodePace(0.25)
-    pace.stepped(0.0, 1.0)
-    assert not pace.is_due(3.9)
-    assert pace.is_due(4.0)
-    assert not pace.is_due(12.9, gives_way=True)
-    assert pace.is_due(13.0, gives_way=True)
-
-
-def test_a_first_step_is_due() -> None:
-    """Nobody waits before the first step."""
-    assert DecodePace(0.01).is_due(0.0)
-
-
-@pytest.mark.parametrize("share", [0, -0.1, 1.01, "half", True, float("nan")])
-def test_bad_share(share: object) -> None:
-    """A share outside 0..1 is refused, and so is none."""
-    with pytest.raises(ConfigError, match="decode_share"):
-        ServingConfig(decode_share=share)  # type: ignore[arg-type]  # as a caller may
-
-
-def had(turns: PrefillTurns, tenants: list[str], layers: int, layer_s: float = 0.01) -> list[str]:
-    """Whose layers ran."""
-    order = []
-    for _ in range(layers):
-        order.append(turns.next(tenants))
-        turns.spend(order[-1], layer_s)
-    return order
-
-
-def test_tenants_that_always_ask_share_alike() -> None:
-    """Three tenants with requests at all times have a third of the layers each, whoever came first."""
-    turns = PrefillTurns()
-    turns.enter("early")
-    had(turns, ["early"], 1000)
-    for tenant in ("b", "c"):
-        turns.enter(tenant)
-    had(turns, ["early", "b", "c"], 100)  # the credit
-    order = had(turns, ["early", "b", "c"], 300)
-    assert {tenant: order.count(tenant) for tenant in set(order)} == {"early": 100, "b": 100, "c": 100}
-
-
-def test_who_asks_little_is_served_at_once() -> None:
-    """After a pause a tenant's request comes first, and no pause is long enough for more than the credit."""
-    turns = PrefillTurns()
-    for tenant in ("rare", "busy"):
-        turns.enter(tenant)
-    had(turns, ["rare"], 1)
-    had(turns, ["busy"], 100_000)
-    turns.enter("rare")
-    order = had(turns, ["busy", "rare"], 100)
-    first = order.index("busy")
-    assert first == pytest.approx(CREDIT_S / 0.01, abs=1)
-    assert order[first:].count("busy") == pytest.approx(order[first:].count("rare"), abs=1)
-
-
-def test_decoding_counts(engine: Engine, scheduler: Scheduler) -> None:
-    """A tenant whose long answer is decoded has had more than one whose prompt was prefilled alone."""
-    serve(engine, scheduler, QUESTION, tenant="asks", max_tokens=1).result()
-    serve(engine, scheduler, QUESTION, tenant="writes", max_tokens=100).result()
-    turns = scheduler._turns
-    for tenant in ("asks", "writes"):
-        turns.enter(tenant)
-    assert turns.next(["writes", "asks"]) == "asks"
-    assert turns.is_before("asks", ["writes"])
-    assert not turns.is_before("asks", ["asks", "writes"])
-
+from cacheblend.service.serving.scheduler import Scheduler
+from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
 
@@ -141,41 +59,21 @@ def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("decode_share", [1.0, 1e-9])
-def test_decode_steps_between_layers(engine: Engine, decode_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one request is prefilled, another goes on decoding, so far as its share goes: between all steps, or none.
+def test_decoding_goes_on_during_a_prefill(engine: Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request's layers run, another's tokens come."""
+    first = serve(engine, scheduler, QUESTION, max_tokens=300)
+    wait_until(lambda: len(first.token_ids) > 2)
+    steps, report = engine.prefill_steps, LayerReport(0, 0, 0.0, 0.0)
 
-    The device is waited for at those steps alone.
-    """
-    seen: list[str] = []
-    steps = engine.prefill_steps
-
-    def watched(*arguments: object) -> Iterator[object]:
-        inner = steps(*arguments)  # type: ignore[arg-type]  # passed on as they came
-        while True:
-            try:
-                report = next(inner)
-            except StopIteration as done:
-                return done.value
-            seen.append("layer")
+    def long(prepared: Request) -> PrefillSteps:
+        before = len(first.token_ids)
+        while len(first.token_ids) < before + 3:
             yield report
+        return (yield from steps(prepared))
 
-    def waiting() -> float:
-        seen.append("wait")
-        return time.perf_counter()
-
-    with Scheduler(engine.fusor, ServingConfig(decode_share=decode_share)) as scheduler:
-        monkeypatch.setattr(scheduler._device, "now", waiting)
-        first = serve(engine, scheduler, QUESTION, max_tokens=200, on_token=lambda: seen.append("token"))
-        wait_until(lambda: len(first.token_ids) > 2)
-        engine.prefill_steps = watched  # type: ignore[method-assign]
-        assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
-        layers = [place for place, kind in enumerate(seen) if kind == "layer"]
-        assert len(layers) == 3 + 4  # the question's pass leaves the last layer out
-        for kind in ("token", "wait"):
-            between = [kind in seen[one:other] for one, other in itertools.pairwise(layers)]
-            assert between == [decode_share == 1] * 6
-        first.cancel()
+    monkeypatch.setattr(engine, "prefill_steps", long)
+    assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
+    first.cancel()
 
 
 def test_cache_salt(engine: Engine, scheduler: Scheduler) -> None:
@@ -247,25 +145,20 @@ def test_tenants_take_turns(engine: Engine) -> None:
     assert order == ["first", "a", "b", "a", "a"]
 
 
-def test_prefills_of_tenants_share_the_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant's prompt does not wait for the end of another's prefill, and a tenant's own are prefilled one by one."""
+def test_one_prompt_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next prompt begins when the one before it is prefilled, and it is another tenant's."""
     order: list[str] = []
     gate, begun = threading.Event(), threading.Event()
     steps, names = engine.prefill_steps, {namespace_of(salt): salt for salt in ("a1", "a2", "b1")}
 
-    def slow(prepared: Request) -> PrefillSteps:
-        layers = steps(prepared)
-        while True:
-            begun.set()
-            assert gate.wait(60)
+    def noting(prepared: Request) -> PrefillSteps:
+        begun.set()
+        assert gate.wait(60)
+        for report in steps(prepared):
             order.append(names[prepared.namespace])
-            time.sleep(0.01)
-            try:
-                yield next(layers)
-            except StopIteration as done:
-                return done.value
+            yield report
 
-    monkeypatch.setattr(engine, "prefill_steps", slow)
+    monkeypatch.setattr(engine, "prefill_steps", noting)
     with Scheduler(engine.fusor) as scheduler:
         clients = [serve(engine, scheduler, QUESTION, max_tokens=1, tenant="a", cache_salt="a1")]
         assert begun.wait(60)
@@ -274,10 +167,7 @@ def test_prefills_of_tenants_share_the_time(engine: Engine, monkeypatch: pytest.
         gate.set()
         for client in clients:
             assert isinstance(client.result(), Done)
-    last = {salt: len(order) - order[::-1].index(salt) for salt in order}
-    assert order.index("b1") <= 2
-    assert order.index("a2") >= last["a1"]
-    assert last["b1"] < last["a2"]
+    assert [salt for salt, _ in itertools.groupby(order)] == ["a1", "b1", "a2"]
 
 
 def test_a_tenant_leaves_places_for_others(engine: Engine) -> None:
@@ -309,7 +199,7 @@ def test_retry_after_counts_the_tenants_own(engine: Engine) -> None:
             with pytest.raises(QueueFullError) as caught:
                 scheduler.check_room(tenant, preparing=12 - waiting)
             seconds[tenant] = caught.value.retry_after_s
-        assert seconds["a"] == seconds["b"] <= 6  # half a second each, where nothing is known of the tenant
+        assert seconds["a"] == seconds["b"]
         scheduler.abort()
         gate.set()
 
@@ -354,11 +244,22 @@ def test_closing_finishes_what_runs(engine: Engine) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "scheduler"]
 
 
-def test_a_fault_of_the_scheduler_leaves_nobody_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the thread itself fails, every request is told, no more are taken, and closing works."""
+def test_a_fault_of_the_scheduler_leaves_nobody_waiting(engine: Engine) -> None:
+    """If the thread itself fails, every request fails, no more are accepted, and closing works."""
+
+    class Faulty(ServedRequest):
+        faults = 1
+
+        @property
+        def cancelled(self) -> bool:
+            self.faults -= 1
+            if self.faults == 0:
+                raise RuntimeError
+            return False
+
+    client = Client(None)
     with Scheduler(engine.fusor) as scheduler:
-        monkeypatch.setattr(scheduler, "_admit", lambda: 1 / 0)
-        client = serve(engine, scheduler, QUESTION)
+        scheduler.submit(Faulty(engine, engine.prepare(QUESTION), client.deliver))
         assert isinstance(client.result().error, ShuttingDownError)
         wait_until(lambda: not scheduler.is_alive)
         with pytest.raises(ShuttingDownError):

@@ -7,7 +7,7 @@ from fakes import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.service.serving.request import UNFINISHED, TextStream
+from cacheblend.service.serving.text_stream import UNFINISHED, TextStream
 
 
 def stream(token_ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
@@ -47,3 +47,28 @@ def test_stop(words: str, stop: list[str]) -> None:
     )
     assert text.stopped is (until is not None)
     assert "".join(pieces) == text.text == (words if until is None else until)
+
+
+class CountingTokenizer:
+    """Counts the tokens that it decodes; every token is the first byte of a character, or has no text."""
+
+    def __init__(self, text: str) -> None:
+        self.all_special_ids, self.decoded, self._text = [0], 0, text
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        self.decoded += len(token_ids)
+        return self._text * len(token_ids)
+
+
+@pytest.mark.parametrize("text", ["", UNFINISHED])
+@pytest.mark.parametrize("token_id", [0, 1])
+def test_tokens_without_a_character_are_linear(text: str, token_id: int) -> None:
+    """However many tokens without text come, each costs a bounded number of decoded tokens."""
+    tokenizer = CountingTokenizer(text)
+    stream = TextStream(tokenizer)
+    for _ in range(2000):
+        stream.add(token_id)
+    assert tokenizer.decoded <= 200 * 2000
+    stream.finish()
+    assert stream.text == ("" if token_id == 0 else text * 2000)

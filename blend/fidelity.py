@@ -1,0 +1,47 @@
+"""Fidelity of a blended prompt: how far its KV, its first token and its greedy tokens are from full recompute's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+
+def relative_kv_error(cache: DynamicCache, full: DynamicCache) -> float:
+    """Squared difference of all keys and values over the squared size of full recompute's; 0 if they are equal.
+
+    Sums run over layers, heads, tokens and head size, in float32; relative, so that models can be compared. Layers with a
+    sliding window are compared within it.
+    """
+    difference = size = 0.0
+    layers: list[Any] = cache.layers
+    full_layers: list[Any] = full.layers
+    for layer, full_layer in zip(layers, full_layers, strict=True):
+        for x, y in ((layer.keys, full_layer.keys), (layer.values, full_layer.values)):
+            difference += float((x.float() - y.float()).square().sum())
+            size += float(y.float().square().sum())
+    return difference / size
+
+
+def first_token_kl_nats(full_V: torch.Tensor, blended_V: torch.Tensor) -> float:
+    """KL(full || blended) of the answer's first token, in nats, from float32 logits (V,); 0 if they are equal."""
+    full, blended = (torch.log_softmax(logits_V.double(), dim=-1) for logits_V in (full_V, blended_V))
+    # Rounding could make it negative.
+    return max(0.0, float(torch.nn.functional.kl_div(blended, full, reduction="sum", log_target=True)))
+
+
+def equal_tokens_share(full_ids: Sequence[int], blended_ids: Sequence[int]) -> float:
+    """Share of full prefill's greedy tokens that blending draws too, up to the first that differs; 0..1.
+
+    Tokens after the first difference do not count: they follow different texts.
+
+    Args:
+        full_ids: at least one; the end of sequence is the last one if it came.
+        blended_ids: no fewer unless they ended.
+    """
+    differs = [one != other for one, other in zip(full_ids, blended_ids, strict=False)]
+    return (differs.index(True) if True in differs else len(differs)) / len(full_ids)
