@@ -15,7 +15,6 @@
     │   ├── StoreDirectoryError   not a store, not writable, or of another format
     │   ├── StoreFullError        the disk or the byte budget has no room
     │   ├── DamagedEntryError     an entry's bytes are not the ones that were written
-    │   │   └── EvictedEntryError an entry was removed from the remote tier while it was to be read
     │   └── RemoteError           the remote tier refuses, does not answer, or not in time
     ├── ServiceError              the service cannot accept or finish a request now; it may later
     │   ├── QueueFullError        too many requests wait
@@ -107,10 +106,6 @@ class BudgetTooSmallError(StoreFullError):
 
 class DamagedEntryError(StoreError):
     """A stored entry's bytes are not the ones that were written; the entry is now a miss."""
-
-
-class EvictedEntryError(DamagedEntryError):
-    """An entry was removed from the remote tier while it was to be read: nothing is damaged, and it is a miss."""
 
 
 class RemoteError(StoreError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .calibration import Calibration, Measures, Thresholds, read_calibration, write_calibration
-from .controller import FrontChunk, LoadingController, LoadingPlan
+from .controller import LoadingController, LoadingPlan
 from .estimators import WorkEstimator
 from .layer_loader import LayerLoader, LoaderConfig, copied_tiers
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device, load_profile, read_profile, write_profile
@@ -12,7 +12,6 @@ from .storage_plan import StorageDevice, compare_devices, read_price_table
 
 __all__ = [
     "Calibration",
-    "FrontChunk",
     "LayerLoader",
     "LayerSample",
     "LoaderConfig",

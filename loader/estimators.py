@@ -6,7 +6,6 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,25 +45,13 @@ class LoadEstimator:
         self._tiers = dict(tiers)
         self._slowest = min(tiers.values(), key=lambda speed: speed.bytes_per_s)  # stands for a tier that was not measured
 
-    def seconds(self, reads: Iterable[Read], measured: Mapping[str, TierSpeed] = MappingProxyType({})) -> dict[str, float]:
-        """Seconds by tier.
-
-        Args:
-            reads: tier and bytes of each read.
-            measured: speeds that come before the profile's.
-        """
+    def seconds(self, reads: Iterable[Read]) -> dict[str, float]:
+        """Seconds by tier, given the tier and bytes of each read."""
         seconds: dict[str, float] = {}
         for tier, count in reads:
-            speed = self._speed(tier, measured)
+            speed = self._tiers.get(tier) or self._slowest
             seconds[tier] = seconds.get(tier, 0.0) + speed.read_s + count / speed.bytes_per_s
         return seconds
-
-    def latency_s(self, reads: Iterable[Read], measured: Mapping[str, TierSpeed] = MappingProxyType({})) -> float:
-        """Seconds before the first bytes of all tiers are there."""
-        return max((self._speed(tier, measured).latency_s for tier, _ in reads), default=0.0)
-
-    def _speed(self, tier: str, measured: Mapping[str, TierSpeed]) -> TierSpeed:
-        return measured.get(tier) or self._tiers.get(tier) or self._slowest
 
 
 class RecomputeEstimator:
@@ -246,16 +233,15 @@ class Pipeline:
     waits_for_last: bool
 
     @classmethod
-    def of(cls, load_s: Sequence[float], compute_s: Sequence[float], lookahead_layers: int, front_s: float = 0.0) -> Pipeline:
+    def of(cls, load_s: Sequence[float], compute_s: Sequence[float], lookahead_layers: int) -> Pipeline:
         """Walk through the layers.
 
         Args:
             load_s: seconds to load each layer.
             compute_s: seconds to compute it once it is there.
             lookahead_layers: how many layers may be there that the fusor has not taken yet.
-            front_s: seconds of computing before the first layer, which needs nothing loaded.
         """
-        loaded, done = 0.0, front_s
+        loaded = done = 0.0
         taken: list[float] = []
         waits = False
         for layer, (load, compute) in enumerate(zip(load_s, compute_s, strict=True)):

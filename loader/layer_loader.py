@@ -14,20 +14,19 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from cacheblend.base.checks import MIB, check_share, check_whole
-from cacheblend.base.errors import ConfigError, FusionCancelledError, RemoteError
+from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.threads import DaemonThreads
 from cacheblend.blend import DEFAULT_RATIO, check_shape
 from cacheblend.store import tiers_in_memory
 
-from .lane import Lane, LayerRead, lanes_of
 from .staging import LayerBuffer, PendingLayer, Staging
 
 if TYPE_CHECKING:
@@ -69,8 +68,15 @@ class LoaderConfig:
 
 
 THREADS = DaemonThreads("layer-loader")  # of all loaders
-STREAM_THREADS = DaemonThreads("layer-streams")  # likewise; one may hang in its network for a while
-LATE_EVERY_S = 0.02  # how often a layer that is waited for is held against what else could be done
+
+
+class LayerRead(NamedTuple):
+    """A chunk's layer, and the chunk's place in the prompt."""
+
+    layer: int
+    start: int
+    stop: int
+    kv: KVHandle
 
 
 class LayerLoader:
@@ -78,8 +84,6 @@ class LayerLoader:
 
     On a CPU what is in memory already is copied by who waits for the layer, with all of the processors that it computes with:
     a thread that copied ahead would take one from computing, for longer.
-
-    What is remote comes over a stream: many layers are asked for ahead over one connection, by a thread of its own.
 
     A `LayerSource` for `Fusor.fuse`: segments may bring KV of any tier and KV in memory, mixed. The
     paper's three calls are `fetch_kv` and `synchronize` here, and `Decoder.run_rows` (`prefill_layer`) in the fusor. An error
@@ -89,21 +93,15 @@ class LayerLoader:
         config: look-ahead and reads in flight.
 
     Attributes:
-        restart_s: seconds that it takes to do without what is remote; `synchronize` gives up on streams that come later. None
-            waits for as long as they go on.
-        latency_s: seconds that a stream's first layer is known to take.
         load_s: seconds in which reads were under way.
     """
 
     def __init__(self, config: LoaderConfig | None = None) -> None:
         self._config = config or LoaderConfig()
-        self.restart_s: float | None = None
-        self.latency_s = 0.0
         self._changed = threading.Condition()
         self._started = False
         self._reads: list[LayerRead] = []  # of threads, in the order of layers
         self._next_read = 0
-        self._lanes: list[Lane] = []
         self._copies: list[list[LayerRead]] = []  # of each layer
         self._missing: Counter[int] = Counter()
         self._buffers: dict[int, LayerBuffer] = {}
@@ -143,19 +141,14 @@ class LayerLoader:
             self._copies.append([read for read in reads if read.start in copied])
             self._reads += [read for read in reads if read.start not in copied]
         self._missing.update(read.layer for read in self._reads)
-        self._lanes = lanes_of([read for read in self._reads if read.kv.stream is not None])
-        self._reads = [read for read in self._reads if read.kv.stream is None]
         self._geometry, self._tokens = geometry, len(prompt)
         self._lookahead = self._config.lookahead_layers(geometry.layer_bytes(len(prompt)))
         self._staging = Staging(geometry)
         for layer in range(min(self._lookahead, geometry.layers)):
             self._allocate(layer)
-        streamed = sum(kv.stream is not None for _, _, kv in stored)
-        threads = min(self._config.reads_in_flight, len(stored) - len(copied) - streamed)
-        load_all = functools.partial(_work, weakref.ref(self), self._changed, LayerLoader._may_read, LayerLoader._read_on)
+        threads = min(self._config.reads_in_flight, len(stored) - len(copied))
+        load_all = functools.partial(_read_all, weakref.ref(self), self._changed)
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
-        for lane in self._lanes:  # nobody waits for their end: a thread may hang in its network
-            STREAM_THREADS.run(functools.partial(_stream_all, weakref.ref(self), self._changed, lane))
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """Load one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
@@ -185,7 +178,6 @@ class LayerLoader:
         Raises:
             FusionCancelledError: the loader was closed meanwhile.
             DamagedEntryError: a stored entry's bytes are not the ones written; it is a miss from now on.
-            RemoteError: what is remote does not come, or comes later than it could be computed; see `restart_s`.
         """
         if layer != self._consumed:
             raise RuntimeError(f"layers are handed over in order: layer {self._consumed} is next, not {layer}")
@@ -193,7 +185,7 @@ class LayerLoader:
             raise RuntimeError("start the LayerLoader before the first layer is asked for")
         self._copy(layer)
         with self._changed:
-            self._wait(layer)
+            self._changed.wait_for(lambda: not self._missing[layer] or self._error is not None or self._stopped)
             if self._error is not None:
                 raise self._error
             if self._stopped:
@@ -210,7 +202,6 @@ class LayerLoader:
         """Stop loading, wait for the threads to be done, and drop what was loaded. Reads under way are read to their end."""
         with self._changed:
             self._stopped = True
-            self._end_lanes()
             self._changed.notify_all()
         for ended in self._tasks:
             ended.wait()
@@ -232,84 +223,6 @@ class LayerLoader:
                 self._stopped = True
                 self._changed.notify_all()
             warnings.warn("a LayerLoader was not closed; use it as a context manager", ResourceWarning, stacklevel=2)
-
-    def _is_settled(self, layer: int) -> bool:
-        """Whether a layer has come, or nothing will any more; under the lock."""
-        return not self._missing[layer] or self._error is not None or self._stopped
-
-    def _wait(self, layer: int) -> None:
-        """Wait under the lock, but for streams only while that is worth it."""
-        every_s = LATE_EVERY_S if self._lanes else None
-        while not self._changed.wait_for(lambda: self._is_settled(layer), every_s):
-            self._give_up_late()
-
-    def _give_up_late(self) -> None:
-        """End streams that come later than what is asked of them could be computed, under the lock."""
-        for lane in self._lanes:
-            if self.restart_s is not None and lane.is_late(self.restart_s, self.latency_s):
-                self._end_lanes(late=True)
-                self._error = RemoteError(
-                    f"{lane.left_bytes} of {lane.left_bytes + lane.received_bytes} bytes of remote KV would come later "
-                    f"than the {self.restart_s:.3g} s in which they are computed"
-                )
-
-    def _end_lanes(self, *, late: bool = False) -> None:
-        """Have threads that wait for streams end, under the lock."""
-        for lane in self._lanes:
-            if lane.asked:
-                if lane.opened is not None:
-                    lane.opened.abort(late=late)
-                lane.asked.clear()
-                self._end()
-
-    def _may_stream(self, lane: Lane) -> bool:
-        """Whether a stream has something to do, or to end."""
-        if self._stopped or self._error is not None or lane.asked or lane.next == len(lane.reads):
-            return True
-        return lane.reads[lane.next].layer < self._consumed + self._lookahead
-
-    def _stream_on(self, lane: Lane) -> bool:
-        """Ask for what the look-ahead allows, and place what comes first; False where there is nothing left."""
-        with self._changed:
-            if self._stopped or self._error is not None:
-                return False
-            if not lane.asked:
-                self._begin()
-            wanted = lane.take(self._consumed + self._lookahead)
-            if not lane.asked:
-                self._end()
-                return lane.next < len(lane.reads)
-            if lane.opened is None:
-                assert lane.stream is not None, "only what is streamed is in a lane"
-                lane.opened = lane.stream()
-        failed: BaseException | None = None
-        received: KVHandle | None = None
-        try:
-            if wanted:
-                lane.opened.request([(read.kv, read.layer) for read in wanted])
-            received = lane.opened.receive()
-        except BaseException as error:  # travels to the fusor, which raises it
-            failed = error
-        with self._changed:
-            if not lane.asked:  # ended meanwhile
-                return False
-            read = lane.came()
-            if failed is None:
-                self._begin()
-            if failed is not None or not lane.asked:
-                lane.asked.clear()
-                self._end()
-            if failed is not None or received is None:
-                self._error = self._error or failed
-                self._changed.notify_all()
-                return False
-        try:
-            self.fetch_kv(received, read.layer, self._buffers[read.layer], read.start, read.stop)
-        except BaseException as error:
-            failed = error
-        with self._changed:
-            self._enter(read, failed)
-        return failed is None
 
     def _may_read(self) -> bool:
         """Whether a thread has something to do: a read within the look-ahead, or to end."""
@@ -399,33 +312,20 @@ def copied_tiers(device: torch.device) -> Collection[str]:
     return tiers_in_memory() if device.type == "cpu" else ()
 
 
-def _stream_all(reference: weakref.ref[LayerLoader], changed: threading.Condition, lane: Lane) -> None:
-    """Run a lane's thread."""
-    may, step = (functools.partial(method, lane=lane) for method in (LayerLoader._may_stream, LayerLoader._stream_on))
-    _work(reference, changed, may, step)
-    if lane.opened is not None:
-        lane.opened.close()
+def _read_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:
+    """Run a thread of a loader, until nothing is left to be read.
 
-
-def _work(
-    reference: weakref.ref[LayerLoader],
-    changed: threading.Condition,
-    may: Callable[[LayerLoader], bool],
-    step: Callable[[LayerLoader], bool],
-) -> None:
-    """Run a thread: a step whenever it may, until one says that nothing is left.
-
-    It holds the loader only during a step, so that one that was dropped unclosed is collected, and warns.
+    It holds the loader only while it reads, so that one that was dropped unclosed is collected, and warns.
     """
 
     def may_go_on() -> bool:
         loader = reference()
-        return loader is None or may(loader)
+        return loader is None or loader._may_read()
 
     going_on = True
     while going_on:
         with changed:
             changed.wait_for(may_go_on)
         loader = reference()
-        going_on = loader is not None and step(loader)
+        going_on = loader is not None and loader._read_on()
         del loader

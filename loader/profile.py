@@ -53,19 +53,16 @@ class TierSpeed:
     Args:
         read_s: seconds of a read of no bytes, with as many in flight as the loader has.
         bytes_per_s: throughput of the bytes themselves.
-        latency_s: seconds of a whole prompt's reads that come before the first bytes: a round trip, of a remote tier.
     """
 
     read_s: float
     bytes_per_s: float
-    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        waits = self.read_s, self.latency_s
-        if not (min(waits) >= 0 and self.bytes_per_s > 0 and all(map(math.isfinite, waits))):
+        if not (0 <= self.read_s < math.inf and self.bytes_per_s > 0):
             raise ProfileError(
-                f"a tier with read_s={self.read_s}, latency_s={self.latency_s} and bytes_per_s={self.bytes_per_s} cannot be: "
-                "the first two are 0 or more, the last is above 0"
+                f"a tier with read_s={self.read_s} and bytes_per_s={self.bytes_per_s} cannot be: "
+                "the first is 0 or more, the second above 0"
             )
 
 

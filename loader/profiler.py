@@ -7,7 +7,6 @@ import os
 import statistics
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -16,11 +15,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from cacheblend.base.errors import ConfigError, RemoteError, StoreError
+from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.files import make_folder
 from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
-from cacheblend.store import REMOTE, ChunkKey, ChunkKV, KVStore, StoreConfig
-from cacheblend.store.entry import EncodedEntry
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
 from .layer_loader import LayerLoader
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
@@ -43,9 +41,8 @@ def measure_tiers(
     *,
     chunk_tokens: int,
     repeats: int,
-    remote: StoreConfig | None = None,
 ) -> dict[str, TierSpeed]:
-    """Speed of the tiers "ram" and "nvme", and "remote" where there is one, from loads of prompts with nothing beside them.
+    """Speed of the tiers "ram" and "nvme", from loads of prompts with nothing beside them.
 
     Prompts have chunks of two sizes.
 
@@ -57,7 +54,6 @@ def measure_tiers(
         config: reads in flight and look-ahead.
         chunk_tokens: the larger chunk size; the smaller is an eighth of it.
         repeats: loads of each size; the median counts.
-        remote: a store whose remote tier is measured too, if it answers; what is written there is removed.
     """
     make_folder(directory)
     fits = max(1, MAX_BYTES // (CHUNKS * geometry.layers * geometry.layer_bytes(1)))
@@ -68,42 +64,7 @@ def measure_tiers(
             for tier, took_s in _read_s(geometry, Path(scratch), config, tokens, repeats).items():
                 read_s[tier].append(took_s)
     read_bytes = [geometry.layer_bytes(tokens) for tokens in sizes]
-    speeds = {tier: _speed(read_bytes, seconds) for tier, seconds in read_s.items()}
-    if remote is not None and remote.remote is not None:
-        with tempfile.TemporaryDirectory(dir=directory, prefix="tier-speed-") as scratch:
-            if (speed := _remote_speed(geometry, Path(scratch), config, sizes[-1], repeats, remote)) is not None:
-                speeds[REMOTE] = speed
-    return speeds
-
-
-def _remote_speed(
-    geometry: KVGeometry, scratch: Path, config: LoaderConfig, tokens: int, repeats: int, settings: StoreConfig
-) -> TierSpeed | None:
-    """Speed of a remote tier, read as requests read it; None where it does not answer, or not all of it is there."""
-    model = f"{MODEL}-{uuid.uuid4().hex}"  # others may measure at the same time
-    layer, ids, keys = _chunks(geometry, tokens, model)
-    # No entry fits its NVMe, so that all is read from the remote tier.
-    settings = replace(settings, directory=scratch / "remote", ram_budget_bytes=1, nvme_budget_bytes=1)
-    settings = replace(settings, ram_shares={}, nvme_shares={}, recent_share=0.0, cache_budgets={})
-    rates: list[TierSpeed] = []
-    with KVStore(settings) as store:
-        remote = store.remote
-        assert remote is not None, "only a store that has one is given"
-        chunks = [ChunkKV([layer] * geometry.layers, chunk, (), model) for chunk in ids]
-        try:
-            remote.send([EncodedEntry.of(key, kv) for key, kv in zip(keys, chunks, strict=True)])
-            for _ in range(repeats + 1):
-                took_s = _load_s(store, keys, geometry, config)
-                latency_s = min(remote.meter.latency_s or 0.0, took_s / 2)
-                total = CHUNKS * geometry.layers * geometry.layer_bytes(tokens)
-                rates.append(TierSpeed(read_s=0.0, bytes_per_s=total / (took_s - latency_s), latency_s=latency_s))
-        except StoreError as error:
-            logger.warning("the remote tier was not measured: %s", error)
-            return None
-        finally:
-            remote.delete([key.digest for key in keys])
-            store.flush_remote(settings.remote_timeout_s)
-    return sorted(rates[1:], key=lambda speed: speed.bytes_per_s)[len(rates[1:]) // 2]
+    return {tier: _speed(read_bytes, seconds) for tier, seconds in read_s.items()}
 
 
 def _chunks(geometry: KVGeometry, tokens: int, model: str) -> tuple[LayerPair, list[list[int]], list[ChunkKey]]:
@@ -147,7 +108,7 @@ def _load_s(store: KVStore, keys: list[ChunkKey], geometry: KVGeometry, config: 
     with store.pin(keys) as placements, LayerLoader(config) as loader:
         found = [placement for placement in placements if placement is not None]
         if len(found) < len(keys):
-            raise RemoteError(f"{len(keys) - len(found)} of {len(keys)} entries that were written are not there")
+            raise StoreError(f"{len(keys) - len(found)} of {len(keys)} entries that were written are not there")
         prompt = Prompt.of([*(Segment(placement.token_ids, placement) for placement in found), Segment([0])])
         started = time.perf_counter()
         loader.start(prompt, geometry, reuse_layer_0=True)
@@ -193,7 +154,6 @@ def measure_profile(
     ratios: Sequence[float] = RATIOS,
     repeats: int = 3,
     on_progress: Progress | None = None,
-    remote: StoreConfig | None = None,
 ) -> Profile:
     """Measure a model on its device, and the tiers of the disk that a folder is on. Takes seconds to minutes.
 
@@ -210,7 +170,6 @@ def measure_profile(
         ratios: recompute ratios.
         repeats: how often each is measured.
         on_progress: called with "profile", measurements done, and in all.
-        remote: a store whose remote tier is measured too.
 
     Raises:
         ConfigError: no length or ratio, or one outside its range.
@@ -254,7 +213,7 @@ def measure_profile(
         prefill=_medians(prefill[1:]),
         blend=_medians(blend[1:]),
         logits_s=_logits_s(fusor, repeats),
-        tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats, remote=remote),
+        tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats),
     )
     report("profile", done + 1, done + 1)
     return profile

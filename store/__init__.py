@@ -18,14 +18,13 @@ from .eviction import NamespaceShare
 from .key import ChunkKey, context_digest
 from .kv_store import KVStore
 from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root
-from .tiers import CACHE_TIERS, REMOTE, CacheTier, Placement, StoreStats, tiers_in_memory
+from .tiers import CACHE_TIERS, CacheTier, Placement, StoreStats, tiers_in_memory
 from .verify import VerifyReport
 from .write_queue import DocumentVersion
 
 __all__ = [
     "BLOCK_TOKENS",
     "CACHE_TIERS",
-    "REMOTE",
     "BlockChain",
     "CacheTier",
     "CatalogEntry",

@@ -25,29 +25,6 @@ class EncodedLayer(NamedTuple):
     decode: Callable[[torch.Tensor], LayerPair]
 
 
-class LayerStream(Protocol):
-    """Layers of several chunks over one connection: they are asked for ahead, and come in that order.
-
-    Used by one thread; `abort` by any. Every method raises `RemoteError` where the other side does not answer, or not in time.
-    """
-
-    def request(self, reads: Sequence[tuple[KVHandle, int]]) -> None:
-        """Ask for layers of chunks that lie in the stream's tier; does not wait for them."""
-
-    def receive(self) -> KVHandle:
-        """The chunk whose layer was asked for first, with that layer alone in memory; it is checked when it is read.
-
-        Raises:
-            DamagedEntryError: the entry is not there any more; it is a miss from now on.
-        """
-
-    def abort(self, *, late: bool = False) -> None:
-        """End a call that another thread waits in; `late` where the other side took too long."""
-
-    def close(self) -> None:
-        """Give the connection back."""
-
-
 class KVHandle(Protocol):
     """The KV of T tokens, wherever it lies: a `ChunkKV`, a `Placement` in a tier, or a `PrefixRun`. Thread-safe."""
 
@@ -82,10 +59,6 @@ class KVHandle(Protocol):
     @property
     def in_memory(self) -> bool:
         """Whether reading a layer is a copy, which waits for no device."""
-
-    @property
-    def stream(self) -> Callable[[], LayerStream] | None:
-        """Opens a connection for layers of all KV of this tier; None where each layer is best read by itself."""
 
     def heads(self, layer: int) -> tuple[int, int]:
         """KV heads and head size of one layer."""
@@ -157,7 +130,6 @@ class ChunkKV:
     rotated: ClassVar[bool] = False  # these four: see `KVHandle`
     tier: ClassVar[str] = "memory"
     in_memory: ClassVar[bool] = True
-    stream: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple((k_HTD, v_HTD) for k_HTD, v_HTD in self.layers))

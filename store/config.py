@@ -12,7 +12,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
 from .eviction import NamespaceShare, RecentNamespaces, TierBudget
-from .remote.address import RemoteAddress
+from .remote import RemoteAddress
 from .tiers import CACHE_TIERS, NVME, RAM
 
 REMOTE_PANEL = "Remote tier"  # the options' heading

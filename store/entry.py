@@ -156,6 +156,17 @@ class EntryInfo:
         """Number of layers."""
         return len(self.heads)
 
+    def key_for(self, model: str) -> ChunkKey:
+        """The key that these tokens, computed by a model, have."""
+        return ChunkKey.of(
+            self.token_ids,
+            prefix_ids=self.prefix_ids,
+            context=self.context,
+            model=model,
+            codec=self.key.codec,
+            namespace=self.key.namespace,
+        )
+
     def encoded_shape(self, layer: int) -> EncodedShape:
         """Shape and dtype of the layer's stored tensor."""
         return self._shapes[layer]
@@ -238,7 +249,7 @@ class EncodedEntry:
         return cls(info, tuple(map(_empty_piece, pieces)), checksums)
 
     @classmethod
-    def of(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:
+    def from_chunk(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:
         """Encode a chunk's KV; shares no memory with it.
 
         Raises:
@@ -284,10 +295,33 @@ class EncodedEntry:
             checksums += [checksum(entry.bytes[layer]) for layer in layers]  # while the processor's cache still has them
         return entry
 
+    @classmethod
+    def filled(cls, header: EntryHeader, data: Bytes) -> EncodedEntry:
+        """The entry of a header and a copy of its layers' tensors, which stand one after the other.
+
+        Raises:
+            ValueError: they are not the bytes that the header says.
+        """
+        info, at = header.info, 0
+        if len(data) != info.nbytes:
+            raise ValueError(f"its layers have {len(data)} bytes, not {info.nbytes}")
+        entry = cls.empty(info, header.checksums)
+        for layer, view in enumerate(entry.bytes):
+            stored = data[at : at + info.layer_bytes(layer)]
+            if checksum(stored) != header.checksums[layer]:
+                raise ValueError(f"layer {layer} is not what was written")
+            np.copyto(view, stored.reshape(view.shape))
+            at += len(stored)
+        return entry
+
     @property
     def nbytes(self) -> int:
         """Bytes of all encoded tensors."""
         return self.info.nbytes
+
+    def parts(self) -> list[memoryview]:
+        """The bytes of all encoded tensors, without copies, one after the other."""
+        return [stored.reshape(-1).data for stored in self.bytes]
 
     def read_layer(self, layer: int) -> torch.Tensor:
         """The layer's encoded tensor, not copied."""
@@ -327,7 +361,7 @@ class EntryHeader:
     checksums: Sequence[str]
 
     @classmethod
-    def of(cls, entry: EncodedEntry) -> EntryHeader:
+    def from_entry(cls, entry: EncodedEntry) -> EntryHeader:
         """The header for an entry in memory."""
         return cls(entry.info, entry.checksums)
 

@@ -1,20 +1,20 @@
-"""The store: chunks' KV by key, in RAM, on NVMe and remote (paper §5.1: storage cheap enough to keep every chunk's)."""
+"""The store: chunks' KV by key, in RAM and on NVMe, shared through a remote tier (paper §5.1: cheap enough for every chunk)."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from cacheblend.base.errors import StoreError, StoreFullError
+from cacheblend.base.errors import RemoteError, StoreError, StoreFullError
 
 from .catalog import CatalogEntry
 from .chunk import ChunkKV
@@ -25,18 +25,21 @@ from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
-from .tiers import CACHE_TIERS, REMOTE, CacheTier, KVTier, OpenedEntry, Placement, StoreStats, TierStats, opening, read_entry
+from .remote import ObjectFormat, RemoteTier
+from .tiers import CACHE_TIERS, CacheTier, KVTier, OpenedEntry, Placement, StoreStats, TierStats, opening, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
-if TYPE_CHECKING:
-    from .remote.address import RemoteAddress
-    from .remote.read_through import ReadThrough
-    from .remote.remote_entry import RemoteEntry
-    from .remote.remote_tier import RemoteTier
-
 logger = logging.getLogger(__name__)
 _MISSES, _FAILED_WRITES = "misses", "failed_writes"
+
+
+class SharedEntries(NamedTuple):
+    """Outcome of `KVStore.share`: the entries sent, their bytes, and the keys that neither side has."""
+
+    entries: int
+    bytes: int
+    lost: list[ChunkKey]
 
 
 class KVStore:
@@ -45,8 +48,8 @@ class KVStore:
     Every entry is a file on NVMe; RAM, and further tiers of the configuration, hold copies of those used last. Each tier drops
     what was used least recently to stay within its budget; an entry dropped from NVMe is gone. Whatever happens to a file,
     `get` and placements give the bytes that were put, or none: a damaged entry is a miss that is logged, counted and set aside.
-    With `StoreConfig.remote`, what is written goes to a tier behind NVMe too, in the background, and is found there by every
-    store that has it. A remote that is away makes misses, and nothing waits for it longer than its time-out.
+    With `StoreConfig.remote`, entries that are written are sent to a remote tier too, in the background, from which `fetch`
+    brings them to every store that has it. A remote that does not answer makes misses and no errors.
 
     Raises:
         MissingExtraError: the remote tier's library is not installed.
@@ -59,14 +62,14 @@ class KVStore:
         self._pins = Pins()
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
-        self._remote: ReadThrough | None = None
-        folder = StoreFolder(Path(config.directory))
-        if (address := config.remote_address()) is not None:
-            self._open_remote(address, folder)
+        self._remote = self._open_remote()
         try:
-            self._nvme = NvmeTier(folder, nvme_budget, self._pins, direct_reads=config.direct_reads)
+            self._nvme = NvmeTier(
+                StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads
+            )
         except BaseException:
-            self._close_remote()
+            if self._remote is not None:
+                self._remote.close()
             raise
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue()
@@ -105,7 +108,7 @@ class KVStore:
             self._nvme.catalog.touch(digest)
             return _done(True)
         # 2. Encode, and write at once where the caller waits.
-        entry = EncodedEntry.of(key, kv)
+        entry = EncodedEntry.from_chunk(key, kv)
         write = PendingWrite(entry, document)
         if flush:
             self._write([write])
@@ -116,7 +119,9 @@ class KVStore:
                 f"an entry of {entry.nbytes} bytes is larger than nvme_budget_bytes={self.config.nvme_budget_bytes}; "
                 "raise the budget or split the chunk"
             )
-        if (waiting := self._queue.add(write, self._write_waiting)) is write:
+        waiting = self._queue.add(write, self._write_waiting)
+        assert waiting is not None, "an entry that is new was not discarded"
+        if waiting is write:
             self._cache(entry)
             self._queue.wait_for_room()
         return waiting.stored
@@ -124,15 +129,11 @@ class KVStore:
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """A chunk's KV on the CPU, the caller's own copy; None for a miss. An entry read from NVMe is cached in RAM."""
         self._check_open()
-        since = self._queue.time()
-        (found,) = self._open_all([key.digest])
+        found = self._open(key.digest)
         if found is not None and (entry := read_entry(*found)) is not None:
             _, tier = found
             self._count(tier.name)
-            if self._remote is not None and tier.name == REMOTE and self._remote.admits(key.digest, entry.nbytes):
-                self._remote.offer(entry.nbytes, lambda: entry, since)
-                return entry.chunk(copy=True)
-            return entry.chunk(copy=tier.in_memory or (tier.name != REMOTE and self._cache(entry)))
+            return entry.chunk(copy=tier.in_memory or self._cache(entry))
         self._count(_MISSES)
         return None
 
@@ -141,70 +142,77 @@ class KVStore:
         self._check_open()
         return key.digest in self._queue or key.digest in self._nvme
 
-    def fetch(self, keys: Iterable[ChunkKey]) -> int:
-        """Copy entries that the remote tier has and NVMe does not, durable on return; gives how many.
+    def fetch(self, keys: Iterable[ChunkKey], deadline_s: float) -> int:
+        """Fetch entries that nothing but the remote tier has, side by side; they are readable here as soon as they come.
 
-        Raises:
-            StoreFullError: the disk is full, or the NVMe budget less what is pinned has no room.
-            StoreDirectoryError: the folder cannot be written.
+        Args:
+            keys: the entries'.
+            deadline_s: seconds to wait. Entries that come later are stored too, so that a later request finds them.
+
+        Returns:
+            How many came by the deadline.
         """
         self._check_open()
         missing = [key.digest for key in keys if key not in self]
         if self._remote is None or not missing:
             return 0
-        return self.store_copies(self._remote.tier.load_all(missing))
+        arrivals = self._remote.fetch(missing, partial(self._store_copy, self._queue.generation))
+        came, _ = wait(arrivals, min(deadline_s, threading.TIMEOUT_MAX))
+        return sum(not arrival.cancelled() and arrival.result() for arrival in came)
 
-    def store_copies(self, entries: Iterable[EncodedEntry]) -> int:
-        """Store entries of the remote tier, durable on return; gives how many. Raises as `fetch` does."""
-        results, stored = deque[Future[bool]](), 0  # not the writes: each holds its entry, as an error's traceback does
-        since = self._queue.time()
-        for entry in entries:
-            with self._nvme.exclusive():
-                if not self._queue.was_discarded(entry.info.key.digest, since):
-                    results.append(self._queue.add(PendingWrite(entry, is_copy=True), self._write_waiting).stored)
-            self._queue.wait_for_room()
-            while results and results[0].done():
-                stored += results.popleft().result()
-        return stored + sum(result.result() for result in results)
+    def find(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether each entry is here or in the remote tier, which is asked for all of the missing ones side by side."""
+        here = [key in self for key in keys]
+        if self._remote is None or all(here):
+            return here
+        there = self._remote.contains(key.digest for key, is_here in zip(keys, here, strict=True) if not is_here)
+        return [is_here or key.digest in there for key, is_here in zip(keys, here, strict=True)]
 
-    def load(self, key: ChunkKey) -> EncodedEntry | None:
-        """An entry of NVMe as it is stored, which is no use of it; None for a miss."""
+    def share(self, keys: Iterable[ChunkKey]) -> SharedEntries:
+        """Send the remote tier, now, those of some entries that it lacks.
+
+        Raises:
+            RemoteError: there is no remote tier, or it refuses an entry, or does not answer.
+        """
         self._check_open()
-        return self._nvme.load(key.digest, is_use=False)
+        if self._remote is None:
+            raise RemoteError("the store has no remote tier")
+        keys = list(dict.fromkeys(keys))
+        there = self._remote.contains(key.digest for key in keys)
+        sent, sent_bytes, lost = 0, 0, list[ChunkKey]()
+        for key in keys:
+            if key.digest in there:
+                continue
+            if (entry := self._nvme.load(key.digest, is_use=False)) is None:
+                lost.append(key)
+                continue
+            self._remote.send(entry)
+            sent, sent_bytes = sent + 1, sent_bytes + entry.nbytes
+        return SharedEntries(sent, sent_bytes, lost)
 
     @contextmanager
-    def pin(self, keys: Iterable[ChunkKey], *, remote: bool = True) -> Iterator[list[Placement | None]]:
-        """Spare entries from eviction, and give a placement for each key, in order, or None for a miss.
+    def pin(self, keys: Iterable[ChunkKey]) -> Iterator[list[Placement | None]]:
+        """Spare entries from eviction, and yield a placement for each key, in order, or None for a miss.
 
         No budget evicts them until the block ends; `delete` and other processes may remove them, which leaves the placements
-        readable. Entries that were read from a slow tier are copied to faster ones in the background after the block where that
-        is worth it; see `CacheTier.admits` and `ReadThrough`. Those of the remote tier stay there by its own rules: reading one
-        may raise `RemoteError`.
-
-        Args:
-            keys: the entries'.
-            remote: whether to look into the remote tier for what is not here.
+        readable. Entries that were read from a slow tier are copied to faster ones in the background after the block if that
+        is worth it; see `CacheTier.admits`.
         """
         self._check_open()
         digests = [key.digest for key in keys]
         placements: list[Placement | None] = []
-        copies: dict[str, RemoteEntry] = {}
-        since = self._queue.time()
         with self._pins.hold(digests):
             try:
-                for found in self._open_all(digests, remote=remote, copies=copies):
-                    self._count(_MISSES if found is None else found[1].name)
-                    placements.append(None if found is None else self._placement(found))
+                with opening(digests, self._open) as opened:
+                    for found in opened:
+                        self._count(_MISSES if found is None else found[1].name)
+                        placements.append(None if found is None else Placement(*found))
                 yield placements
             finally:
                 placed = [placement for placement in placements if placement is not None]
                 for placement in placed:
                     placement.release()
-                for entry in copies.values():
-                    assert self._remote is not None, "only its entries are copied"
-                    self._remote.offer(entry.info.nbytes, entry.load, since)
-        local = [placement for placement in placed if placement.tier != REMOTE]
-        if wanted := [placement.key.digest for placement in local if self._is_worth_a_copy(placement)]:
+        if wanted := [placement.key.digest for placement in placed if self._is_worth_a_copy(placement)]:
             self._queue.offer(partial(self._promote, wanted))
 
     def delete(self, key: ChunkKey) -> bool:
@@ -251,10 +259,9 @@ class KVStore:
         return StoreDocuments(self._nvme, self._forget_everywhere)
 
     @property
-    def remote(self) -> RemoteTier | None:
-        """The remote tier; None where the configuration has none."""
-        self._check_open()
-        return None if self._remote is None else self._remote.tier
+    def has_remote(self) -> bool:
+        """Whether the configuration has a remote tier."""
+        return self._remote is not None
 
     def ls(self) -> list[CatalogEntry]:
         """Every entry on NVMe, the least recently used first."""
@@ -279,23 +286,18 @@ class KVStore:
         self._check_open()
         counts = self._counts
         tiers = {one.name: TierStats(*one.size(), one.budget.bytes, counts[one.name], one.evictions) for one in self._tiers}
-        remote = None if self._remote is None else self._remote.tier.stats()
+        remote = None if self._remote is None else self._remote.stats()
         return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES], remote)
 
     def flush(self) -> None:
-        """Wait until what was put before is on NVMe, or has failed: what `put` returned tells which.
-
-        Waits for copies of what was read from the remote tier, too.
-        """
+        """Wait until the entries that were put or fetched before are on NVMe, or have failed: see what `put` returned."""
         self._check_open()
-        if self._remote is not None:
-            self._remote.flush()
         self._queue.flush()
 
     def flush_remote(self, timeout_s: float | None = None) -> bool:
         """Wait until the remote tier has what was put before, or was given up; False after the time. See `RemoteStats`."""
         self.flush()
-        return self._remote is None or self._remote.tier.uploads.flush(timeout_s)
+        return self._remote is None or self._remote.flush(timeout_s)
 
     def close(self) -> None:
         """Write what waits, and close. A second call does nothing.
@@ -305,6 +307,8 @@ class KVStore:
         if self._closed:
             return
         self._closed = True
+        if self._remote is not None:
+            self._remote.stop_fetching()
         try:
             self._queue.close()
             self._nvme.catalog.save_uses()
@@ -326,53 +330,31 @@ class KVStore:
             self._close_tiers()
 
     def _close_tiers(self) -> None:
-        self._close_remote()
+        if self._remote is not None:
+            self._remote.close()
         for tier in self._tiers:
             tier.close()
 
-    def _close_remote(self) -> None:
-        if self._remote is not None:
-            self._remote.close(self.config.remote_timeout_s)
+    def _open_remote(self) -> RemoteTier | None:
+        config = self.config
+        if (address := config.remote_address()) is None:
+            return None
+        if (secret := config.read_secret()) is None:
+            logger.warning("no secret is set for the remote tier at %s: whoever can write there can change answers", address)
+        backend = address.open(config.remote_timeout_s, config.remote_ttl_s, limit_bytes=config.nvme_budget_bytes)
+        objects = ObjectFormat(secret, config.remote_tenant)
+        return RemoteTier(address, backend, objects, config.remote_timeout_s, config.remote_queue_bytes)
 
-    def _open_remote(self, address: RemoteAddress, folder: StoreFolder) -> None:
-        from .remote.read_through import ReadThrough  # not loaded where there is no remote tier
-        from .remote.remote_tier import RemoteTier
-
-        budget_bytes = self.config.nvme_budget_bytes
-        tier = RemoteTier(address, self.config, folder.removals)
-
-        def has_room(nbytes: int) -> bool:
-            return self._nvme.size()[1] + nbytes <= budget_bytes
-
-        self._remote = ReadThrough(tier, self._store_copy, has_room, budget_bytes)
-
-    def _open_all(
-        self, digests: Sequence[str], *, remote: bool = True, copies: dict[str, RemoteEntry] | None = None
-    ) -> list[OpenedEntry | None]:
-        """Each entry in the fastest tier that has it; `copies` gets those that are to be copied from the remote tier."""
-        with opening(digests, self._open) as opened:
-            missing = [digest for digest, found in zip(digests, opened, strict=True) if found is None]
-            if self._remote is None or not remote or not missing:
-                return opened
-            there = self._remote.tier.open_all(missing)
-            for digest, entry in there.items():
-                if copies is not None and self._remote.admits(digest, entry.info.nbytes):
-                    entry.keep()
-                    copies[digest] = entry
-            return [
-                (there[digest], self._remote.tier) if found is None and digest in there else found
-                for digest, found in zip(digests, opened, strict=True)
-            ]
-
-    def _placement(self, found: OpenedEntry) -> Placement:
-        (entry, tier), remote = found, self.remote
-        return Placement(entry, tier, remote.open_stream if remote is not None and tier is remote else None)
-
-    def _store_copy(self, entry: EncodedEntry, since: int) -> None:
-        """Write what was read from the remote tier to the tiers here, unless it was deleted since it was looked up."""
-        with self._nvme.exclusive():
-            if not self._queue.was_discarded(entry.info.key.digest, since):
-                self._write([PendingWrite(entry, is_copy=True)])
+    def _store_copy(self, since: int, entry: EncodedEntry) -> bool:
+        """Store an entry that came from the remote tier, unless it was deleted after a generation of the queue."""
+        if entry.nbytes > self.config.nvme_budget_bytes:
+            return False
+        write = PendingWrite(entry, is_copy=True)
+        waiting = self._queue.add(write, self._write_waiting, since)
+        if waiting is write:
+            self._cache(entry)
+            self._queue.wait_for_room()
+        return waiting is not None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -421,7 +403,7 @@ class KVStore:
         digests = list(digests)
         self._forget(digests)
         if self._remote is not None:
-            self._remote.tier.delete(digests)
+            self._remote.delete(digests)
 
     def _is_worth_a_copy(self, placement: Placement) -> bool:
         """Whether a tier before the one that a placement was read from admits the entry; each of them notes the read."""
@@ -444,7 +426,7 @@ class KVStore:
             if write.digest in self._nvme:
                 self._cache(write.entry)
                 if self._remote is not None and not write.is_copy:
-                    self._remote.tier.put(write.entry)
+                    self._remote.put(write.entry)
                 self._queue.end(write.digest, True)
             else:  # its document is gone
                 self._forget([write.digest])

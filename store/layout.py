@@ -5,7 +5,6 @@ catalogue.sqlite     which entries there are
 lock                 held by the process that changes files or catalog
 journal              the entries that it is changing; empty between changes
 entries/ab/abcd...   one file an entry, in folders by the first two digits of its key
-remote-removals.sqlite   entries that the remote tier is still to remove; made where there is one
 reserve              room that is given up where the disk is too full for a removal
 writing/             files that are being written; left over there after a crash
 damaged/             files whose bytes were not the ones written, set aside; the last few, outside the budget
@@ -56,8 +55,8 @@ class StoreFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.catalog, self.lock, self.journal, self.reserve, self.removals = (
-            root / name for name in ("catalogue.sqlite", "lock", "journal", "reserve", "remote-removals.sqlite")
+        self.catalog, self.lock, self.journal, self.reserve = (
+            root / name for name in ("catalogue.sqlite", "lock", "journal", "reserve")
         )
         self._marker, self._entries, self.writing, self.damaged = (
             root / name for name in (_MARKER, "entries", "writing", "damaged")

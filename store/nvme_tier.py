@@ -177,7 +177,7 @@ class NvmeTier:
             ]
             (namespace,) = {entry.info.key.namespace for entry in new.values()}
             self.budget.record_use(namespace)
-            headers = {digest: EntryHeader.of(entry).pack() for digest, entry in new.items()}
+            headers = {digest: EntryHeader.from_entry(entry).pack() for digest, entry in new.items()}
             file_bytes = sum(len(headers[digest]) + entry.nbytes for digest, entry in new.items())
             with self._evicting(namespace, file_bytes) as victims, self.changing([*new, *victims]):
                 paths = self.folder.new_entry_paths(new)

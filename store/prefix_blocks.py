@@ -109,7 +109,6 @@ class PrefixRun:
     rotated: ClassVar[bool] = True
     tier: ClassVar[str] = "memory"
     in_memory: ClassVar[bool] = True
-    stream: ClassVar[None] = None
 
     @property
     def dtype(self) -> torch.dtype:

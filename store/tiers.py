@@ -1,7 +1,7 @@
 """Tiers: the interface `KVTier`, the registry of those that hold copies, `Placement`, a pinned entry's KV, and statistics.
 
 A store has one durable tier, NVMe, and before it caches, the fastest first, which hold copies of its entries. A cache tier is a
-class with the interface `CacheTier` and its line in `CACHE_TIERS`. Behind NVMe may stand a remote tier (`store/remote/`).
+class with the interface `CacheTier` and its line in `CACHE_TIERS`. A remote tier (remote.py) is read by `KVStore.fetch` only.
 
 Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 """
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 import torch
 
-from cacheblend.base.errors import DamagedEntryError, EvictedEntryError, RemoteError, StoreError
+from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.base.memory import Bytes, host_bytes
 
-from .chunk import EncodedLayer, LayerPair, LayerStream, check_shape
+from .chunk import EncodedLayer, LayerPair, check_shape
 from .entry import EncodedEntry, EntryInfo
 from .eviction import Pins, TierBudget
 from .key import ChunkKey
 from .ram_tier import RamTier
 
 if TYPE_CHECKING:
-    from .remote.remote_tier import RemoteStats
+    from .remote import RemoteStats
 
 
 class StoredEntry(Protocol):
@@ -42,7 +42,6 @@ class StoredEntry(Protocol):
 
         Raises:
             DamagedEntryError: the bytes are not the ones that were written.
-            RemoteError: the entry is remote, and its tier does not answer.
             StoreError: the entry is closed.
         """
 
@@ -104,7 +103,7 @@ class CacheTier(KVTier, Protocol):
 
 
 CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
-RAM, NVME, REMOTE = RamTier.name, "nvme", "remote"
+RAM, NVME = RamTier.name, "nvme"
 
 
 def tiers_in_memory() -> tuple[str, ...]:
@@ -113,11 +112,9 @@ def tiers_in_memory() -> tuple[str, ...]:
 
 
 def read_entry(entry: StoredEntry, tier: ReadTier) -> EncodedEntry | None:
-    """Read an entry of a tier whole, and close it; a damaged one is set aside, and None; so is one of a remote that is away."""
+    """Read all layers of an entry, and close it; None for a damaged one, which is set aside."""
     try:
         return entry.load()
-    except (EvictedEntryError, RemoteError):
-        return None
     except DamagedEntryError:
         tier.set_aside(entry.info.key.digest, range(entry.info.num_layers))
         return None
@@ -149,9 +146,9 @@ class Placement:
 
     rotated = False
 
-    def __init__(self, entry: StoredEntry, tier: ReadTier, stream: Callable[[], LayerStream] | None = None) -> None:
+    def __init__(self, entry: StoredEntry, tier: ReadTier) -> None:
         self._entry: StoredEntry | None = entry
-        self._info, self._tier, self.stream = entry.info, tier, stream
+        self._info, self._tier = entry.info, tier
         self.tier, self.in_memory = tier.name, tier.in_memory
 
     @property
@@ -165,10 +162,6 @@ class Placement:
         if entry is None:
             raise StoreError(f"the placement of {self.key} was read after its pin was released; read inside `with store.pin`")
         return entry
-
-    def received(self, entry: StoredEntry) -> Placement:
-        """A placement of what came over a stream."""
-        return Placement(entry, self._tier)
 
     @property
     def key(self) -> ChunkKey:
@@ -271,8 +264,6 @@ class Placement:
     def _reporting(self, layer: int) -> Iterator[None]:
         try:
             yield
-        except EvictedEntryError:
-            raise
         except DamagedEntryError:
             self._tier.set_aside(self.key.digest, [layer])
             raise
@@ -325,5 +316,5 @@ class StoreStats:
         """Plain numbers and dicts, for JSON: a tier by its name."""
         plain = asdict(self)
         tiers: dict[str, object] = plain.pop("tiers")
-        remote = plain.pop(REMOTE)
-        return tiers | ({} if remote is None else {REMOTE: remote}) | plain
+        remote = plain.pop("remote")
+        return tiers | ({} if remote is None else {"remote": remote}) | plain

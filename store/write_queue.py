@@ -67,7 +67,7 @@ class WriteQueue:
         self._offers_given = self._offers_done = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._time = self._all_discarded_at = 0
+        self._generation = self._all_discarded_at = 0
         self._discarded_at: OrderedDict[str, int] = OrderedDict()
 
     def __contains__(self, digest: str) -> bool:
@@ -83,15 +83,16 @@ class WriteQueue:
         with self._changed:
             return len(self._writes), self._bytes
 
-    def add(self, write: PendingWrite, writer: Callable[[PendingWrite], None]) -> PendingWrite:
+    def add(self, write: PendingWrite, writer: Callable[[PendingWrite], None], since: int | None = None) -> PendingWrite | None:
         """Have an entry wait.
 
         Args:
             write: the entry.
             writer: called in the thread with the entry that has waited longest; it ends that one, and others of its group.
+            since: the `generation` in which the entry was looked up; None for an entry that is new.
 
         Returns:
-            The entry of its key that waits already, if one does; else `write`.
+            The entry of its key that waits already, if one does; else `write`. None if the entry was discarded after `since`.
 
         Raises:
             StoreError: the queue was closed.
@@ -99,6 +100,8 @@ class WriteQueue:
         with self._changed:
             if self._stopping:
                 raise StoreError("the store was closed before the entry was queued")
+            if since is not None and max(self._discarded_at.get(write.digest, 0), self._all_discarded_at) > since:
+                return None
             waiting = self._writes.setdefault(write.digest, write)
             if waiting is write:
                 self._bytes += write.entry.nbytes
@@ -142,26 +145,22 @@ class WriteQueue:
     def discard(self, digests: Iterable[str] | None = None) -> None:
         """Let go of entries that are not to be written any more; None for all."""
         with self._changed:
-            self._time += 1
+            self._generation += 1
             if digests is None:
-                self._all_discarded_at = self._time
+                self._all_discarded_at = self._generation
             digests = list(self._writes if digests is None else digests)
             for digest in digests:
-                self._discarded_at[digest] = self._time
+                self._discarded_at[digest] = self._generation
                 self._discarded_at.move_to_end(digest)
             while len(self._discarded_at) > MAX_DISCARDED:  # what is forgotten counts for all
                 self._all_discarded_at = max(self._all_discarded_at, self._discarded_at.popitem(last=False)[1])
         for digest in digests:
             self.end(digest, False)
 
-    def time(self) -> int:
-        """The time before an entry is looked up that may be written later; see `was_discarded`."""
-        return self._time
-
-    def was_discarded(self, digest: str, since: int) -> bool:
-        """Whether an entry was discarded after a time; whoever holds off removals knows that it will not be."""
-        with self._changed:
-            return max(self._discarded_at.get(digest, 0), self._all_discarded_at) > since
+    @property
+    def generation(self) -> int:
+        """Number of discards until now; see `add`."""
+        return self._generation
 
     def offer(self, job: Callable[[], None]) -> None:
         """Queue a job that is merely useful: dropped when there is much to do."""

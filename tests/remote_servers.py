@@ -1,4 +1,4 @@
-"""Servers of a remote tier for tests: a Redis on a Unix socket, an S3-compatible server, and one that answers badly."""
+"""Servers of a remote tier for tests: a Redis on a Unix socket, and an S3-compatible server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +18,6 @@ import pytest
 from waiting import wait_until
 
 from cacheblend.store import KVStore
-from cacheblend.store.remote.remote_tier import RemoteTier
 
 OpenShared = Callable[..., KVStore]
 SECRET = "the deployment's secret"
@@ -30,12 +27,6 @@ def needs(module: str, extra: str) -> None:
     """Skip the test where an extra is not installed."""
     if find_spec(module) is None:
         pytest.skip(f"{module} is not installed; the extra [{extra}] brings it")
-
-
-def remote_of(store: KVStore) -> RemoteTier:
-    """The store's remote tier, which it has."""
-    assert store.remote is not None
-    return store.remote
 
 
 class RedisServer:
@@ -128,79 +119,3 @@ def s3_server(folder: Path) -> Iterator[str]:
                 yield "s3://bucket/kv"
             finally:
                 server.kill()
-
-
-LINK_BYTES = 64 * 1024  # that a slow link carries at once
-
-
-@contextmanager
-def slow_link(target: tuple[str, int] | Path, bytes_per_s: float) -> Iterator[int]:
-    """A network before a server (host and port, or a Unix socket) that carries so much, of all connections; gives its port."""
-    family = socket.AF_UNIX if isinstance(target, Path) else socket.AF_INET
-    carrying = threading.Lock()
-
-    def carry(one: socket.socket, other: socket.socket) -> None:
-        with suppress(OSError):
-            while data := one.recv(LINK_BYTES):
-                with carrying:
-                    time.sleep(len(data) / bytes_per_s)
-                other.sendall(data)
-        for each in (one, other):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def connect(near: socket.socket) -> None:
-        with near, socket.socket(family) as far, suppress(OSError):
-            for each in (near, far):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LINK_BYTES)
-            far.connect(str(target) if isinstance(target, Path) else target)
-            back = threading.Thread(target=carry, args=(far, near), daemon=True)
-            back.start()
-            carry(near, far)
-            back.join()
-
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LINK_BYTES)  # what it takes, the link has not carried
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-
-        def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    near, _ = listening.accept()
-                    threading.Thread(target=connect, args=(near,), daemon=True).start()
-
-        threading.Thread(target=serve, daemon=True).start()
-        try:
-            yield listening.getsockname()[1]
-        finally:
-            listening.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
-def bad_server(folder: Path, answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server on a Unix socket that does with each connection what it is told; gives its URL."""
-    path = folder / "bad.sock"
-    ended = threading.Event()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-
-        def serve() -> None:
-            while not ended.is_set():
-                try:
-                    connection, _ = listening.accept()
-                except OSError:
-                    return
-                threading.Thread(target=handle, args=(connection,), daemon=True).start()
-
-        def handle(connection: socket.socket) -> None:
-            with connection, suppress(OSError):
-                answer(connection)
-
-        threading.Thread(target=serve, daemon=True).start()
-        try:
-            yield f"unix://{path}"
-        finally:
-            ended.set()
-            listening.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,7 @@ from cacheblend.service.engine.config import EngineConfig, load_fusor
 from . import options, terminal
 
 
-@options.engine_options(only=(*options.OF_MODELS, "chunk_tokens", *options.OF_REMOTES))
+@options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
 def profile(
     model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
@@ -58,7 +58,6 @@ def profile(
             ratios=ratios or RATIOS,
             repeats=repeats,
             on_progress=progress,
-            remote=config.store,
         )
     path = write_profile(config.profile_dir, measured)
     if as_json:
@@ -73,9 +72,7 @@ def profile(
     terminal.stdout.print(table)
     for tier, speed in measured.tiers.items():
         terminal.stdout.print(
-            f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read"
-            + (f", {speed.latency_s * 1e3:.1f} ms to the first byte" if speed.latency_s else ""),
-            highlight=False,
+            f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read", highlight=False
         )
     terminal.stdout.print(f"{measured.device}; kept in {path}", highlight=False, soft_wrap=True)
 

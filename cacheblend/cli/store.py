@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,23 +27,11 @@ UNBOUNDED = 2**62  # looking at a store must not evict from it
 
 
 @app.command("ls")
-@options.takes(StoreConfig, only=options.OF_REMOTES)
-def ls(
-    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    *,
-    settings: options.Settings,
-    as_json: options.Json = False,
-) -> None:
-    """List the stored chunks, the least recently used first; with --remote those of the remote tier, in no order.
+def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """List the stored chunks, the least recently used first.
 
-    Examples:
-        cacheblend store ls --store-dir ./store --json
-
-        cacheblend store ls --remote s3://bucket/kv
+    Example: cacheblend store ls --store-dir ./store --json
     """
-    if settings.values["remote"] is not None:
-        _list_remote(settings, as_json)
-        return
     with open_store(store_dir) as store:
         entries = store.ls()
     rows = [
@@ -179,84 +166,36 @@ def clear(
         terminal.stdout.print(f"{counted(entries, 'entry')} removed")
 
 
+@app.command("push")
 @options.takes(StoreConfig, only=options.OF_REMOTES)
-def transfer(
-    context: typer.Context,
+def push(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Copy entries to the remote tier or from it, as the command is called."""
-    from cacheblend.store.remote.transfer import pull, push
+    """Send to --remote the entries that the store has and the remote tier lacks, such as those dropped during an outage.
 
-    done = f"{context.info_name}ed"
-    with open_store(store_dir, _remote_config(settings)) as store, terminal.progress_bars() as progress:
-        remote = store.remote
-        assert remote is not None, "its configuration has one"
-        copy = push if context.info_name == "push" else pull
-        report = copy(store, remote, lambda at, total: progress(done, at, total))
-    if as_json:
-        terminal.print_json(report.as_dict())
-        return
-    terminal.stdout.print(
-        f"{counted(report.entries, 'entry')} {done} ({counted(report.bytes, 'byte')}), {report.already_there} there before, "
-        f"{report.refused} refused",
-        highlight=False,
-    )
-
-
-for _name, _what, _url in (
-    (
-        "push",
-        "Write to --remote what the store has and the remote tier has not, such as what was dropped while it was away.",
-        "redis://cache.internal:6379/0",
-    ),
-    (
-        "pull",
-        "Copy to the store what --remote has and it has not, checked; no budget holds, and no document gets it.",
-        "s3://bucket/kv",
-    ),
-):
-    app.command(_name, help=f"{_what}\n\nExample: cacheblend store {_name} --store-dir ./store --remote {_url}")(transfer)
-
-
-def _list_remote(settings: options.Settings, as_json: bool) -> None:
-    """Print what a remote tier holds; nothing is needed of a store here."""
-    from cacheblend.store.remote.transfer import list_entries
-
-    rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as scratch, KVStore(replace(_remote_config(settings), directory=scratch)) as store:
-        remote = store.remote
-        assert remote is not None, "its configuration has one"
-        for name, size, entry in list_entries(remote):
-            row: dict[str, object] = {"object": name, "bytes": size, "key": None}
-            if entry is not None:
-                info = entry.info
-                row |= {"key": str(info.key), "tokens": len(info.token_ids), "layers": info.num_layers}
-                row |= {"model": info.key.model, "codec": info.key.codec, "namespace": info.key.namespace}
-            rows.append(row)
-    if as_json:
-        terminal.print_json({"entries": rows})
-        return
-    table = Table("object", "key", "tokens", "layers", "bytes", "codec")
-    for row in rows:
-        cells = (str(row["key"])[:16], *(str(row.get(name, "")) for name in ("tokens", "layers")), f"{row['bytes']:,}")
-        table.add_row(str(row["object"])[:16], *cells, str(row.get("codec", "")))
-    terminal.stdout.print(table)
-    terminal.stdout.print(counted(len(rows), "object"))
-
-
-def _remote_config(settings: options.Settings) -> StoreConfig:
-    """The configuration of the command's remote tier.
-
-    Raises:
-        InputError: none was given.
+    Example: cacheblend store push --store-dir ./store --remote redis://cache.internal:6379/0
     """
     config = settings.make(StoreConfig)
     if config.remote is None:
         raise InputError("no remote tier is named; give --remote URL, or set CACHEBLEND_REMOTE")
-    return config
+    sent, sent_bytes, lost, group = 0, 0, 0, 64
+    with open_store(store_dir, config) as store, terminal.progress_bars() as progress:
+        keys = [entry.key for entry in store.ls()]
+        for at in range(0, len(keys), group):
+            shared = store.share(keys[at : at + group])
+            sent, sent_bytes, lost = sent + shared.entries, sent_bytes + shared.bytes, lost + len(shared.lost)
+            progress("push", min(at + group, len(keys)), len(keys))
+    there = len(keys) - sent - lost
+    if as_json:
+        terminal.print_json({"entries": sent, "bytes": sent_bytes, "already_there": there, "refused": lost})
+        return
+    terminal.stdout.print(
+        f"{counted(sent, 'entry')} pushed ({counted(sent_bytes, 'byte')}), {there} there before, {lost} damaged",
+        highlight=False,
+    )
 
 
 def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:

@@ -20,7 +20,7 @@ from cacheblend.service.engine.chunk_contexts import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor
 from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
 from cacheblend.service.engine.prompt import PromptRenderer
-from cacheblend.store import ChunkKey, KVStore
+from cacheblend.store import KVStore
 
 if TYPE_CHECKING:
     import ray
@@ -111,23 +111,15 @@ def share(store: KVStore, encoder: DocumentEncoder, encoded: EncodedDocuments) -
         RemoteError: it still does not take it.
         StoreFullError: the disk is full.
     """
-    remote = store.remote
-    if remote is None:
+    if not store.has_remote:
         return
     store.flush_remote(store.config.remote_timeout_s)
     for pause_s in (*PAUSES_S, None):
         try:
-            keys = encoded.distinct_keys
-            sizes = remote.backend.sizes([remote.format.name(key.digest) for key in keys])
-            lost = list[ChunkKey]()
-            for key, size in zip(keys, sizes, strict=True):
-                if size is None and (entry := store.load(key)) is not None:
-                    remote.send([entry])
-                elif size is None:
-                    lost.append(key)
+            lost = store.share(encoded.distinct_keys).lost
             if not lost:
                 return
-            why = f"{len(lost)} chunks were evicted from the disk before the remote tier at {remote.address} had them"
+            why = f"{len(lost)} chunks were evicted from the disk before the remote tier had them"
             again = replace(encoded, computed=[], tokens=0)
             encoder.compute(again, lost, EncodingWatch())
             encoded.tokens += again.tokens

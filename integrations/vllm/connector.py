@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from cacheblend.store import KVStore
 from .check import check_against_engine
 from .config import ConnectorConfig
 from .cpu_attention import CpuAttention
-from .keys import Chunk, ChunkKeys, find_stored
+from .keys import Chunk, ChunkKeys
 from .runner import VllmRunner
 from .scheduler import BlendJob, BlendScheduler, MissedChunk
 from .stats import BlendMetrics, BlendStats
@@ -82,7 +81,7 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             hashed = kv_cache_config.hash_block_size or self._block_size
             keys = ChunkKeys.for_engine(self._config, vllm_config)
             openings = self._config.opening_tokens(_geometry(vllm_config), vllm_config.parallel_config.tensor_parallel_size)
-            stored = partial(find_stored, self._store)
+            stored = self._store.find
             self._scheduler = BlendScheduler(keys, stored, self._config.recompute_ratio, hashed, openings)
 
     # The scheduler's side, in the order in which vLLM calls it.

@@ -21,7 +21,7 @@ from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import namespace_of
-from cacheblend.store import ChunkKey, KVStore, context_digest
+from cacheblend.store import ChunkKey, context_digest
 
 from .config import ConnectorConfig
 
@@ -112,12 +112,3 @@ class ChunkKeys:
             codec=self.codec,
             namespace=namespace_of(cache_salt or ""),
         )
-
-
-def find_stored(store: KVStore, keys: Sequence[ChunkKey]) -> list[bool]:
-    """Whether each chunk's KV is on this machine or in the remote tier, which is asked once, for all that is not here."""
-    here = [key in store for key in keys]
-    if store.remote is None or all(here):
-        return here
-    there = store.remote.contains([key.digest for key, is_here in zip(keys, here, strict=True) if not is_here])
-    return [is_here or key.digest in there for key, is_here in zip(keys, here, strict=True)]

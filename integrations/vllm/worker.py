@@ -25,7 +25,7 @@ from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
 from cacheblend.store.write_queue import QUEUE_BYTES
 
-from .keys import Chunk, ChunkKeys, find_stored
+from .keys import Chunk, ChunkKeys
 from .scheduler import BlendJob, MissedChunk
 
 logger = logging.getLogger(__name__)
@@ -188,12 +188,12 @@ class BlendWorker:
 
     def _fetch(self, job: BlendJob) -> None:
         """Have what the remote tier alone has of a prompt's chunks copied here, while requests run; then it is blended."""
-        if self._store.remote is None:
+        if not self._store.has_remote:
             self._blends.append((job, self._blend(job)))
             return
         keys, fetch = self._keys_of(job), None
         if self._ranks.rank == 0:
-            fetch = THREADS.call(partial(self._store.fetch, keys))
+            fetch = THREADS.call(partial(self._store.fetch, keys, self._store.config.remote_timeout_s))
         self._fetches.append((job, fetch))
 
     def _begin_fetched(self) -> None:
@@ -278,10 +278,10 @@ class BlendWorker:
     def _find(self, keys: Sequence[ChunkKey], held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each key, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
         if self._ranks.ranks == 1:
-            return list(held.enter_context(self._store.pin(keys, remote=False))), held.enter_context(LayerLoader())
+            return list(held.enter_context(self._store.pin(keys))), held.enter_context(LayerLoader())
         placements: Sequence[Placement | None] = [None] * len(keys)
         try:
-            placements = held.enter_context(self._store.pin(keys, remote=False))
+            placements = held.enter_context(self._store.pin(keys))
         except CacheBlendError as error:  # the other ranks wait for what this one has found
             logger.warning("chunks' KV is not read: %s", error)
         found = [None if placement is None else self._own_heads(placement) for placement in placements]
@@ -412,9 +412,9 @@ class BlendWorker:
         return not pending_bytes or pending_bytes + kv_bytes <= QUEUE_BYTES
 
     def _find_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """`find_stored`; a store that cannot be read has none of them, since the other ranks wait for this one's answer."""
+        """See `KVStore.find`; none in a store that cannot be read, since the other ranks wait for an answer."""
         try:
-            return find_stored(self._store, keys)
+            return self._store.find(keys)
         except CacheBlendError as error:
             logger.warning("chunks' KV is not looked up: %s", error)
             return [False] * len(keys)

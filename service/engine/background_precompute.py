@@ -15,6 +15,7 @@ from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.eviction import AdmissionFilter
 
 from .chunk_contexts import ChunkEncoder
+from .document_encoder import FETCH_S
 
 if TYPE_CHECKING:
     from cacheblend.retriever import Retriever
@@ -171,7 +172,7 @@ class BackgroundPrecompute:
             # 3. Compute and store it, unless somebody else did, or its document is gone.
             began = time.perf_counter()
             try:
-                if key not in self._store and self._is_there(miss.document) and not self._store.fetch([key]):
+                if key not in self._store and self._is_there(miss.document) and not self._store.fetch([key], FETCH_S):
                     in_own_thread(self._compute, key, miss)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Check = Callable[[], None]
+FETCH_S = 60.0  # chunks whose KV comes later from the remote tier are computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +152,11 @@ class DocumentEncoder:
 
     def _stored(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """Those of some chunks whose KV is stored here, or in the remote tier."""
-        remote, there = self._store.remote, set[str]()
         if self._fetches:
-            self._store.fetch(keys)
-        elif remote is not None:
-            there = remote.contains([key.digest for key in keys])
-        return {key for key in keys if key.digest in there or key in self._store}
+            self._store.fetch(keys, FETCH_S)
+            self._store.flush()  # its caller notes the documents, whose KV is durable by then
+        found = [key in self._store for key in keys] if self._fetches else self._store.find(keys)
+        return {key for key, is_stored in zip(keys, found, strict=True) if is_stored}
 
     def _chunks(self, document: Document) -> Sequence[Chunk]:
         """The chunks of a document that is in the index, or was a moment ago."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from cacheblend.base.errors import CacheBlendError, ConfigError, DamagedEntryError
+from cacheblend.base.errors import ConfigError, DamagedEntryError
 from cacheblend.blend import Fusor, LayerReport, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
 from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
@@ -138,7 +138,7 @@ class Prefiller:
         started, watch = time.perf_counter(), _PreemptionWatch()
         with (
             self._find_prefix(prompt, ratio, namespace) as prefix,
-            self._store.pin(keys, remote=False) as placements,
+            self._store.pin(keys) as placements,
             LayerLoader(self._config.loader) as loader,
         ):
             # 1. Plan: the ratio, and whether full recompute is predicted to be faster.
@@ -189,13 +189,12 @@ class Prefiller:
                 self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
 
     def fetch(self, prompt: PromptTokens, namespace: str) -> None:
-        """Copy those entries of a prompt's chunks to this machine that only the remote tier has; this waits for the network."""
-        if self._store.remote is None:
+        """Fetch the KV of a prompt's chunks that nothing but the remote tier has, while that is faster than computing it."""
+        if not self._store.has_remote:
             return
-        try:
-            self._store.fetch(self._keys(prompt, namespace))
-        except CacheBlendError as error:
-            logger.warning("the KV of a request's chunks is not copied from the remote tier: %s", error)
+        keys = self._keys(prompt, namespace)
+        missing = sum(len(chunk) for key, chunk in zip(keys, prompt.chunks, strict=True) if key not in self._store)
+        self._store.fetch(keys, (self.controller or self.work).full_s(missing))
 
     def _keys(self, prompt: PromptTokens, namespace: str) -> list[ChunkKey]:
         return [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]

@@ -5,16 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import weakref
-from collections.abc import Iterator
 
 import pytest
 from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same
-from waiting import wait_until
 
 from cacheblend.store import ChunkKey, StoreFullError, write_queue
 from cacheblend.store.catalog import Catalog
-from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.entry_file import write_files
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
@@ -60,42 +56,6 @@ def test_the_queue_is_bounded(open_store, monkeypatch) -> None:
     third.join()
     store.flush()
     assert store.stats().nvme.entries == 3
-
-
-def test_copies_are_let_go_when_they_are_written(open_store) -> None:
-    """Of many entries that come from the remote tier, none is held once it is on NVMe."""
-    held: list[weakref.ref] = []
-
-    def coming() -> Iterator[EncodedEntry]:
-        for pair in PAIRS:
-            entry = EncodedEntry.of(*pair)
-            held.append(weakref.ref(entry.pieces[0]))
-            yield entry
-            del entry
-            wait_until(lambda: all(one() is None for one in held[:-1]), "an entry is held after it was written")
-
-    store = open_store(ram_budget_bytes=1)
-    assert store.store_copies(coming()) == len(PAIRS) == store.stats().nvme.entries
-
-
-def test_a_full_disk_ends_copying(open_store, monkeypatch) -> None:
-    """Copying from the remote tier ends at the first entry that could not be written, not after all were fetched."""
-    store = open_store()
-    fetched = []
-
-    def coming() -> Iterator[EncodedEntry]:
-        for pair in PAIRS:
-            fetched.append(EncodedEntry.of(*pair))
-            yield fetched[-1]
-            wait_until(lambda: store.stats().pending_writes == 0)
-
-    def full(_: object) -> None:
-        raise StoreFullError("no room")
-
-    monkeypatch.setattr("cacheblend.store.nvme_tier.write_files", full)
-    with pytest.raises(StoreFullError, match="no room"):
-        store.store_copies(coming())
-    assert len(fetched) < len(PAIRS)
 
 
 def test_a_synchronous_put_of_what_waits(open_store) -> None:

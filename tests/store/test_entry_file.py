@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def write(folder: Path, entry: EncodedEntry) -> Path:
     path = folder / "entry"
-    write_files([NewFile(EntryHeader.of(entry).pack(), entry, folder / "new", path)])
+    write_files([NewFile(EntryHeader.from_entry(entry).pack(), entry, folder / "new", path)])
     return path
 
 
@@ -31,7 +31,7 @@ def write(folder: Path, entry: EncodedEntry) -> Path:
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     """Layers of different shapes come back bit for bit in every dtype, with ids, prefix and model."""
     key, kv = make_chunk(3, dtype)
-    path = write(tmp_path, EncodedEntry.of(key, kv))
+    path = write(tmp_path, EncodedEntry.from_chunk(key, kv))
     with EntryFile.open(path, str(key)) as file:
         assert same(file.load().chunk(copy=False), kv)
         assert file.info.key == key
@@ -42,7 +42,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_each_layer_is_one_region_in_layer_order(tmp_path: Path, dtype: torch.dtype) -> None:
     """Layer i + 1 starts where layer i ends, layer 10 after layer 2, and a region is its layer's keys, then values."""
     key, kv = make_chunk(1, dtype, heads=HEADS * 4)
-    raw = write(tmp_path, EncodedEntry.of(key, kv)).read_bytes()
+    raw = write(tmp_path, EncodedEntry.from_chunk(key, kv)).read_bytes()
     (header_bytes,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + header_bytes])
     del header["__metadata__"]
@@ -64,7 +64,7 @@ def test_each_layer_is_one_region_in_layer_order(tmp_path: Path, dtype: torch.dt
 def test_any_safetensors_reader_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
     """The safetensors library finds the layers, in order, with their values."""
     key, kv = make_chunk(1, dtype, heads=HEADS * 4)
-    with safe_open(write(tmp_path, EncodedEntry.of(key, kv)), "pt") as file:
+    with safe_open(write(tmp_path, EncodedEntry.from_chunk(key, kv)), "pt") as file:
         names = list(file.offset_keys())
         assert names == [f"layer_{layer:05d}" for layer in range(12)]
         for name, pair in zip(names, kv.layers, strict=True):
@@ -74,7 +74,7 @@ def test_any_safetensors_reader_reads_it(tmp_path: Path, dtype: torch.dtype) -> 
 def test_one_read_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer costs one read call, of exactly its bytes."""
     key, kv = make_chunk(1)
-    with EntryFile.open(write(tmp_path, EncodedEntry.of(key, kv)), str(key)) as file:
+    with EntryFile.open(write(tmp_path, EncodedEntry.from_chunk(key, kv)), str(key)) as file:
         reads: list[int] = []
         preadv = os.preadv
         monkeypatch.setattr(os, "preadv", lambda fd, to, at: reads.append(sum(map(len, to))) or preadv(fd, to, at))
@@ -86,7 +86,7 @@ def test_one_read_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_flipped_bit_and_every_cut_is_found(tmp_path: Path) -> None:
     """Whatever byte is altered, wherever the file ends, it is damage, never other values."""
     key, kv = make_chunk(1, heads=((1, 2),))
-    path = write(tmp_path, EncodedEntry.of(key, kv))
+    path = write(tmp_path, EncodedEntry.from_chunk(key, kv))
     whole = path.read_bytes()
     altered = [whole[:end] for end in (*range(0, 40), *range(40, len(whole), 97), len(whole) - 1)]
     altered += [whole + b"\0", whole[:8] + b"\0" * (len(whole) - 8), b"\xff" * len(whole)]
@@ -105,7 +105,7 @@ def test_every_flipped_bit_and_every_cut_is_found(tmp_path: Path) -> None:
 def test_header_lengths_that_lie(tmp_path: Path, length: int) -> None:
     """A header that claims more bytes than the file has is damage, and nothing of that size is allocated."""
     key, kv = make_chunk(1)
-    path = write(tmp_path, EncodedEntry.of(key, kv))
+    path = write(tmp_path, EncodedEntry.from_chunk(key, kv))
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     with pytest.raises(DamagedEntryError):
         EntryFile.open(path, str(key))
@@ -115,7 +115,7 @@ def test_header_lengths_that_lie(tmp_path: Path, length: int) -> None:
 def test_headers_that_lie(tmp_path: Path, change: str) -> None:
     """A well-formed header whose table is not the entry's own is damage."""
     key, kv = make_chunk(1)
-    path = write(tmp_path, EncodedEntry.of(key, kv))
+    path = write(tmp_path, EncodedEntry.from_chunk(key, kv))
     raw = path.read_bytes()
     (header_bytes,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + header_bytes])
@@ -140,7 +140,7 @@ def test_headers_that_lie(tmp_path: Path, change: str) -> None:
 def test_file_under_another_name(tmp_path: Path) -> None:
     """A whole entry in the place of another is damage: its key is in the file."""
     key, kv = make_chunk(1)
-    path = write(tmp_path, EncodedEntry.of(key, kv))
+    path = write(tmp_path, EncodedEntry.from_chunk(key, kv))
     with pytest.raises(DamagedEntryError, match=str(key)):
         EntryFile.open(path, str(make_chunk(2)[0]))
 
@@ -148,7 +148,7 @@ def test_file_under_another_name(tmp_path: Path) -> None:
 def test_closing_waits_for_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is closed while a thread reads from it keeps its descriptor until the read is done."""
     key, kv = make_chunk(1)
-    file = EntryFile.open(write(tmp_path, EncodedEntry.of(key, kv)), str(key))
+    file = EntryFile.open(write(tmp_path, EncodedEntry.from_chunk(key, kv)), str(key))
     preadv = os.preadv
 
     def close_first(fd: int, to: list[memoryview], at: int) -> int:
@@ -178,7 +178,7 @@ def test_a_chunks_context_comes_back(tmp_path: Path) -> None:
     _, kv = make_chunk(3)
     kv = replace(kv, context="0f" * 16)
     key = ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, context=kv.context, model=kv.model or "model")
-    with EntryFile.open(write(tmp_path, EncodedEntry.of(key, kv)), str(key)) as file:
+    with EntryFile.open(write(tmp_path, EncodedEntry.from_chunk(key, kv)), str(key)) as file:
         assert file.info.context == kv.context
         assert file.load().chunk(copy=True).context == kv.context
 
@@ -187,7 +187,7 @@ def test_a_chunks_context_comes_back(tmp_path: Path) -> None:
 def test_files_of_older_versions_have_no_context(older: object) -> None:
     """Their KV was computed without one, whatever they say of the document."""
     key, kv = make_chunk(3)
-    table = json.loads(EntryHeader.of(EncodedEntry.of(key, kv)).pack()[8:])
+    table = json.loads(EntryHeader.from_entry(EncodedEntry.from_chunk(key, kv)).pack()[8:])
     description = json.loads(table["__metadata__"]["entry"])
     if older == "absent":
         del description["context"]
@@ -212,7 +212,7 @@ def test_files_of_older_versions_have_no_context(older: object) -> None:
 def test_a_header_of_other_kinds(tmp_path: Path, name: str, value: object) -> None:
     """A description that fits its own checksum and is none of ours is damage when the file is opened, not an error later."""
     key, kv = make_chunk(1)
-    path = write(tmp_path, EncodedEntry.of(key, kv))
+    path = write(tmp_path, EncodedEntry.from_chunk(key, kv))
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])

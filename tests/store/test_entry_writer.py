@@ -23,12 +23,12 @@ def make_entry(tokens: int, layers: int = 2) -> EncodedEntry:
     generator = torch.Generator().manual_seed(tokens)
     kv = [tuple(torch.randn(1, tokens, 8, generator=generator) for _ in "kv") for _ in range(layers)]
     ids = list(range(tokens))
-    return EncodedEntry.of(ChunkKey.of(ids, model=MODEL), ChunkKV(kv, ids, (), MODEL))
+    return EncodedEntry.from_chunk(ChunkKey.of(ids, model=MODEL), ChunkKV(kv, ids, (), MODEL))
 
 
 def new_file(folder: Path, entry: EncodedEntry) -> NewFile:
     digest = str(entry.info.key)
-    return NewFile(EntryHeader.of(entry).pack(), entry, folder / f"{digest}.new", folder / digest)
+    return NewFile(EntryHeader.from_entry(entry).pack(), entry, folder / f"{digest}.new", folder / digest)
 
 
 def is_direct(fd: int) -> bool:

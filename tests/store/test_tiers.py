@@ -23,7 +23,7 @@ PAIRS = [make_chunk(seed) for seed in range(4)]
 @pytest.mark.parametrize("tier_class", [*CACHE_TIERS.values(), FakeRemoteTier])
 def test_every_tier_of_copies(tier_class: type[CacheTier]) -> None:
     """Each registered tier keeps within its budget, spares what is pinned, and returns the bytes that were put."""
-    pins, entries = Pins(), [EncodedEntry.of(*pair) for pair in PAIRS]
+    pins, entries = Pins(), [EncodedEntry.from_chunk(*pair) for pair in PAIRS]
     pinned = PAIRS[0][0].digest
     tier = tier_class(TierBudget(3 * RAM_BYTES), pins)
     assert not tier_class(TierBudget(1), pins).put(entries[0])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import CHUNK_TOKENS, make_model
 from fakes import FakeEmbedder
-from remote_servers import needs, remote_of
+from remote_servers import needs
 
 from cacheblend.base.errors import RemoteError
 from cacheblend.integrations.ray import precompute_actor
@@ -16,7 +18,8 @@ from cacheblend.integrations.ray.precompute_actor import share
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
-from cacheblend.store import StoreConfig
+from cacheblend.store import ChunkKey, KVStore, StoreConfig
+from cacheblend.store.kv_store import SharedEntries
 
 DOCUMENTS = [Document(id=f"d{number}", title="", text=f"words of {number} that are many and more") for number in range(3)]
 ONE_ENTRY = 2**16  # of the queue, which drops the others
@@ -52,56 +55,58 @@ def batch(encoder: DocumentEncoder) -> EncodedDocuments:
     return encoded
 
 
-def missing(engine: Engine, batch: EncodedDocuments) -> int:
-    digests = [key.digest for key in batch.distinct_keys]
-    return len(digests) - len(remote_of(engine.store).contains(digests))
+def missing(engine: Engine, batch: EncodedDocuments, tmp_path: Path) -> int:
+    """Number of a batch's entries that the remote tier lacks."""
+    with KVStore(replace(engine.store.config, directory=tmp_path / "looks")) as looks:
+        return looks.find(batch.distinct_keys).count(False)
 
 
-def test_what_the_disk_evicted_is_computed_again(engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments) -> None:
+def test_evicted_chunks_are_computed_again(
+    engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments, tmp_path: Path
+) -> None:
     """A chunk that neither the disk nor the remote tier has is in the remote tier at the end, and its tokens are counted."""
     engine.store.flush_remote(10)
-    remote_of(engine.store).backend.delete([remote_of(engine.store).format.name(batch.distinct_keys[0].digest)])
+    engine.store.delete(batch.distinct_keys[0])
+    engine.store.flush_remote(10)
     engine.store.clear()
-    lost, tokens, computed = missing(engine, batch), batch.tokens, len(batch.computed)
-    assert lost
+    tokens, computed = batch.tokens, len(batch.computed)
+    assert missing(engine, batch, tmp_path)
     share(engine.store, encoder, batch)
-    assert missing(engine, batch) == 0
+    assert missing(engine, batch, tmp_path) == 0
     assert batch.tokens > tokens
     assert len(batch.computed) == computed
 
 
-def _failing(engine: Engine, times: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Have the remote tier refuse so many calls; gives how many it refused."""
-    backend, refused = remote_of(engine.store).backend, [0]
-    sizes = backend.sizes
+class RefusingStore:
+    """A store whose remote tier refuses the first calls."""
 
-    def failing(names: Sequence[str]) -> list[int | None]:
-        if refused[0] < times:
-            refused[0] += 1
+    has_remote = True
+
+    def __init__(self, store: KVStore, refusals: int) -> None:
+        self._store, self.refusals, self.config = store, refusals, store.config
+        self.flush_remote = store.flush_remote
+
+    def share(self, keys: Sequence[ChunkKey]) -> SharedEntries:
+        """See `KVStore.share`."""
+        if self.refusals:
+            self.refusals -= 1
             raise RemoteError("away for a moment")
-        return sizes(names)
-
-    monkeypatch.setattr(backend, "sizes", failing)
-    return lambda: refused[0]
+        return self._store.share(keys)
 
 
 def test_a_remote_that_is_away_for_a_moment(
-    engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments, tmp_path: Path
 ) -> None:
     """A remote tier that refuses some calls, as a server that restarts does, ends no ingest."""
-    engine.store.flush_remote(10)
-    refused = _failing(engine, 3, monkeypatch)
-    share(engine.store, encoder, batch)
-    assert refused() == 3
-    assert missing(engine, batch) == 0
+    refusing: Any = RefusingStore(engine.store, 3)
+    share(refusing, encoder, batch)
+    assert refusing.refusals == 0
+    assert missing(engine, batch, tmp_path) == 0
 
 
-def test_a_remote_that_stays_away(
-    engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the last pause the error is told: no document is committed whose KV is nowhere."""
-    engine.store.flush_remote(10)
-    refused = _failing(engine, 100, monkeypatch)
+def test_a_remote_that_stays_away(engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments) -> None:
+    """After the last pause the error is raised: no document is committed whose KV is nowhere."""
+    refusing: Any = RefusingStore(engine.store, 100)
     with pytest.raises(RemoteError, match="away for a moment"):
-        share(engine.store, encoder, batch)
-    assert refused() == 4
+        share(refusing, encoder, batch)
+    assert refusing.refusals == 96

@@ -1,0 +1,516 @@
+"""The remote tier: whole entries on a server or in an object store that several machines share, fetched ahead of a blend.
+
+An object is the file of an entry (docs/store.md). A deployment with a secret writes `SEAL` and a tag before it:
+HMAC-SHA256 over the object's name and the file, with a key that follows from the secret and the tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import numpy as np
+
+from cacheblend.base.checks import check_user_info
+from cacheblend.base.errors import ConfigError, DamagedEntryError, MissingExtraError, RemoteError, StoreError
+from cacheblend.base.extras import needs_extra
+from cacheblend.base.memory import Bytes
+
+from .entry import LENGTH_BYTES, EncodedEntry, EntryHeader
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+FETCHES = 16  # entries that are fetched at the same time
+MAX_PENDING_FETCHES = 4096  # more are misses at once
+MAX_TRANSFER_S = 30.0  # of one object; the time-out of the configuration is for silence
+MAX_HEADER_BYTES = 2**20  # of an object: about 100,000 token ids; without a secret anybody may have written it
+MAX_CHANGES = 65_536  # that wait to be sent
+MAX_ATTEMPTS = 3
+FAILURES = 3  # in a row, after which the circuit breaker opens
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+KEY_PREFIX = "cacheblend:"  # in Redis
+SEAL = b"CBSEAL3\0"
+TAG_BYTES = 32
+
+
+class Backend(Protocol):
+    """Objects by name on one server or in one bucket; thread-safe. A failed call raises an error of the library in use."""
+
+    def get(self, name: str) -> Bytes | None:
+        """The bytes of an object; None if there is none."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Store an object in place of one of that name, in one step."""
+
+    def contains(self, name: str) -> bool:
+        """Whether there is an object of that name."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object; a missing one is no error."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+class _ObjectBackend:
+    """Objects through obstore (S3, Google Cloud Storage, Azure, a folder), with keys and end points from the environment."""
+
+    def __init__(self, url: str, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> None:
+        import obstore
+
+        self._obstore: Any = obstore
+        self._limit_bytes = limit_bytes
+        # An upload has no answer before its last byte, so writes have no time-out for silence.
+        self._reads, self._writes = self._open(url, timeout_s, {"read_timeout": timeout_s}), self._open(url, timeout_s, {})
+
+    def get(self, name: str) -> Bytes | None:
+        try:
+            found = self._obstore.get(self._reads, self._path_of(name))
+        except FileNotFoundError:
+            return None
+        if found.meta["size"] > self._limit_bytes:  # nothing of it is read
+            return np.empty(0, np.uint8)
+        return np.frombuffer(memoryview(found.bytes()), np.uint8)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._obstore.put(self._writes, self._path_of(name), data)
+
+    def contains(self, name: str) -> bool:
+        with suppress(FileNotFoundError):
+            return bool(self._obstore.head(self._reads, self._path_of(name)))
+        return False
+
+    def delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._obstore.delete(self._writes, self._path_of(name))
+
+    def close(self) -> None:
+        pass  # obstore has no connection that must be ended
+
+    @staticmethod
+    def _path_of(name: str) -> str:
+        return f"{name[:2]}/{name}"  # file systems are slow with many files in one folder
+
+    @staticmethod
+    def _open(url: str, timeout_s: float, limits_s: dict[str, float]) -> Any:
+        from obstore.store import LocalStore, from_url
+
+        parts = urlsplit(url)
+        if parts.scheme == "file":
+            return LocalStore(unquote(parts.path), mkdir=True)
+        limits_s = {"connect_timeout": timeout_s, "timeout": MAX_TRANSFER_S, **limits_s}
+        # The environment may name an end point without TLS; the providers' own have TLS.
+        options: Any = {"allow_http": True, **{name: timedelta(seconds=limit_s) for name, limit_s in limits_s.items()}}
+        retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)}
+        return from_url(url, client_options=options, retry_config=retries)
+
+
+class _RedisBackend:
+    """Redis and Valkey: a string value for each object. The server may drop any of them, by TTL or `maxmemory`."""
+
+    def __init__(self, url: str, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> None:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        connect = partial(redis.Redis.from_url, url, socket_connect_timeout=timeout_s, socket_read_size=2**20, protocol=2)
+        # The time-out of a socket is for each read, and for all bytes of a write together.
+        self._reads = connect(socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
+        self._writes = connect(socket_timeout=MAX_TRANSFER_S, retry=Retry(NoBackoff(), 0))
+        self._ttl_s = ttl_s  # no limit of bytes: Redis has one of 512 MiB
+
+    def get(self, name: str) -> Bytes | None:
+        data: Any = self._reads.get(KEY_PREFIX + name)
+        return None if data is None else np.frombuffer(data, np.uint8)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._writes.set(KEY_PREFIX + name, data, ex=self._ttl_s)
+
+    def contains(self, name: str) -> bool:
+        return bool(self._reads.exists(KEY_PREFIX + name))
+
+    def delete(self, name: str) -> None:
+        self._writes.unlink(KEY_PREFIX + name)
+
+    def close(self) -> None:
+        self._reads.close()
+        self._writes.close()
+
+
+# Scheme of a URL: its backend, and the extra that brings the backend's library.
+BACKENDS: dict[str, tuple[Callable[[str, float, int | None, int], Backend], str]] = {
+    **dict.fromkeys(("redis", "rediss", "unix"), (_RedisBackend, "redis")),
+    **dict.fromkeys(("s3", "gs", "az", "file"), (_ObjectBackend, "objects")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAddress:
+    """Address of a remote tier.
+
+    Args:
+        url: of a scheme in `BACKENDS`. No text of this object shows its user, password and query.
+
+    Raises:
+        ConfigError: another scheme, nothing after it, or a password or a folder's name that is not percent-encoded.
+    """
+
+    url: str = field(repr=False)
+    shown: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        url = self.url if isinstance(self.url, str) else ""
+        if not url.startswith("file:///"):  # which has no password, and a folder may have any name
+            check_user_info("remote", url)
+        parts = urlsplit(url)
+        schemes = ", ".join(f"{scheme}://" for scheme in BACKENDS)
+        if parts.scheme not in BACKENDS or not (parts.netloc or parts.path.strip("/")):
+            raise ConfigError("remote", "what is given (not shown)", f"a URL that begins with one of {schemes}")
+        if parts.scheme == "file" and (parts.netloc or "?" in url or "#" in url):  # it would name another folder
+            allowed = "file:///folder; percent-encode % (%25), ? (%3F) and # (%23) in its name"
+            raise ConfigError("remote", "what is given (not shown)", allowed)
+        host = parts.netloc.rpartition("@")[2]
+        object.__setattr__(self, "shown", urlunsplit((parts.scheme, host, parts.path, "", "")))
+
+    def __str__(self) -> str:
+        return self.shown
+
+    def open(self, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> Backend:
+        """A backend for the address, which connects at its first use; larger objects than the limit are given as empty.
+
+        Raises:
+            MissingExtraError: its library is not installed.
+            ConfigError: the library does not accept the URL.
+        """
+        make, extra = BACKENDS[urlsplit(self.url).scheme]
+        try:
+            with needs_extra(extra):
+                return make(self.url, timeout_s, ttl_s, limit_bytes)
+        except MissingExtraError:
+            raise
+        except Exception as error:  # its message may show the URL
+            allowed = f"a URL that the library accepts ({type(error).__name__})"
+            raise ConfigError("remote", f"{self} (its query is not shown)", allowed) from None
+
+
+class ObjectFormat:
+    """Names and bytes of objects.
+
+    Without a secret of the deployment, names follow from tenant and key, and there is no tag. Equal entries of two tenants are
+    two objects, so that a tenant finds and deletes nothing but its own.
+    """
+
+    def __init__(self, secret: bytes | None, tenant: str | None = None) -> None:
+        self._tenant = tenant
+        if secret is not None and tenant is not None:
+            secret = hmac.digest(secret, b"tenant\0" + tenant.encode(), "sha256")
+        self._keys = None if secret is None else tuple(hmac.digest(secret, use, "sha256") for use in (b"names", b"tags"))
+
+    def name(self, digest: str) -> str:
+        """The name of an entry's object."""
+        if self._keys is not None:
+            return hmac.digest(self._keys[0], digest.encode(), "sha256").hex()
+        return digest if self._tenant is None else hashlib.sha256(f"{self._tenant}\0{digest}".encode()).hexdigest()
+
+    def pack(self, entry: EncodedEntry) -> bytes:
+        """The bytes of an entry's object.
+
+        Raises:
+            StoreError: its header is longer than `MAX_HEADER_BYTES`.
+        """
+        header = EntryHeader.from_entry(entry).pack()
+        if len(header) > MAX_HEADER_BYTES:
+            raise StoreError(f"a chunk of {len(entry.info.token_ids)} tokens is too long for the remote tier")
+        parts: list[bytes | memoryview] = [header, *entry.parts()]
+        if self._keys is None:
+            return b"".join(parts)
+        return b"".join([SEAL, self._tag(self._keys[1], self.name(entry.info.key.digest), parts), *parts])
+
+    def unpack(self, digest: str, data: Bytes) -> EncodedEntry:
+        """The entry of an object, checked: its tag, its key, and the checksum of every layer.
+
+        Raises:
+            DamagedEntryError: this deployment did not write these bytes for this entry.
+        """
+        name = self.name(digest)
+        if self._keys is not None:
+            tag, data = data[: len(SEAL) + TAG_BYTES], data[len(SEAL) + TAG_BYTES :]
+            if not hmac.compare_digest(tag.tobytes(), SEAL + self._tag(self._keys[1], name, [data.data])):
+                raise DamagedEntryError(f"object {name} was not written with this deployment's secret, or altered")
+        header_bytes = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
+        if not LENGTH_BYTES < header_bytes <= min(MAX_HEADER_BYTES, len(data)):
+            raise DamagedEntryError(f"object {name} of {len(data)} bytes has a header of {header_bytes}")
+        try:
+            header = EntryHeader.parse(data[LENGTH_BYTES:header_bytes].tobytes(), digest)
+            info = header.info
+            if info.key != info.key_for(info.key.model) or info.model not in (None, info.key.model):
+                raise ValueError("its key is that of other tokens")
+            return EncodedEntry.filled(header, data[header_bytes:])
+        except ValueError as error:  # `InputError`, and text that is not Unicode
+            raise DamagedEntryError(f"object {name} is damaged: {error}") from error
+
+    @staticmethod
+    def _tag(key: bytes, name: str, parts: Iterable[bytes | memoryview]) -> bytes:
+        mac = hmac.new(key, name.encode(), hashlib.sha256)
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+
+class CircuitBreaker:
+    """Stops calls to a remote that failed `FAILURES` times in a row, for a pause that doubles with each further failure."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures, self._pause_s, self._open_until = 0, FIRST_PAUSE_S, 0.0
+
+    def pause_left_s(self) -> float:
+        """Seconds until a call is allowed; 0 for now."""
+        return max(0.0, self._open_until - self._clock())
+
+    def succeed(self) -> None:
+        """Note that a call was answered."""
+        with self._lock:
+            self._failures, self._pause_s, self._open_until = 0, FIRST_PAUSE_S, 0.0
+
+    def fail(self) -> bool:
+        """Note that a call was not answered; True if no calls are made from now on for a while."""
+        with self._lock:
+            self._failures += 1
+            if self._failures < FAILURES or self.pause_left_s():  # a call from before the pause
+                return False
+            self._open_until = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            return True
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """What a remote tier did since the store was opened by this process."""
+
+    state: str  # of the circuit breaker: "closed" if the remote is asked, "open" if its entries are misses for a while
+    hits: int = 0  # entries that were fetched
+    misses: int = 0  # entries that were asked for and not there
+    failures: int = 0  # calls that were refused, or not answered in time
+    damaged: int = 0  # entries whose bytes were not what was written
+    read_bytes: int = 0
+    sent: int = 0  # entries that were written
+    sent_bytes: int = 0
+    dropped_writes: int = 0  # changes that were not made: the remote did not answer, or too many waited
+    pending_writes: int = 0
+
+
+class RemoteTier:
+    """Entries on a server or in an object store. Thread-safe.
+
+    A remote that does not answer makes misses and no errors; fetched bytes are checked, and damaged ones are a miss. A thread
+    sends entries and removals; a change that fails `MAX_ATTEMPTS` times or finds no room is dropped and counted.
+
+    Args:
+        address: shown in messages.
+        backend: of the address.
+        objects: names and bytes of the objects.
+        timeout_s: seconds that `contains` and `close` wait for answers.
+        queue_bytes: of entries that wait to be sent.
+    """
+
+    def __init__(
+        self, address: RemoteAddress, backend: Backend, objects: ObjectFormat, timeout_s: float, queue_bytes: int
+    ) -> None:
+        self._address, self._backend, self._format = address, backend, objects
+        self._timeout_s, self._queue_bytes = timeout_s, queue_bytes
+        self._reads, self._writes = CircuitBreaker(), CircuitBreaker()  # a full server still answers reads
+        # A process waits for the end of calls that are under way: obstore must not return to an interpreter that has ended.
+        self._readers, self._writer = ThreadPoolExecutor(FETCHES, "cacheblend-remote"), ThreadPoolExecutor(1)
+        self._changed = threading.Condition()
+        self._counts: Counter[str] = Counter()
+        self._arrivals: dict[str, Future[bool]] = {}
+        self._changes: OrderedDict[str, EncodedEntry | None] = OrderedDict()  # by digest; None removes
+        self._is_fetching = self._is_sending = True
+        self._sender: threading.Thread | None = None
+
+    def fetch(self, digests: Iterable[str], store: Callable[[EncodedEntry], bool]) -> list[Future[bool]]:
+        """Begin to fetch entries, side by side. An entry that is on its way already is not fetched twice.
+
+        `store` is called in a thread with each entry that came, and returns whether the entry is stored now: so do the futures,
+        one for each entry that may come.
+        """
+        arrivals: list[Future[bool]] = []
+        with self._changed:
+            for digest in dict.fromkeys(digests) if self._asks() else ():
+                if self._is_removing(digest) or len(self._arrivals) >= MAX_PENDING_FETCHES:
+                    continue
+                if digest not in self._arrivals:
+                    self._arrivals[digest] = self._readers.submit(self._fetch, digest, store)
+                arrivals.append(self._arrivals[digest])
+        return arrivals
+
+    def contains(self, digests: Iterable[str]) -> set[str]:
+        """The entries among these that the remote says, within its time-out, that it has."""
+        with self._changed:
+            asked = [digest for digest in dict.fromkeys(digests) if self._asks() and not self._is_removing(digest)]
+            answers = {self._readers.submit(self._is_there, digest): digest for digest in asked}
+        answered, late = wait(answers, self._timeout_s)
+        for answer in late:
+            answer.cancel()
+        return {answers[answer] for answer in answered if answer.exception() is None and answer.result()}
+
+    def put(self, entry: EncodedEntry) -> None:
+        """Have an entry sent; it is not copied."""
+        self._change(entry.info.key.digest, entry)
+
+    def delete(self, digests: Iterable[str]) -> None:
+        """Have entries removed, and not sent any more; `fetch` finds none of them meanwhile."""
+        for digest in digests:
+            self._change(digest, None)
+
+    def send(self, entry: EncodedEntry) -> None:
+        """Send an entry now.
+
+        Raises:
+            RemoteError: the remote refuses it, or does not answer.
+            StoreError: the entry is too long for the remote tier.
+        """
+        digest, data = entry.info.key.digest, self._format.pack(entry)
+        self._call(self._writes, lambda: self._backend.put(self._format.name(digest), data))
+        self._count(sent=1, sent_bytes=len(data))
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until no change waits; False after the time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._changes, timeout_s)
+
+    def stats(self) -> RemoteStats:
+        """What happened since it was opened."""
+        with self._changed:
+            state = "open" if self._reads.pause_left_s() else "closed"
+            return RemoteStats(state, **self._counts, pending_writes=len(self._changes))
+
+    def stop_fetching(self) -> None:
+        """Fetch nothing more; what comes later is not stored."""
+        with self._changed:
+            self._is_fetching = False
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Send what waits, for the time-out at most, and end all connections."""
+        self.stop_fetching()
+        if not self._writes.pause_left_s():
+            self.flush(self._timeout_s)
+        with self._changed:
+            self._is_sending, left = False, len(self._changes)
+            self._counts["dropped_writes"] += left
+            self._changes.clear()
+            self._changed.notify_all()
+        if left:
+            logger.warning("%d changes were not sent to the remote tier; `cacheblend store push` sends what is stored", left)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._backend.close()
+
+    def _asks(self) -> bool:
+        return self._is_fetching and not self._reads.pause_left_s()
+
+    def _is_removing(self, digest: str) -> bool:
+        return digest in self._changes and self._changes[digest] is None
+
+    def _count(self, **counts: int) -> None:
+        with self._changed:
+            self._counts.update(counts)
+
+    def _call(self, breaker: CircuitBreaker, call: Callable[[], T]) -> T:
+        """Call the backend, and note how that ended; raises `RemoteError`, whose message shows no secret."""
+        try:
+            result = call()
+        except Exception as error:  # the libraries have many kinds, and some messages show URLs with keys in them
+            self._count(failures=1)
+            if breaker.fail():
+                logger.warning("the remote tier at %s is not asked for a while: %s", self._address, type(error).__name__)
+            said = f" ({error})" if type(error).__name__ == "ResponseError" else ""  # Redis's answer to a command
+            raise RemoteError(f"{self._address}: {type(error).__name__}{said}") from None
+        breaker.succeed()
+        return result
+
+    def _is_there(self, digest: str) -> bool:
+        return self._call(self._reads, lambda: self._backend.contains(self._format.name(digest)))
+
+    def _fetch(self, digest: str, store: Callable[[EncodedEntry], bool]) -> bool:
+        """Fetch an entry, check it and have it stored; whether it is."""
+        get = partial(self._backend.get, self._format.name(digest))
+        try:
+            data = None if self._reads.pause_left_s() else self._call(self._reads, get)
+            if data is None:
+                self._count(misses=1)
+                return False
+            entry = self._format.unpack(digest, data)
+            self._count(hits=1, read_bytes=len(data))
+            return store(entry)
+        except DamagedEntryError as error:
+            self._count(damaged=1)
+            level = logging.WARNING if self._counts["damaged"] == 1 else logging.DEBUG  # one line, and the counter
+            logger.log(level, "an entry in the remote tier at %s is damaged, and a miss: %s", self._address, error)
+        except StoreError as error:  # the remote does not answer, or the store is closed or full
+            logger.debug("entry %s was not fetched: %s", digest, error)
+        finally:
+            with self._changed:
+                self._arrivals.pop(digest, None)
+        return False
+
+    def _change(self, digest: str, entry: EncodedEntry | None) -> None:
+        """Have a change made, in place of an earlier one of the same entry."""
+        with self._changed:
+            waiting_bytes = sum(one.nbytes for one in self._changes.values() if one is not None)
+            has_room = len(self._changes) < MAX_CHANGES and (entry is None or waiting_bytes + entry.nbytes <= self._queue_bytes)
+            if not self._is_sending or not (has_room or digest in self._changes):
+                self._counts["dropped_writes"] += 1
+                return
+            self._changes[digest] = entry
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_all, name="cacheblend-remote-writes", daemon=True)
+                self._sender.start()
+            self._changed.notify_all()
+
+    def _send_all(self) -> None:
+        """Make one change after the other, in their order, until the tier is closed."""
+        attempts = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._changes or not self._is_sending)
+                while self._is_sending and (pause_s := self._writes.pause_left_s()):
+                    self._changed.wait(pause_s)
+                if not self._changes:
+                    return
+                digest, entry = next(iter(self._changes.items()))
+            attempts = 0 if self._make(digest, entry) else attempts + 1
+            with self._changed:
+                if self._changes.get(digest, digest) is entry and (not attempts or attempts >= MAX_ATTEMPTS):
+                    del self._changes[digest]  # the change may have been replaced meanwhile
+                    self._counts["dropped_writes"] += bool(attempts)
+                    attempts = 0
+                self._changed.notify_all()
+            del entry
+
+    def _make(self, digest: str, entry: EncodedEntry | None) -> bool:
+        """Make a change; whether it is made."""
+        delete = partial(self._call, self._writes, partial(self._backend.delete, self._format.name(digest)))
+        try:
+            self._writer.submit(delete if entry is None else partial(self.send, entry)).result()
+        except RemoteError as error:
+            logger.debug("a change was not made in the remote tier: %s", error)
+        except Exception as error:  # too long an entry, no memory, a tier that is closed: the thread goes on
+            logger.warning("a change was not made in the remote tier: %s: %s", type(error).__name__, error)
+        else:
+            return True
+        return False
