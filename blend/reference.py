@@ -1,0 +1,184 @@
+"""The method in plain PyTorch over a Llama, for readers who want to understand CacheBlend or to port it.
+
+`blend` recomputes the tokens of `Fusor.fuse` and returns its logits and KV, without its speed, model families and loading. A
+test compares the two. Read `blend` first: its numbered steps are the paper's §4.
+
+Shapes: N tokens of the prompt, S rows that run through a layer, R reusable tokens, L layers, H KV heads, Q query heads, D head
+size, M hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from .selection import layer_counts
+
+Tensor = torch.Tensor
+KV = list[tuple[Tensor, Tensor]]  # keys and values (H, T, D) of each layer
+MAX_QUESTION_TOKENS, MAX_START_TOKENS = 64, 256
+SPREAD = {"question": 0.9, "deviation": 0.3}  # relative distance of the first and the last layer's ratio from the mean
+
+
+@torch.no_grad()
+def precompute(model: Any, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> KV:
+    """A chunk's KV, computed after a prefix: keys before RoPE, so that the chunk can stand anywhere."""
+    ids_N = torch.tensor([*prefix_ids, *chunk_ids])
+    everywhere_N = torch.arange(len(ids_N))
+    hidden_NM, cos_sin_N = model.model.embed_tokens(ids_N), _cos_sin(model, everywhere_N)
+    chunk_kv: KV = []
+    for layer in model.model.layers:
+        q_QND, k_HND, v_HND = _project(layer, hidden_NM)
+        chunk_kv.append((k_HND[:, len(prefix_ids) :], v_HND[:, len(prefix_ids) :]))
+        causal_NN = everywhere_N <= everywhere_N[:, None]
+        out_NX, _ = _attend(_rotate(q_QND, cos_sin_N), _rotate(k_HND, cos_sin_N), v_HND, causal_NN)
+        hidden_NM = _finish(layer, hidden_NM, out_NX)
+    return chunk_kv
+
+
+@torch.no_grad()
+def blend(
+    model: Any,
+    segments: Sequence[tuple[Sequence[int], KV | None]],
+    ratio: float = 0.14,
+    by: Literal["question", "deviation"] = "question",
+) -> tuple[Tensor, KV, list[Tensor]]:
+    """Blend a prompt's segments.
+
+    Args:
+        model: a Hugging Face Llama in float32 on the CPU.
+        segments: token ids and KV of each segment, in order. Segments without KV are computed fresh; the question is the last.
+        ratio: share of the tokens with KV to recompute, in the mean over layers 1 and up.
+        by: choice of tokens: the question's attention (the default of this project) or KV deviation (the paper's, §4.3).
+
+    Returns:
+        Logits (V,) after the prompt; its KV, keys rotated; and the positions that ran through each layer.
+    """
+    ids_N = torch.tensor([token for ids, _ in segments for token in ids])
+    reusable_N = torch.cat([torch.full((len(ids),), kv is not None) for ids, kv in segments])
+    everywhere_N, layers = torch.arange(len(ids_N)), model.model.layers
+    cos_sin_N = _cos_sin(model, everywhere_N)
+    fresh, reusable = int((~reusable_N).sum()), int(reusable_N.sum())
+    counts = [reusable, *layer_counts(reusable, len(layers), ratio, SPREAD[by], fresh)]
+
+    # 1. Lay the stored KV out at the segments' new positions, and rotate its keys there.
+    cache: KV = []
+    for layer, module in enumerate(layers):
+        k_HND = torch.zeros(model.config.num_key_value_heads, len(ids_N), module.self_attn.head_dim)
+        v_HND, start = torch.zeros_like(k_HND), 0
+        for ids, kv in segments:
+            if kv is not None:
+                k_HND[:, start : start + len(ids)], v_HND[:, start : start + len(ids)] = kv[layer]
+            start += len(ids)
+        cache.append((_rotate(k_HND, cos_sin_N), v_HND))
+
+    # 2. Score the tokens: the question runs over the stored KV, and each layer adds the attention of its last row.
+    attention_LN = torch.zeros(len(layers), len(ids_N))
+    rows_S = everywhere_N
+    if by == "question" and 0 < ratio < 1:
+        attention_LN = _question_attention(model, ids_N, reusable_N, cos_sin_N, cache)
+    if by == "question":
+        counts[0] = min(counts[1], reusable)
+        rows_S = _choose(rows_S, reusable_N, attention_LN[0], counts[0])
+    elif ratio == 0:
+        rows_S = _choose(rows_S, reusable_N, attention_LN[0], 0)
+
+    # 3. Run the chosen tokens through the layers, fewer from layer to layer, against the stored KV of all others.
+    hidden_SM, recomputed = model.model.embed_tokens(ids_N[rows_S]), list[Tensor]()
+    for layer, module in enumerate(layers):
+        k_HND, v_HND = cache[layer]
+        q_QSD, k_HSD, v_HSD = _project(module, hidden_SM)
+        k_HSD = _rotate(k_HSD, _at(cos_sin_N, rows_S))
+        score_N = attention_LN[layer]
+        if by == "deviation":  # the distance of stored from fresh KV (§4.1)
+            deviation_S = _square(k_HSD - k_HND[:, rows_S]) + _square(v_HSD - v_HND[:, rows_S])
+            score_N = torch.zeros(len(ids_N)).index_copy(0, rows_S, deviation_S)
+        k_HND[:, rows_S], v_HND[:, rows_S] = k_HSD, v_HSD  # fresh KV stays, also that of tokens that go no further
+        if layer > 0:
+            kept_S = torch.isin(rows_S, _choose(rows_S, reusable_N, score_N, counts[layer]))
+            rows_S, q_QSD, hidden_SM = rows_S[kept_S], q_QSD[:, kept_S], hidden_SM[kept_S]
+        visible_SN = everywhere_N <= rows_S[:, None]  # the exact mask: each row's own position, not its row number
+        out_SX, _ = _attend(_rotate(q_QSD, _at(cos_sin_N, rows_S)), k_HND, v_HND, visible_SN)
+        hidden_SM = _finish(module, hidden_SM, out_SX)
+        recomputed.append(rows_S)
+    return model.lm_head(model.model.norm(hidden_SM[-1])), cache, recomputed
+
+
+def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cos_sin_N: tuple[Tensor, Tensor], cache: KV) -> Tensor:
+    """Attention (L, N) of the prompt's last token over the stored KV, summed over each layer and the layers after it.
+
+    The last question tokens run, and fresh tokens at the prompt's start: the first one is the attention sink.
+    """
+    where = reusable_N.nonzero()[:, 0]
+    question = torch.arange(max(int(where[-1]) + 1, len(ids_N) - MAX_QUESTION_TOKENS), len(ids_N))
+    rows_S = torch.cat([torch.arange(min(int(where[0]), MAX_START_TOKENS)), question])
+    known_N = reusable_N.clone()
+    known_N[rows_S] = True
+    visible_SN = known_N & (torch.arange(len(ids_N)) <= rows_S[:, None])
+    hidden_SM = model.model.embed_tokens(ids_N[rows_S])
+    attention_LN = torch.zeros(len(cache), len(ids_N))
+    for layer, module in enumerate(model.model.layers[:-1]):
+        k_HND, v_HND = (x.clone() for x in cache[layer])
+        q_QSD, k_HSD, v_HND[:, rows_S] = _project(module, hidden_SM)
+        k_HND[:, rows_S] = _rotate(k_HSD, _at(cos_sin_N, rows_S))
+        out_SX, weights_QSN = _attend(_rotate(q_QSD, _at(cos_sin_N, rows_S)), k_HND, v_HND, visible_SN)
+        if layer > 0:  # layer 0's stored KV is exact
+            attention_N = weights_QSN[:, -1].mean(0)
+            attention_LN[layer] = attention_N / attention_N[reusable_N].sum()
+        hidden_SM = _finish(module, hidden_SM, out_SX)
+    attention_LN[-1] = attention_LN[-2]
+    attention_LN[:-1] = attention_LN[:-1].flip(0).cumsum(0).flip(0)
+    return attention_LN
+
+
+def _choose(rows_S: Tensor, reusable_N: Tensor, score_N: Tensor, count: int) -> Tensor:
+    """The rows that go on: all fresh tokens, and the `count` reusable ones of highest score."""
+    candidates_C = rows_S[reusable_N[rows_S]]
+    if count < len(candidates_C):
+        candidates_C = candidates_C[score_N[candidates_C].topk(count).indices]
+    return torch.cat([rows_S[~reusable_N[rows_S]], candidates_C]).sort().values
+
+
+def _project(layer: Any, hidden_SM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (Q, S, D), keys and values (H, S, D) of rows at a layer's input, before RoPE."""
+    attention, normed_SM = layer.self_attn, layer.input_layernorm(hidden_SM)
+    q, k, v = (
+        project(normed_SM).view(len(hidden_SM), -1, attention.head_dim).transpose(0, 1)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    return q, k, v
+
+
+def _attend(q_QSD: Tensor, k_HND: Tensor, v_HND: Tensor, visible_SN: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention output (S, Q x D) and weights (Q, S, N); each KV head serves Q / H query heads."""
+    k_QND, v_QND = (x.repeat_interleave(len(q_QSD) // len(x), dim=0) for x in (k_HND, v_HND))
+    scores_QSN = q_QSD @ k_QND.transpose(1, 2) * q_QSD.shape[-1] ** -0.5
+    weights_QSN = scores_QSN.masked_fill(~visible_SN, -torch.inf).softmax(dim=-1)
+    return (weights_QSN @ v_QND).transpose(0, 1).flatten(1), weights_QSN
+
+
+def _finish(layer: Any, hidden_SM: Tensor, out_SX: Tensor) -> Tensor:
+    """A layer's output: residuals, output projection and MLP."""
+    hidden_SM = hidden_SM + layer.self_attn.o_proj(out_SX)
+    output_SM: Tensor = hidden_SM + layer.mlp(layer.post_attention_layernorm(hidden_SM))
+    return output_SM
+
+
+def _cos_sin(model: Any, positions_S: Tensor) -> tuple[Tensor, Tensor]:
+    cos_1SD, sin_1SD = model.model.rotary_emb(torch.zeros(1), positions_S[None])
+    return cos_1SD[0], sin_1SD[0]
+
+
+def _at(cos_sin_N: tuple[Tensor, Tensor], rows_S: Tensor) -> tuple[Tensor, Tensor]:
+    return cos_sin_N[0][rows_S], cos_sin_N[1][rows_S]
+
+
+def _rotate(x_HSD: Tensor, cos_sin_S: tuple[Tensor, Tensor]) -> Tensor:
+    first, second = x_HSD.chunk(2, dim=-1)
+    return x_HSD * cos_sin_S[0] + torch.cat([-second, first], dim=-1) * cos_sin_S[1]
+
+
+def _square(x_HSD: Tensor) -> Tensor:
+    return x_HSD.square().sum((0, 2))
