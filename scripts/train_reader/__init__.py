@@ -1,1 +1,0 @@
-"""The training of the packaged reader: lessons, network, trainer and examinations; see `__main__`."""
