@@ -133,6 +133,7 @@ _ALL = (
     ),
 )
 KNOWN_MODELS = {model.name: model for model in _ALL}
+DEFAULT_MODEL = "smollm2-135m"  # the known model of commands that get no --model
 NEAR = 0.8  # of 1: so like a known name is a slip
 
 

@@ -13,15 +13,12 @@ from cacheblend.eval.data.source import OWN_QUESTION
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
 
-from .demo import blended_ratio
 from .handbook import HandbookQuestion, QuestionClass
-from .methods.method import rows_run
-from .metrics.answers import f1, normalize
-from .metrics.fidelity import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens
+from .methods import rows_run
+from .metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, first_token_kl_nats, normalize
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 CLASSES: tuple[QuestionClass, ...] = get_args(QuestionClass)
-QUESTIONS = 8  # asked where nobody says how many: with the ingest two minutes on two cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +129,13 @@ def ask_handbook(engine: Engine, questions: Sequence[HandbookQuestion], *, top_k
             request = engine.prepare(item.question, top_k=top_k, method=method, recompute_ratio=ratio)
             answers[method] = engine.complete(request), request.fused
         yield _compare(engine, item, answers)
+
+
+def blended_ratio(engine: Engine) -> float | None:
+    """Return the ratio that `blend` is compared at: without a profile it is explicit, so that short prompts are blended too."""
+    if engine.controller is not None or engine.config.recompute_ratio is not None:
+        return engine.config.recompute_ratio
+    return engine.config.loader.quality_ratio
 
 
 def _compare(engine: Engine, item: HandbookQuestion, answers: Mapping[str, tuple[Answer, FusionResult]]) -> AskedQuestion:

@@ -27,6 +27,7 @@ def ask(
     top_k: Annotated[int, typer.Option(help="Chunks to retrieve, or as many as there are.")] = 6,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
+    yes: options.Fetch = False,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -36,38 +37,30 @@ def ask(
     The answer is shown as it comes, and ends after 512 tokens at the latest unless --max-tokens says otherwise.
 
     Examples:
-        cacheblend ask "Who founded Novex Systems?"
+        cacheblend ask "Who founded the company?"
 
         cacheblend ask "Who founded the company?" --model ./model
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
-    from .model import begin_corpus, choose_model, corpus_note, ingest_corpus
+    from .model import choose_model
 
-    if model is not None and not store_dir.is_dir():
+    if not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
-    chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
+    chosen = choose_model(model, yes=yes)
     try:
         with terminal.shown_stages():
             from cacheblend.service.engine.engine import Engine
             from cacheblend.service.serving.text_stream import TextStream
 
-            config = settings.make(
-                EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens
-            )
-            if chosen.wants_corpus:
-                begin_corpus(chosen.store_dir)
+            config = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
             opened = Engine(config)
     except RetrieverError as error:
         if model is not None:
             raise
-        hint = f"No --model was given, so this is the packaged reader; give the model that {store_dir} was made with"
+        hint = f"No --model was given, so this is {chosen}; give the model that {store_dir} was made with"
         raise InputError(f"{error}. {hint}") from error
     with opened as engine:
-        if chosen.wants_corpus:
-            terminal.stderr.print(corpus_note(chosen.store_dir), highlight=False, soft_wrap=True)
-            with terminal.progress_bars() as progress:
-                ingest_corpus(engine, progress)
         request = engine.prepare(question, top_k=top_k, method=method, temperature=temperature, top_p=top_p)
         is_cut_here = config.max_tokens is None and request.max_tokens > MAX_TOKENS
         if is_cut_here:

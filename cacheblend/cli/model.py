@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from cacheblend.base.errors import InputError
-from cacheblend.base.files import make_folder, make_private_file
-from cacheblend.service.engine.config import write_examples
-
 from . import options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.blend.models import KnownModel
-    from cacheblend.service.engine.engine import Engine
 
 app = typer.Typer(help="Fetch small pretrained models, and list them.", no_args_is_help=True)
 
@@ -112,84 +103,25 @@ def _bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-READER = Path(__file__).parents[1] / "reader"
-# Articles about a fictional world, and questions about them: what the reader was trained to read, and none that it saw.
-CORPUS = READER / "corpus.jsonl"
-QUESTIONS = READER / "questions.jsonl"
-# The chunk size that the reader was trained for.
-CHUNK_TOKENS = 96
-UNFINISHED = "corpus-unfinished"  # a file in a store's folder, as long as the store has a part of the corpus alone
+def choose_model(model: str | None, *, yes: bool) -> str:
+    """Return the model that was asked for; without one the default known model, which is fetched first if the user agrees.
 
-
-def default_model() -> str:
-    """Folder of the packaged reader.
+    Args:
+        model: as `--model` names it.
+        yes: the user has agreed to the download beforehand.
 
     Raises:
-        InputError: this installation has none.
+        InputError: the default model is not on this machine, and there is no terminal on which to ask for the download.
+        ModelFetchError: the default model cannot be fetched.
     """
-    if not (READER / "config.json").is_file():
-        raise InputError("this installation has no trained reader; give a model with --model (or CACHEBLEND_MODEL)")
-    return str(READER)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """Model and store that a command runs on.
-
-    Attributes:
-        model: a directory, GGUF file, hub id or known name.
-        chunk_tokens: chunk size of its store.
-        wants_corpus: the store is yet to be made of the bundled corpus, or that was cut off.
-        store_dir: the store's folder; the reader has its own, unless one is named.
-    """
-
-    model: str
-    chunk_tokens: int
-    wants_corpus: bool
-    store_dir: Path
-
-
-def choose_model(model: str | None, chunk_tokens: int, store_dir: Path) -> ModelChoice:
-    """The model asked for, or the packaged reader with its own chunk size, over a store of its corpus where there is none yet.
-
-    Raises:
-        InputError: no reader in this installation.
-    """
-    if model is not None:  # it may be the one that the store was begun with
-        wants_corpus = Path(model).resolve() == READER.resolve() and (store_dir / UNFINISHED).is_file()
-        return ModelChoice(model, chunk_tokens, wants_corpus, store_dir)
-    if store_dir == options.DEFAULT_STORE_DIR and not store_dir.is_dir():
-        store_dir = store_dir.with_name("reader")  # or its corpus would stand between the documents of the user's first ingest
-    wants_corpus = not store_dir.is_dir() or (store_dir / UNFINISHED).is_file()
-    return ModelChoice(default_model(), CHUNK_TOKENS, wants_corpus, store_dir)
-
-
-def corpus_note(store_dir: Path) -> str:
-    """The note before the first answer of the packaged reader."""
-    return (
-        f"No model was given and there is no store yet: the packaged reader first computes the KV of its own "
-        f"articles, some minutes and 0.5 GB in {store_dir}. "
-        "`cacheblend ingest` makes a store of your documents."
-    )
-
-
-def begin_corpus(store_dir: Path) -> None:
-    """Note that a store which is yet to be made will have the corpus: where a start is cut off, the next one goes on."""
-    with suppress(OSError):  # whoever opens the store says what is in the way
-        make_folder(store_dir)
-    make_private_file(store_dir / UNFINISHED)
-
-
-def ingest_corpus(engine: Engine, progress: Callable[[str, int, int], None]) -> None:
-    """Ingest the articles that come with the reader, and note the questions that come with them, for the page to offer."""
-    engine.ingest(bundled_corpus(), progress)
-    questions = [json.loads(line)["question"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    store_dir = Path(engine.config.store_dir)
-    write_examples(store_dir, questions)
-    (store_dir / UNFINISHED).unlink(missing_ok=True)
-
-
-def bundled_corpus() -> list[dict[str, str]]:
-    """The articles that come with the reader, as documents."""
-    lines = CORPUS.read_text(encoding="utf-8").splitlines()
-    return [{key: document[key] for key in ("id", "title", "text")} for document in map(json.loads, lines)]
+    if model is not None:
+        return model
+    with terminal.shown_stages():
+        from cacheblend.blend.models import DEFAULT_MODEL, KNOWN_MODELS
+    default = KNOWN_MODELS[DEFAULT_MODEL]
+    terminal.stderr.print(f"No --model was given: using {default.name}", highlight=False)
+    if not default.is_fetched:
+        if not yes:
+            terminal.confirm_fetch(default.name, default.download_bytes)
+        fetch(default)
+    return default.name

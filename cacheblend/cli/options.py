@@ -29,9 +29,10 @@ OptionalModel = Annotated[
         "--model",
         "-m",
         envvar="CACHEBLEND_MODEL",
-        help=f"{MODEL_HELP[:-1]}; left out, the store's, or the packaged reader and its corpus where there is no store yet.",
+        help=f"{MODEL_HELP[:-1]}; left out, the store's, else the default known model.",
     ),
 ]
+Fetch = Annotated[bool, typer.Option("--yes", "-y", help="Fetch the default model without asking, where it is not here yet.")]
 DEFAULT_STORE_DIR = user_data_folder() / "store"
 
 

@@ -23,9 +23,8 @@ from cacheblend.service.http.starting import Starting
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
-from .model import begin_corpus, choose_model, corpus_note, ingest_corpus
+from .model import choose_model
 
-logger = logging.getLogger(__name__)
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
 
 
@@ -102,6 +101,7 @@ def serve(
         ),
     ] = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    yes: options.Fetch = False,
     *,
     settings: options.Settings,
 ) -> None:
@@ -116,7 +116,7 @@ def serve(
     """
     http = settings.make(HttpConfig)
     hold_freed_memory()
-    chosen = choose_model(model, settings.values["chunk_tokens"], store_dir)
+    chosen = choose_model(model, yes=yes)
     serving = settings.make(ServingConfig)
     tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
     tenants = tenants_of(tables)
@@ -126,20 +126,13 @@ def serve(
     with Starting(http.host, http.port) as starting:
         log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
         starting.announce()
-        wants_corpus = chosen.wants_corpus and not tables
-        if wants_corpus:
-            logger.info("%s", corpus_note(chosen.store_dir))
         # Libraries take seconds to load: the port is taken and the address logged before.
         terminal.hush_libraries()
         from cacheblend.service.http.run import run
         from cacheblend.service.http.server import Server
 
-        engine = settings.make(EngineConfig, model=chosen.model, store_dir=chosen.store_dir, chunk_tokens=chosen.chunk_tokens)
-        if wants_corpus:
-            begin_corpus(chosen.store_dir)
+        engine = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
         with in_own_thread(Server, engine, serving, http, tenants) as server:
-            if wants_corpus:
-                in_own_thread(ingest_corpus, server.engines[""], starting.note_progress)
             run(server, starting)
 
 

@@ -102,6 +102,20 @@ def confirm(question: str) -> None:
     typer.confirm(visible(question), abort=True, err=True)
 
 
+def confirm_fetch(model: str, download_bytes: int) -> None:
+    """Ask on the terminal whether a known model may be fetched, and end the command unless the answer is yes.
+
+    Raises:
+        InputError: there is no terminal to ask on.
+    """
+    if not sys.stdin.isatty():
+        raise InputError(
+            f"the model {model!r} is not on this machine; fetch it with `cacheblend model get {model}`, "
+            "give --yes to fetch it now, or give another model"
+        )
+    typer.confirm(f"{model} is not on this machine. Fetch it ({download_bytes / 1e6:,.0f} MB)?", abort=True, err=True)
+
+
 def hush_libraries() -> None:
     """No progress bars and advice of other libraries between ours."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -12,9 +12,7 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
-from cacheblend.cli import demo as cli_demo
-from cacheblend.cli import handbook_demo
-from cacheblend.cli import main as cli
+from cacheblend.eval import handbook_demo
 from cacheblend.eval.demo_screen import page_note
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import (
@@ -28,6 +26,7 @@ from cacheblend.eval.handbook_demo import (
 )
 from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.cli import main as cli
 from cacheblend.service.engine.config import read_examples
 
 QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]
@@ -56,18 +55,17 @@ def _on_tiny(model_dir: Path, *arguments: str) -> int:
 
 
 @pytest.fixture
-def unfetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """No model in the cache and none to be had; the reader's demo only says that it was asked for."""
-    told: list[str] = []
+def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The models that would be fetched, into an empty cache; none can be had."""
+    asked_for: list[str] = []
 
-    def nothing(*_: object) -> Path:
+    def nothing(model: models.KnownModel, **_: object) -> bool:
+        asked_for.append(model.name)
         raise ModelFetchError("no network; try again with one")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = models.fetch_model.__kwdefaults__
-    monkeypatch.setattr(models.fetch_model, "__kwdefaults__", {**kept, "download": nothing})
-    monkeypatch.setattr(cli_demo, "_reader_demo", lambda *_: told.append("reader"))
-    return told
+    monkeypatch.setattr(models, "fetch_model", nothing)
+    return asked_for
 
 
 def test_the_page_is_opened_as_the_demo_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,49 +82,23 @@ def test_the_page_is_opened_as_the_demo_was_called(tmp_path: Path, monkeypatch: 
     assert "--store-dir DIR" in page_note(None)
 
 
-def test_the_reader_is_asked_where_the_model_cannot_be_fetched(
-    unfetched: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a network one line on stderr says why, with the remedy, and the demo goes on with the packaged reader."""
-    assert _demo() == 0
-    assert unfetched == ["reader"]
-    (why,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be fetched" in line]
-    assert "packaged reader" in why
-    assert "no network; try again" in why
+def test_the_default_model_is_fetched_with_yes_alone(fetched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal and --yes the error names the command that fetches the model; with --yes it is fetched."""
+    assert _demo() == 2
+    assert fetched == []
+    assert f"cacheblend model get {models.DEFAULT_MODEL}" in capsys.readouterr().err
+    assert _demo("--yes") == 1
+    assert fetched == [models.DEFAULT_MODEL]
+    said = capsys.readouterr().err
+    assert f"No --model was given: using {models.DEFAULT_MODEL}" in said
+    assert "no network; try again" in said
 
 
-def test_the_reader_can_be_asked_for(unfetched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """With `--reader` nothing is fetched, whatever model the environment names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CACHEBLEND_MODEL", "nowhere")
-        assert _demo("--reader") == 0
-    assert unfetched == ["reader"]
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--reader", "--dtype", "float32"], "--dtype"),
-        (["--reader", "model"], "MODEL"),
-        (["--reader", "--repeats", "2"], "--repeats"),
-        (["--repeats", "2"], "--repeats"),
-        (["model", "--question", "Who?"], "--question"),
-        (["--passages", "here"], "--passages"),
-        (["--reader", "--questions", "all"], "--questions"),
-        (["model", "--passages", "here", "--questions", "2"], "--questions"),
-        (["--questions", "none"], "questions='none'"),
-        (["--questions", "0"], "questions='0'"),
-        (["--chunk-tokens", "64"], "--chunk-tokens"),  # of the model that cannot be fetched
-    ],
-)
-def test_options_without_effect_are_refused(
-    unfetched: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
-) -> None:
-    """An option that would change nothing is the user's error, named."""
-    assert _demo(*arguments) == 2
-    assert unfetched == []
-    assert f"error: {named}" in capsys.readouterr().err
+@pytest.mark.parametrize("questions", ["none", "0"])
+def test_a_number_of_questions_is_checked(capsys: pytest.CaptureFixture[str], questions: str) -> None:
+    """A number of questions that cannot be asked is the user's error, named."""
+    assert _demo("--questions", questions) == 2
+    assert f"questions='{questions}'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("short_handbook")
@@ -225,7 +197,10 @@ def test_has_answer() -> None:
 def test_smollm2_over_a_chapter(real_model: Any, tmp_path: Path) -> None:
     """On a pretrained model blending stays near to full recompute and runs a small part of the prompt."""
     config = EngineConfig(
-        model=str(real_model(cli_demo.MODEL)), store_dir=tmp_path, max_tokens=8, retriever=RetrieverConfig(chunk_tokens=128)
+        model=str(real_model(models.DEFAULT_MODEL)),
+        store_dir=tmp_path,
+        max_tokens=8,
+        retriever=RetrieverConfig(chunk_tokens=128),
     )
     [chapter] = [document for document in handbook_documents() if document["id"] == QUESTIONS[0].gold[0]]
     with Engine(config, embedder=FakeEmbedder()) as engine:

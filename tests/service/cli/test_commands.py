@@ -12,11 +12,9 @@ from command_line import CommandLine
 from engines import DOCUMENTS, POSITIONS, QUESTION
 
 from cacheblend.base.errors import CacheBlendError
+from cacheblend.blend.models import DEFAULT_MODEL
 from cacheblend.cli import ask as ask_command
 from cacheblend.cli import main as cli
-from cacheblend.cli import options
-from cacheblend.cli.model import bundled_corpus, choose_model
-from cacheblend.service.engine.config import read_examples
 
 EOS = 1  # of the tiny model
 
@@ -88,16 +86,6 @@ def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -
     assert raw.json["plan"]["hits"] == 0
     (run.store / "settings.json").write_text("[")
     assert run("ingest", str(passages), *store).code == 2, "a file that cannot be read says nothing"
-
-
-def test_the_reader_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a model and a store, the reader's corpus goes beside the user's store and not into it, nor into this folder."""
-    monkeypatch.setattr(options, "DEFAULT_STORE_DIR", tmp_path / "data" / "store")
-    chosen = choose_model(None, 512, options.DEFAULT_STORE_DIR)
-    assert (chosen.store_dir, chosen.wants_corpus) == (tmp_path / "data" / "reader", True)
-    chosen.store_dir.mkdir(parents=True)
-    assert not choose_model(None, 512, options.DEFAULT_STORE_DIR).wants_corpus
-    assert choose_model(None, 512, tmp_path / "named").store_dir == tmp_path / "named"
 
 
 def test_documents(run: CommandLine, passages: Path) -> None:
@@ -271,12 +259,15 @@ def test_a_question_about_too_few_chunks(run: CommandLine, tmp_path: Path) -> No
 
 
 def test_the_model_of_a_store_is_asked_for(run: CommandLine, passages: Path) -> None:
-    """Without --model, over a store of another model, the error says that the packaged reader was meant, and what to give."""
+    """Without --model, where neither the store names one nor the default is fetched, the error says how to fetch it."""
     run.on_store("ingest", str(passages))
     (run.store / "settings.json").unlink()  # as of a store that was made before there were any
     outcome = run("ask", QUESTION, "--store-dir", str(run.store))
     assert outcome.code == 2
-    assert "No --model was given" in outcome.err
+    assert f"No --model was given: using {DEFAULT_MODEL}" in outcome.err
+    assert f"cacheblend model get {DEFAULT_MODEL}" in outcome.err
+    nowhere = run("ask", QUESTION, "--store-dir", str(run.store / "nowhere"))
+    assert (nowhere.code, "cacheblend ingest" in nowhere.err) == (2, True)
 
 
 def test_what_the_command_line_says(run: CommandLine) -> None:
@@ -310,40 +301,6 @@ def test_help_has_an_example(run: CommandLine, command: list[str]) -> None:
     assert outcome.code == 0
     assert "cacheblend" in outcome.out
     assert "--json" in outcome.out
-
-
-def test_ask_without_a_model_asks_the_reader_over_its_corpus(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call makes the store of the bundled corpus, a second one finds it."""
-    corpus = bundled_corpus()[:6]
-    calls: list[int] = []
-    monkeypatch.setattr("cacheblend.cli.model.bundled_corpus", lambda: calls.append(1) or corpus)
-    for _ in range(2):
-        question = f"Who knows {corpus[0]['title']}?"
-        answer = run("ask", question, "--store-dir", str(run.store), "--top-k", "3", "--max-tokens", "4", "--json")
-        assert answer.code == 0, answer.err
-        assert len(answer.json["chunks"]) == 3
-    assert len(calls) == 1
-    assert read_examples(run.store)[0] == "What is the club of Doror Thornley?"
-
-
-def test_a_corpus_that_was_cut_off_is_ingested_next(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first start that ends before the corpus is stored is made up for by the next one; the third finds it whole."""
-    corpus, calls = bundled_corpus()[:4], list[int]()
-
-    def cut_off() -> list[dict[str, str]]:
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return corpus
-
-    monkeypatch.setattr("cacheblend.cli.model.bundled_corpus", cut_off)
-    ask = ["ask", f"Who knows {corpus[0]['title']}?", "--store-dir", str(run.store), "--max-tokens", "2", "--json"]
-    assert run(*ask).code not in (0, None)
-    assert run.store.is_dir()
-    for _ in range(2):
-        answer = run(*ask)
-        assert (answer.code, len(calls)) == (0, 2), answer.err
-        assert answer.json["chunks"]
 
 
 def test_an_answer_is_shown_as_it_comes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:

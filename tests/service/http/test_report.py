@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 from fakes import tiny_tokenizer
-from transformers import AutoTokenizer
 
-from cacheblend.cli.model import READER
 from cacheblend.service.http.completions import token_texts
 
-TEXT = "Doror Thornley plays the zither.\n\nHis café opened in 1988 🙂, as most people know"
+TEXT = "Ada Thornley plays the zither.\n\nHis café opened in 1988 🙂, as most people know"
 
 
-@pytest.mark.parametrize("name", ["reader", "tiny"])
-def test_tokens_read_as_their_text(name: str) -> None:
+def test_tokens_read_as_their_text() -> None:
     """The texts of a chunk's tokens are its text, also where a token alone loses its space, or is half a character."""
-    tokenizer = tiny_tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(READER)
+    tokenizer = tiny_tokenizer()
     token_ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     texts = token_texts(token_ids, tokenizer)
     assert len(texts) == len(token_ids) > 10
     assert "".join(texts) == tokenizer.decode(token_ids)
-    assert "Doror Thornley plays" in "".join(texts)
+    assert "Ada Thornley plays" in "".join(texts)
