@@ -1,6 +1,6 @@
 """A hostile tenant at full speed beside a well-behaved one, and what the latter notices of it.
 
-    python scripts/attack_tenants.py                     # the packaged reader, five minutes
+    python scripts/attack_tenants.py                     # SmolLM2, five minutes
     python scripts/attack_tenants.py --seconds 20 --json
 
 `cacheblend serve` runs in a process of its own with two tenants. The good one has documents and asks one streamed question
@@ -47,13 +47,13 @@ from typing import Any
 
 import httpx
 
-from cacheblend.cli.model import bundled_corpus
-from cacheblend.eval.load.own_server import OwnServer, own_server
+from cacheblend.blend.models import DEFAULT_MODEL
+from cacheblend.eval.handbook import handbook_documents
 from cacheblend.service.http.auth import hash_key, new_key
 
 BOUNDS = {"healthz_worst_s": 0.5, "ttft_ratio": 2.0, "time_outs": 0, "failures": 0, "rss_growth": 0.2}
 TIMEOUT_S, SETTLE_S, WARM_S = 30.0, 30.0, 60.0
-DOCUMENTS = 60  # of the good tenant, unless said otherwise
+DOCUMENTS = 35  # of the good tenant, unless said otherwise
 IDLE_CONNECTIONS = 200
 HUGE_BYTES = 24 * 2**20
 BUDGET = 128 * 2**20  # of RAM copies, and of prefix blocks
@@ -252,13 +252,42 @@ def attacked(address: str, key: str, model: str, without: Collection[str], answe
             process.kill()
 
 
-def served(folder: Path, keys: dict[str, str], model: str | None) -> contextlib.AbstractContextManager[OwnServer]:
-    """A server with these tenants."""
+@contextlib.contextmanager
+def served(folder: Path, keys: dict[str, str], model: str) -> Iterator[tuple[str, int]]:
+    """Serve these tenants in a process of its own; gives the address and the process's id."""
     tables = "".join(f'[tenants.{name}]\napi_key_sha256 = ["{hash_key(key)}"]\n' for name, key in keys.items())
     # Budgets are filled by both tenants, as they should be: small ones, so that memory beside them is seen.
     settings = f'store_dir = "{folder / "store"}"\nram_budget_bytes = {BUDGET}\nprefix_budget_bytes = {BUDGET}\n'
     (folder / "serve.toml").write_text(settings + tables, encoding="utf-8")
-    return own_server(["--config", str(folder / "serve.toml"), *(["--model", model] if model else [])])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "cacheblend.cli.main", "serve", "--config", str(folder / "serve.toml")]
+    command += ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    log, address = folder / "serve.log", f"http://127.0.0.1:{port}"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        while not is_ready(address):
+            if process.poll() is not None:
+                raise RuntimeError(f"`cacheblend serve` ended before it was ready:\n{log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.2)
+        yield address, process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(2 * TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def is_ready(address: str) -> bool:
+    """Whether a server answers requests."""
+    try:
+        return httpx.get(f"{address}/readyz", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
 
 
 def resident_mib(pid: int) -> float:
@@ -268,7 +297,7 @@ def resident_mib(pid: int) -> float:
 
 
 def attack(
-    folder: Path, seconds: float, model: str | None, without: Collection[str] = (), documents: int = DOCUMENTS
+    folder: Path, seconds: float, model: str, without: Collection[str] = (), documents: int = DOCUMENTS
 ) -> dict[str, Any]:
     """Both phases; the figures."""
     keys = {name: new_key() for name in ("good", "hostile")}
@@ -276,7 +305,7 @@ def attack(
         headers = {"Authorization": f"Bearer {keys['good']}"}
         with httpx.Client(base_url=address, timeout=TIMEOUT_S, headers=headers) as client:
             name = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-            texts = [dict(document) for document in bundled_corpus()[:documents]]
+            texts = [dict(document) for document in handbook_documents()[:documents]]
             client.post(UPLOAD, json={"documents": texts}, timeout=10 * TIMEOUT_S).raise_for_status()
             good = GoodTenant(client, name)
             if seconds >= WARM_S:
@@ -324,7 +353,7 @@ def main() -> int:
         return be_hostile()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of the attack")
-    parser.add_argument("--model", help="see `cacheblend serve --help`; left out, the packaged reader")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="see `cacheblend serve --help` (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=DOCUMENTS, help="of the good tenant (default: %(default)s)")
     parser.add_argument("--without", action="append", default=[], help="an attack to leave out, such as 'huge bodies'")
     parser.add_argument("--json", action="store_true", help="one JSON object alone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -15,13 +16,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from cacheblend.eval.data import Example, Passage, Task, WorldSource
-from cacheblend.eval.load.target import LoadRequest
+from cacheblend.eval.load import LoadRequest
 
-SOURCE = WorldSource(seed=3, cases=8)
-WORDING = SOURCE.wording
-EXAMPLE = Example("one", "Where?", ("a b",), (Passage("", "x"),), Task.QA)
-REQUEST = LoadRequest(EXAMPLE, "Where?", ("Here is a place.", "There is another."), 8)
+REQUEST = LoadRequest("Where?", ("Here is a place.", "There is another."))
 USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
 Answer = Callable[[int, dict[str, Any]], Response]
 
@@ -32,7 +29,7 @@ def sse(*events: object) -> Response:
     async def stream() -> AsyncIterator[str]:
         for event in events:
             if isinstance(event, float):
-                time.sleep(event)
+                await asyncio.sleep(event)
             else:
                 yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
 

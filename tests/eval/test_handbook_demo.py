@@ -12,6 +12,7 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
+from cacheblend.cli import main as cli
 from cacheblend.eval import handbook_demo
 from cacheblend.eval.demo_screen import page_note
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
@@ -26,7 +27,6 @@ from cacheblend.eval.handbook_demo import (
 )
 from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.cli import main as cli
 from cacheblend.service.engine.config import read_examples
 
 QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]
