@@ -7,7 +7,7 @@
 Every round has a prompt of another length, as a server's prompts have: what is compiled for a length is not ready.
 Definitions: full prefill is the Hugging Face model's own forward (sdpa, `logits_to_keep=1`) to the first logits; blend is
 `Fusor.fuse` to the first logits, chunk KV in RAM. Medians over interleaved repeats after one warm-up each; `speedup` is
-their ratio. `ideal` is full prefill's multiply-adds over the blend's own (`cacheblend.eval.metrics.compute`): matrix products
+their ratio. `ideal` is full prefill's multiply-adds over the blend's own (`cacheblend.eval.compute`): matrix products
 and exact causal attention, nothing else. The last stdout line is one JSON object.
 """
 
@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, FusionResult, Fusor, Segment
-from cacheblend.eval.metrics.compute import ModelCompute, compute_share
+from cacheblend.eval.compute import ModelCompute, compute_share
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,

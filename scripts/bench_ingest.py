@@ -1,12 +1,11 @@
 """The offline precompute job against the model's own batched forward over the very sequences that the job reads.
 
-    python scripts/bench_ingest.py                       # 1,000 chunks of the packaged reader's size, about six minutes
+    python scripts/bench_ingest.py                       # SmolLM2, 200 chunks of 512 tokens
     python scripts/bench_ingest.py --chunks 40 --repeats 1
-    python scripts/bench_ingest.py --model smollm2-135m --chunks 60
+    python scripts/bench_ingest.py --model ./model --chunk-tokens 128
 
-Documents are articles of a fictional world (`eval/world`) that the reader never saw, cut into chunks (of 96 tokens for the
-packaged reader), so that every document ends with a shorter one. Everything takes turns in one process; reported are ratios of
-medians of seconds.
+Documents are chapters of the packaged handbook, edition after edition, so that no two are equal; each ends with a chunk that is
+shorter than the others. The sides run by turns in one process; reported are ratios of medians of seconds.
 
 Sides:
 `forward`: `model(input_ids, use_cache=True, logits_to_keep=1)` of the prompt's head and the filler passages, once, and after
@@ -41,10 +40,8 @@ import torch
 
 from cacheblend.blend import Fusor
 from cacheblend.blend.fusor import SHARED_PREFIX_TOKENS
-from cacheblend.cli.model import choose_model
-from cacheblend.eval.world.case import GROUP_SIZE, CaseConfig, documents
-from cacheblend.eval.world.names import Split
-from cacheblend.eval.world.world import make_world
+from cacheblend.blend.models import DEFAULT_MODEL
+from cacheblend.eval.handbook import handbook_documents
 from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.chunk_contexts import chunk_context
@@ -54,14 +51,14 @@ from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import StoreConfig
 
 BATCH_SIZES = (1, 4, 8, 16, 32, 64)
-GROUPS = 9  # of each kind of article in a world
 
 
-def articles(seed: str) -> Iterator[dict[str, object]]:
-    """Documents without end: world after world, since a world has names for so many articles only."""
-    for number in count():
-        for article in documents(make_world(f"{seed}-{number}", Split.TEST, GROUPS, GROUP_SIZE), CaseConfig().style):
-            yield {"id": f"{number}-{article['id']}", "title": article["title"], "text": article["text"]}
+def editions() -> Iterator[dict[str, str]]:
+    """Yield the handbook's chapters without end; each edition marks every paragraph, so that no chunk comes twice."""
+    for edition in count():
+        for chapter in handbook_documents():
+            text = chapter["text"].replace("\n\n", f"\n\nEdition {edition}. ")
+            yield {"id": f"{edition}-{chapter['id']}", "title": chapter["title"], "text": text}
 
 
 class Bench:
@@ -70,27 +67,26 @@ class Bench:
     Args:
         directory: an empty folder; stores are made and removed there.
         chunks: the corpus has at least so many, to the end of a document.
-        model: as for `EngineConfig`; None for the packaged reader.
+        model: as for `EngineConfig`.
         dtype: as for `EngineConfig`.
-        seed: of the world.
+        chunk_tokens: as for `RetrieverConfig`.
     """
 
-    def __init__(self, directory: Path, chunks: int, model: str | None, dtype: str, seed: str) -> None:
-        choice = choose_model(model, RetrieverConfig().chunk_tokens, directory)
+    def __init__(self, directory: Path, chunks: int, model: str, dtype: str, chunk_tokens: int) -> None:
         self.config = EngineConfig(
-            model=choice.model,
+            model=model,
             store_dir=directory / "store",
             device="cpu",
             dtype=dtype,
-            retriever=RetrieverConfig(chunk_tokens=choice.chunk_tokens),
+            retriever=RetrieverConfig(chunk_tokens=chunk_tokens),
             store=StoreConfig(ram_budget_bytes=1),
         )
         self.directory, self.file = directory, directory / "documents.jsonl"
-        self.fusor = Fusor.from_pretrained(choice.model, dtype=torch_dtype(dtype))
+        self.fusor = Fusor.from_pretrained(model, dtype=torch_dtype(dtype))
         self.embedder = SentenceTransformerEmbedder()
         self.documents: list[list[tuple[int, ...]]] = []  # token ids of chunks
         with self.engine("split") as engine, self.file.open("w", encoding="utf-8") as file:
-            for document in articles(seed):
+            for document in editions():
                 if sum(map(len, self.documents)) >= chunks:
                     break
                 split = engine.retriever.splitter.split(Document.of(document))
@@ -198,17 +194,17 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory, GGUF file or known name; left out, the packaged reader")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, GGUF file or known name (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=list(DTYPES), help="that the model computes in")
-    parser.add_argument("--chunks", type=int, default=1000, help="at least so many, to the end of a document")
+    parser.add_argument("--chunks", type=int, default=200, help="at least so many, to the end of a document")
+    parser.add_argument("--chunk-tokens", type=int, default=RetrieverConfig().chunk_tokens)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", default="71", help="of the world")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--directory", type=Path, help="where stores are made and removed; its disk is measured too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        bench = Bench(Path(folder), options.chunks, options.model, options.dtype, options.seed)
+        bench = Bench(Path(folder), options.chunks, options.model, options.dtype, options.chunk_tokens)
         print(json.dumps(measure(bench, options.repeats)))
 
 

@@ -34,9 +34,7 @@ from typing import Any
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
-from cacheblend.blend.fidelity import first_token_kl_nats
-from cacheblend.blend.models import load_tokenizer
-from cacheblend.cli.model import READER
+from cacheblend.blend.models import DEFAULT_MODEL, load_tokenizer
 from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
 from cacheblend.eval.data.request import Example, Passage
@@ -53,6 +51,7 @@ from cacheblend.retriever import (
 )
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.serving.quality_guard import first_token_kl_nats
 from cacheblend.store import StoreConfig
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -260,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--top-k", type=int, default=6)
     parser.add_argument("--way", action="append", choices=WAYS, help="one to measure, may be repeated; left out, all")
-    parser.add_argument("--model", default=str(READER), help="whose tokens chunks have, and which answers")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokens chunks have, and which answers")
     parser.add_argument("--answers", action="store_true", help="have the model answer from what was found")
     parser.add_argument(
         "--prompt", default="auto", choices=["auto", "few-shot"], help="auto: a chat where the model has a template"

@@ -12,14 +12,14 @@ from rich.table import Table
 from cacheblend.base.files import make_folder
 from cacheblend.eval.data import DocumentsSource, Preset
 from cacheblend.eval.data.source import SEARCHED_TOP_K
-from cacheblend.eval.methods.registry import CONTEXTS, METHOD_OF_SELECTOR
+from cacheblend.eval.method_plan import CONTEXTS, METHOD_OF_SELECTOR
 from cacheblend.loader import Thresholds, write_calibration
 from cacheblend.service.engine.config import EngineConfig
 
 from . import options, terminal
 
 if TYPE_CHECKING:
-    from cacheblend.eval.run.calibration import CalibrationRun
+    from cacheblend.eval.run import CalibrationRun
 
 
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
@@ -64,9 +64,8 @@ def calibrate(
     """
     terminal.hush_libraries()
 
-    from cacheblend.eval.run.calibration import calibrate as run_calibration
-    from cacheblend.eval.run.calibration import calibration_config
-    from cacheblend.eval.run.runner import load_fusor
+    from cacheblend.eval.run import calibrate as run_calibration
+    from cacheblend.eval.run import calibration_config, load_fusor
 
     thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
     engine = settings.make(EngineConfig, model=model, store_dir=store_dir)

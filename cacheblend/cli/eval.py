@@ -22,19 +22,17 @@ from cacheblend.eval.data import (
     DocumentsSource,
     FileSource,
     Preset,
-    WorldSource,
 )
-from cacheblend.eval.methods.registry import CONTEXTS, METHODS
+from cacheblend.eval.method_plan import CONTEXTS, METHODS
 from cacheblend.service.engine.config import EngineConfig
 
 from . import load, options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.eval.data import RequestSource
-    from cacheblend.eval.run.folder import EvalConfig
+    from cacheblend.eval.run import EvalConfig
 
 DEFAULT_METHODS = ",".join(METHODS[:4])
-_WORLD = WorldSource()
 
 
 class _DataSetGroup(TyperGroup):
@@ -44,21 +42,21 @@ class _DataSetGroup(TyperGroup):
         """The command of a data set."""
         command = super().get_command(ctx, cmd_name)
         if command is None:
-            raise ConfigError(
-                "data set", cmd_name, f"one of world, {', '.join(DATA_SETS)}; or documents, load, report, figures"
-            )
+            raise ConfigError("data set", cmd_name, f"one of {', '.join(DATA_SETS)}; or documents, load, report")
         return command
 
 
 app = typer.Typer(
     cls=_DataSetGroup,
-    help="Measure quality and TTFT of the methods side by side on a data set; report and draw what was measured.",
+    help="Measure quality and TTFT of the methods side by side on a data set; report what was measured.",
     no_args_is_help=True,
 )
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the packaged reader."),
+    typer.Option(
+        "--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the default known model."
+    ),
 ]
 Data = Annotated[
     str | None,
@@ -115,29 +113,6 @@ class PromptOptions(options.OptionGroup):
         """A preset with what was given, and with others that are no None."""
         given = {**asdict(self), **others}
         return replace(preset, **{name: value for name, value in given.items() if value is not None})
-
-
-@app.command("world")
-@options.engine_options(only=options.OF_MODELS)
-def world(
-    run: RunOptions,
-    seed: Seed = _WORLD.seed,
-    cases: Annotated[int, typer.Option(help="Cases, of the four classes in turn.")] = _WORLD.cases,
-    articles: Annotated[int, typer.Option(help="Articles of a context, of two chunks each.")] = _WORLD.articles,
-    chunk_tokens: Annotated[int, typer.Option(help="Least tokens of a chunk.")] = _WORLD.chunk_tokens,
-    *,
-    settings: options.Settings,
-    as_json: options.Json = False,
-) -> None:
-    """The fictional world: questions inside one chunk, across chunks, over two articles, and comparisons.
-
-    Examples:
-        cacheblend eval world --seed 7 --cases 200 --methods full_recompute,full_reuse,blend --json
-
-        cacheblend eval world --model ./model --methods full_recompute,blend --ratios 0.05,0.15,0.3
-    """
-    source = WorldSource(seed=seed, cases=cases, articles=articles, chunk_tokens=chunk_tokens)
-    _run(source, run, settings, as_json=as_json)
 
 
 @options.engine_options(only=options.OF_MODELS)
@@ -223,69 +198,29 @@ def report(
     """Print runs as Markdown tables, and several side by side.
 
     Examples:
-        cacheblend eval report runs/world-* > results.md
+        cacheblend eval report runs/musique-* > results.md
 
         cacheblend eval report runs/musique --figure loss.png
     """
-    from cacheblend.eval.figures.quality_ttft import draw_losses
-    from cacheblend.eval.load.report import is_load_run, load_report, read_summary
-    from cacheblend.eval.run.folder import RunFolder
+    from cacheblend.eval.run import RunFolder, summarize
+    from cacheblend.eval.run.loss_figure import draw_losses
     from cacheblend.eval.run.report import report as make_report
-    from cacheblend.eval.run.report import summarize
 
-    loads = [run for run in runs if is_load_run(run)]
-    others = [run for run in runs if run not in loads]
-    parts = [*([make_report(others)] if others else []), *(load_report(read_summary(run)) for run in loads)]
-    typer.echo("\n".join(parts), nl=False)
+    if figure is not None and figure.suffix != ".png":
+        raise ConfigError("figure", str(figure), "a .png")
+    typer.echo(make_report(runs), nl=False)
     if figure is not None:
-        if figure.suffix != ".png" or not others:
-            raise ConfigError("figure", str(figure), "a .png, of runs that measured quality")
-        draw_losses(figure.parent, figure.stem, [summarize(RunFolder(run)) for run in others])
-
-
-@app.command("figures")
-@options.engine_options(only=options.OF_MODELS)
-def figures(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the figures and their runs; one begun is gone on with.")],
-    model: Model = None,
-    name: Annotated[str, typer.Option("--data-set", help=f"world, or one of {', '.join(DATA_SETS)}.")] = "world",
-    data: Data = None,
-    seed: Seed = _WORLD.seed,
-    cases: Annotated[int, typer.Option(help="Cases of each run; there are nine.")] = 40,
-    max_tokens: MaxTokens = None,
-    *,
-    settings: options.Settings,
-    as_json: options.Json = False,
-) -> None:
-    """Draw the paper's figures, PNG and CSV, from runs on a data set and measurements of the model.
-
-    Examples:
-        cacheblend eval figures --out figures
-
-        cacheblend eval figures --model ./model --data-set musique --data ./data --out figures
-    """
-    source: RequestSource = WorldSource(seed=seed, cases=cases)
-    if name != "world":
-        source = FileSource(name=name, data=data, cases=cases, seed=seed)
-    config = _config(source, RunOptions(model=model, max_tokens=max_tokens), settings)
-    from cacheblend.eval.figures import draw_figures
-
-    with terminal.progress_bars() as progress:
-        made = draw_figures(config, out, on_progress=progress)
-    if as_json:
-        terminal.print_json(made)
-    else:
-        typer.echo("\n".join(f"{figure}: {what}" for figure, what in made.items()))
+        draw_losses(figure.parent, figure.stem, [summarize(RunFolder(run)) for run in runs])
 
 
 def _config(source: RequestSource, run: RunOptions, settings: options.Settings) -> EvalConfig:
-    """The run's configuration, with the packaged reader and the device that "auto" stands for filled in."""
+    """The run's configuration, with the default model and the device that "auto" stands for filled in."""
     terminal.hush_libraries()
-    from cacheblend.eval.run.folder import EvalConfig
+    from cacheblend.eval.run import EvalConfig
 
-    from .model import default_model
+    from .model import choose_model
 
-    model = default_model() if run.model is None else run.model
+    model = choose_model(run.model, yes=False)
     engine = settings.make(EngineConfig, model=model, store_dir=".")
     return EvalConfig(
         source=source,
@@ -302,8 +237,8 @@ def _config(source: RequestSource, run: RunOptions, settings: options.Settings) 
 
 def _run(source: RequestSource, run: RunOptions, settings: options.Settings, *, as_json: bool) -> None:
     config = _config(source, run, settings)
+    from cacheblend.eval.run import evaluate
     from cacheblend.eval.run.report import report
-    from cacheblend.eval.run.runner import evaluate
 
     if run.resume and run.out is None:
         raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")

@@ -4,7 +4,6 @@ from .documents_source import DocumentsSource
 from .file_source import DATA_SETS, DATA_VARIABLE, SCHEMA, DataSet, FileSource, data_set, find_file, read_examples
 from .request import Example, Passage, Request, Task, arrange, make_request
 from .source import CHUNKINGS, ORDERS, PRESETS, PROMPTS, Preset, RequestSource, Wording
-from .world_source import WorldSource
 
 __all__ = [
     "CHUNKINGS",
@@ -24,7 +23,6 @@ __all__ = [
     "RequestSource",
     "Task",
     "Wording",
-    "WorldSource",
     "arrange",
     "data_set",
     "find_file",

@@ -141,7 +141,7 @@ def data_set(name: str) -> DataSet:
         ConfigError: there is none.
     """
     if name not in DATA_SETS:
-        raise ConfigError("data set", name, f"one of world, {', '.join(DATA_SETS)}")
+        raise ConfigError("data set", name, f"one of {', '.join(DATA_SETS)}")
     return DATA_SETS[name]
 
 

@@ -36,7 +36,6 @@ class Example:
         answers: the right answers; the best match counts. None where nobody knows: then there is no quality to report.
         passages: the context; none where the source searches documents of its own.
         task: what is asked for.
-        category: the class that results are also given for; empty where the data set has none.
     """
 
     id: str
@@ -44,7 +43,6 @@ class Example:
     answers: tuple[str, ...]
     passages: tuple[Passage, ...]
     task: Task
-    category: str = ""
 
 
 @dataclass(frozen=True, slots=True)

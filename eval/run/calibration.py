@@ -11,14 +11,14 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import DEFAULT_RATIO, Fusor
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.source import prompt_renderer
-from cacheblend.eval.methods.registry import FULL_REUSE, METHOD_OF_SELECTOR
-from cacheblend.eval.metrics.fidelity import COMPARED_TOKENS
+from cacheblend.eval.method_plan import FULL_REUSE, METHOD_OF_SELECTOR
+from cacheblend.eval.metrics import COMPARED_TOKENS
 from cacheblend.loader import Calibration, Measures, Thresholds
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.retriever import Embedder
 
 from .folder import EvalConfig
-from .report import ALL, REFERENCE
+from .report import REFERENCE
 from .runner import Progress, evaluate
 
 
@@ -141,7 +141,7 @@ def calibrate(
         calibration=calibration,
         is_within=thresholds.allow(chosen.measures),
         curves=curves,
-        full_ttft_s_median=summary["methods"][REFERENCE][ALL]["ttft_s_median"],
+        full_ttft_s_median=summary["methods"][REFERENCE]["ttft_s_median"],
         folder=folder,
     )
 
@@ -154,7 +154,7 @@ def curves_of(config: EvalConfig, summary: dict[str, Any]) -> tuple[Setting, ...
             context=planned.context,
             selector=selector_of.get(planned.name),
             ratio=planned.ratio or 0.0,
-            measures=_measures(summary["methods"][planned.label][ALL]),
+            measures=_measures(summary["methods"][planned.label]),
         )
         for planned in config.planned()
         if planned.name != REFERENCE

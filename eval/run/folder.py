@@ -16,7 +16,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import DEFAULT_RATIO
-from cacheblend.eval.methods.registry import CONTEXTS, METHODS, PlannedMethod, plan_methods
+from cacheblend.eval.method_plan import CONTEXTS, METHODS, PlannedMethod, plan_methods
 from cacheblend.service.engine.config import DTYPES, check_max_tokens
 
 if TYPE_CHECKING:

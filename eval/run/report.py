@@ -15,7 +15,6 @@ from cacheblend.eval.metrics.fidelity import paired_difference
 from .folder import Row, RunFolder
 
 REFERENCE = "full_recompute"
-ALL = "all"
 WITHHELD = "the model's weights are random, so its answers have no quality to report"
 UNKNOWN = "no question came with a right answer"
 # What full recompute has in the metrics that are taken against it, case by case.
@@ -26,12 +25,12 @@ def summarize(run: RunFolder) -> dict[str, Any]:
     """The summary of a run.
 
     Returns:
-        `methods.<method>.<class>` for the class "all" and each of the data set's: `cases`; the task's metrics (`f1` and `em`,
-        or `rouge_l`; null where the weights are random) and `<first metric>_difference` from full recompute with its 95 %
-        interval; `first_token_kl_nats`, `gold_nll_over_full_nats`, `equal_greedy_tokens`, each with a `_difference` as well;
-        `ttft_s_median`, `ttft_s_p95`; means of `recomputed_tokens`, `loaded_bytes`, `prompt_tokens`, `relative_kv_error`,
-        `gold_nll_nats` and `compute_share`. A mean is over the cases that have the value, None where none has. Beside it the
-        data set, the model, `weights`, and how many cases were cut.
+        `methods.<method>`: `cases`; the task's metrics (`f1` and `em`, or `rouge_l`; null where the weights are random) and
+        `<first metric>_difference` from full recompute with its 95 % interval; `first_token_kl_nats`,
+        `gold_nll_over_full_nats`, `equal_greedy_tokens`, each with a `_difference` as well; `ttft_s_median`, `ttft_s_p95`;
+        means of `recomputed_tokens`, `loaded_bytes`, `prompt_tokens`, `relative_kv_error`, `gold_nll_nats` and
+        `compute_share`. A mean is over the cases that have the value, None where none has. Beside it the data set, the
+        model, `weights`, and how many cases were cut.
 
     Raises:
         InputError: the folder is no run, or has no whole case.
@@ -39,10 +38,6 @@ def summarize(run: RunFolder) -> dict[str, Any]:
     setup, rows = run.setup(), run.rows()
     if not rows:
         raise InputError(f"{run.path} holds no whole case yet; go on with it by --resume")
-    classes = {ALL: rows}
-    for row in rows:
-        if row["class"]:
-            classes.setdefault(row["class"], []).append(row)
     summary = {
         "run": str(run.path),
         "data_set": setup["config"]["source"]["data_set"],
@@ -52,9 +47,7 @@ def summarize(run: RunFolder) -> dict[str, Any]:
         "threads": setup["threads"],
         "cases": len(rows),
         "cases_cut": sum(row["cut_tokens"] > 0 for row in rows),
-        "methods": {
-            label: {name: _summary(label, of_class) for name, of_class in classes.items()} for label in rows[0]["methods"]
-        },
+        "methods": {label: _summary(label, rows) for label in rows[0]["methods"]},
     }
     if setup["weights"] == "random":
         summary["quality"] = WITHHELD
@@ -137,12 +130,6 @@ def _run(summary: dict[str, Any]) -> str:
         lines.append(f"Quality is left out: {summary['quality']}.")
     methods, metric = summary["methods"], metric_of(summary)
     lines += ["", *_table(_HEADER if metric is None else [*_HEADER, metric, "difference (95 %)"], _rows(methods, metric))]
-    classes = [name for name in next(iter(methods.values())) if name != ALL]
-    if classes and metric is not None:
-        by_class = [
-            [label, *(_number(of_class[name][metric]) for name in (*classes, ALL))] for label, of_class in methods.items()
-        ]
-        lines += ["", *_table([f"{metric} by class", *classes, ALL], by_class)]
     return "\n".join(lines)
 
 
@@ -162,24 +149,23 @@ _HEADER = [
 
 
 def _rows(methods: dict[str, Any], metric: str | None) -> Iterable[list[str]]:
-    full_s = methods[REFERENCE][ALL]["ttft_s_median"] if REFERENCE in methods else None
-    for label, of_class in methods.items():
-        all_ = of_class[ALL]
+    full_s = methods[REFERENCE]["ttft_s_median"] if REFERENCE in methods else None
+    for label, found in methods.items():
         row = [
             label,
-            _number(all_["ttft_s_median"], 4),
-            _number(all_["ttft_s_p95"], 4),
-            "" if full_s is None else f"{full_s / all_['ttft_s_median']:.2f} x",
-            f"{all_['recomputed_tokens']:,.0f} of {all_['prompt_tokens']:,.0f}",
-            _number(all_["compute_share"]),
-            _number(all_["loaded_bytes"] / 1e6, 1),
-            _number(all_["relative_kv_error"], 4),
-            _with_interval(all_, "first_token_kl_nats"),
-            _with_interval(all_, "gold_nll_over_full_nats", sign="+"),
-            _number(all_["equal_greedy_tokens"], 2),
+            _number(found["ttft_s_median"], 4),
+            _number(found["ttft_s_p95"], 4),
+            "" if full_s is None else f"{full_s / found['ttft_s_median']:.2f} x",
+            f"{found['recomputed_tokens']:,.0f} of {found['prompt_tokens']:,.0f}",
+            _number(found["compute_share"]),
+            _number(found["loaded_bytes"] / 1e6, 1),
+            _number(found["relative_kv_error"], 4),
+            _with_interval(found, "first_token_kl_nats"),
+            _with_interval(found, "gold_nll_over_full_nats", sign="+"),
+            _number(found["equal_greedy_tokens"], 2),
         ]
         if metric is not None:
-            row += [_number(all_[metric]), _difference(all_.get(f"{metric}_difference"))]
+            row += [_number(found[metric]), _difference(found.get(f"{metric}_difference"))]
         yield row
 
 
@@ -190,7 +176,7 @@ def _comparison(summaries: Sequence[dict[str, Any]]) -> str:
     for label in labels:
         row = [label]
         for summary in summaries:
-            found, metric = summary["methods"].get(label, {}).get(ALL), metric_of(summary)
+            found, metric = summary["methods"].get(label), metric_of(summary)
             row.append("" if found is None else f"{_number(found['ttft_s_median'], 4)} s")
             row.append("" if found is None or metric is None else f"{_number(found[metric])} {metric}")
         rows.append(row)
@@ -203,7 +189,7 @@ def _comparison(summaries: Sequence[dict[str, Any]]) -> str:
 
 def metric_of(summary: dict[str, Any]) -> str | None:
     """The metric that a run's methods are compared by; None where its quality is withheld."""
-    found = next(iter(summary["methods"].values()))[ALL]
+    found = next(iter(summary["methods"].values()))
     return next((metric for metric in ("f1", "rouge_l") if found.get(metric) is not None), None)
 
 

@@ -13,28 +13,33 @@ import torch
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend import FusionResult, Fusor
-from cacheblend.blend.fidelity import first_token_kl_nats, relative_kv_error
+from cacheblend.eval.compute import ModelCompute, compute_share
 from cacheblend.eval.data import Example, Request
 from cacheblend.eval.data.source import prompt_renderer
-from cacheblend.eval.methods.method import MethodAnswer, ResidentRequest, StoredContexts, generate
-from cacheblend.eval.methods.registry import CacheHistory, EverythingCached, SeenBefore, make_methods
-from cacheblend.eval.metrics.answers import quality
-from cacheblend.eval.metrics.compute import ModelCompute, compute_share
-from cacheblend.eval.metrics.fidelity import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens
+from cacheblend.eval.methods import (
+    CacheHistory,
+    EverythingCached,
+    MethodAnswer,
+    ResidentRequest,
+    SeenBefore,
+    StoredContexts,
+    generate,
+    make_methods,
+)
+from cacheblend.eval.metrics import (
+    COMPARED_TOKENS,
+    GOLD_TOKENS,
+    answer_nll_nats,
+    equal_greedy_tokens,
+    first_token_kl_nats,
+    quality,
+    relative_kv_error,
+)
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import torch_dtype
 
 from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
 from .report import summarize
-
-NEARNESS = (
-    "relative_kv_error",
-    "first_token_kl_nats",
-    "gold_nll_nats",
-    "gold_nll_over_full_nats",
-    "equal_greedy_tokens",
-    "compute_share",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,7 @@ class CaseRunner:
     def __init__(self, config: EvalConfig, fusor: Fusor) -> None:
         self._config, self._fusor = config, fusor
         self._wording = config.source.wording
-        self._methods = make_methods(config.planned(), fusor, self._wording)
+        self._methods = make_methods(config.planned(), fusor)
         self._history: CacheHistory = EverythingCached() if config.source.caches_all else SeenBefore()
         self._is_random = has_random_weights(fusor)
         self._prompts = prompt_renderer(fusor.tokenizer, self._wording)
@@ -101,7 +106,6 @@ class CaseRunner:
         return {
             "case": index,
             "id": request.example.id,
-            "class": request.example.category,
             "prompt_tokens": len(request.prompt.token_ids),
             "chunks": len(request.prompt.chunks),
             "dropped_chunks": request.dropped_chunks,
@@ -118,8 +122,7 @@ class CaseRunner:
         token_ids, _ = generate(self._fusor, full, min(COMPARED_TOKENS, self._config.new_tokens))
         positions = self._fusor.max_positions
         room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
-        text = self._fusor.tokenizer.decode(token_ids, skip_special_tokens=True)
-        answers = () if self._is_random else (self._wording.as_written(each, text) for each in request.example.answers)
+        answers = () if self._is_random else request.example.answers
         golds = [ids for ids in (self._prompts.answer_ids(answer)[:room] for answer in answers) if ids]
         if not golds:
             return _Reference(full=full, token_ids=token_ids)
@@ -139,20 +142,17 @@ class CaseRunner:
             **self._nearness(answer.fused, answer.token_ids, reference),
         }
 
-    def _nearness(self, fused: FusionResult | None, token_ids: Sequence[int], reference: _Reference) -> dict[str, Any]:
-        """Nearness to full recompute and the compute it took; None for methods that read another prompt."""
-        if fused is None:
-            return dict.fromkeys(NEARNESS)
+    def _nearness(self, fused: FusionResult, token_ids: Sequence[int], reference: _Reference) -> dict[str, Any]:
+        """Nearness to full recompute, and the compute that the method needed."""
         gold_nll_nats = answer_nll_nats(self._fusor, fused, reference.gold_ids) if reference.gold_ids else None
-        found = (
-            relative_kv_error(fused.cache, reference.full.cache),
-            first_token_kl_nats(reference.full.logits, fused.logits),
-            gold_nll_nats,
-            None if gold_nll_nats is None else gold_nll_nats - reference.gold_nll_nats,
-            equal_greedy_tokens(reference.token_ids, token_ids),
-            compute_share(fused, self._compute),
-        )
-        return dict(zip(NEARNESS, found, strict=True))
+        return {
+            "relative_kv_error": relative_kv_error(fused.cache, reference.full.cache),
+            "first_token_kl_nats": first_token_kl_nats(reference.full.logits, fused.logits),
+            "gold_nll_nats": gold_nll_nats,
+            "gold_nll_over_full_nats": None if gold_nll_nats is None else gold_nll_nats - reference.gold_nll_nats,
+            "equal_greedy_tokens": equal_greedy_tokens(reference.token_ids, token_ids),
+            "compute_share": compute_share(fused, self._compute),
+        }
 
     def _text(self, answer: MethodAnswer) -> str:
         return self._wording.answer_in(self._fusor.tokenizer.decode(answer.token_ids, skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""A tiny random model with the world's tokenizer, in memory and in a folder; an embedder."""
+"""A tiny random model, in memory and in a folder; a data set of a few cases; an embedder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import FakeEmbedder
+from fakes import FakeEmbedder, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import Fusor
-from cacheblend.eval.world.tokens import make_tokenizer
+from cacheblend.eval.data import FileSource, Preset
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `from example_files import ...`
+from example_files import case, write
 
 POSITIONS = 1536
 
@@ -22,7 +23,7 @@ POSITIONS = 1536
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with sharpened attention; its configuration does not say that it is random, so that answers are marked."""
     folder = tmp_path_factory.mktemp("eval-model")
-    tokenizer = make_tokenizer()
+    tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -36,7 +37,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             initializer_range=0.05,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=None,
-            pad_token_id=tokenizer.pad_token_id,
         )
     )
     with torch.no_grad():
@@ -56,3 +56,11 @@ def fusor(model_dir: Path) -> Fusor:
 @pytest.fixture(scope="session")
 def embedder() -> FakeEmbedder:
     return FakeEmbedder()
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> FileSource:
+    """Five cases over two documents each, of several chunks."""
+    folder = tmp_path_factory.mktemp("data")
+    write(folder, "musique", [case(index) for index in range(5)])
+    return FileSource(name="musique", data=str(folder), cases=5, preset=Preset(chunk_tokens=64, top_k=4))

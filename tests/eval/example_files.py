@@ -11,8 +11,9 @@ from cacheblend.eval.data import DATA_SETS
 
 def case(index: int, **changes: object) -> dict[str, object]:
     """A line of a data set whose passages tell of its own number, and of one that all cases share."""
-    own = {"title": f"Title {index}", "text": f"Person {index} lives in town {index}. " * 20}
-    shared = {"title": "Shared", "text": "Every town has a mayor and a river. " * 20}
+    houses = " ".join(f"Person {index} lives in town {index}, in house {house}." for house in range(20))
+    rivers = " ".join(f"Every town has a mayor, a river and {bridge} bridges." for bridge in range(20))
+    own, shared = {"title": f"Title {index}", "text": houses}, {"title": "Shared", "text": rivers}
     return {
         "id": f"case-{index}",
         "question": f"Where does person {index} live?",

@@ -19,8 +19,9 @@ from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
 from cacheblend.cli import main as cli
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
-from cacheblend.eval.methods.registry import METHOD_OF_SELECTOR
-from cacheblend.eval.run.calibration import Setting, calibration_config, choose, loss_curve, selector_beyond
+from cacheblend.eval.method_plan import METHOD_OF_SELECTOR
+from cacheblend.eval.run import calibration_config
+from cacheblend.eval.run.calibration import Setting, choose, loss_curve, selector_beyond
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
@@ -116,7 +117,7 @@ class TestConfig:
     def test_a_new_selector_is_measured_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A line in `SELECTORS` is enough: the method has the selector's name."""
         monkeypatch.setitem(SELECTORS, "last_tokens", SELECTORS["first_tokens"])
-        spec = importlib.util.find_spec("cacheblend.eval.methods.registry")
+        spec = importlib.util.find_spec("cacheblend.eval.method_plan")
         assert spec is not None
         assert spec.loader is not None
         anew = importlib.util.module_from_spec(spec)

@@ -35,37 +35,35 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return CommandLine(capsys)
 
 
-def test_world_prints_one_object(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
-    """`eval world --json` prints F1, cases and TTFT by method and class, leaves the run below runs/, and overwrites nothing."""
+def test_a_run_prints_one_object(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+    """`eval SET --json` prints F1, cases and TTFT by method, leaves the run below runs/, and overwrites nothing."""
     methods = "full_recompute,full_reuse,blend"
-    code, out, _ = run(
-        "world", "--model", model_dir, "--seed", 3, "--cases", 4, "--methods", methods, "--max-tokens", 2, "--json"
-    )
-    assert code == 0
+    write(tmp_path, "musique", [case(index) for index in range(3)])
+    common = ("musique", "--data", tmp_path, "--model", model_dir)
+    code, out, err = run(*common, "--methods", methods, "--max-tokens", 2, "--json")
+    assert code == 0, err
     found = json.loads(out)
     assert set(found["methods"]) == set(methods.split(","))
-    for of_class in found["methods"].values():
-        for name in ("inside", "across", "two_hop", "compare", "all"):
-            assert set(of_class[name]) >= {"f1", "cases", "ttft_s_median"}
+    assert all(set(result) >= {"f1", "cases", "ttft_s_median"} for result in found["methods"].values())
     (folder,) = (tmp_path / "runs").iterdir()
     assert found["run"] == str(folder.relative_to(tmp_path))
     code, out, _ = run("report", folder)
     assert code == 0
     assert "| blend |" in out
-    code, _, err = run("world", "--model", model_dir, "--out", folder)
+    code, _, err = run(*common, "--out", folder)
     assert code == 2
     assert "--resume" in err
 
 
 def test_a_data_set_runs_every_method(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
     """A set from its file, by every method and several ratios, in both presets."""
-    at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "epic", "random_tokens", "oracle")
-    every = ",".join(("full_recompute", "prefix_cache", "full_reuse", *at_a_ratio, "map_reduce", "map_rerank"))
+    at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "epic", "random_tokens")
+    every = ",".join(("full_recompute", "prefix_cache", "full_reuse", *at_a_ratio))
     write(tmp_path, "musique", [case(index) for index in range(2)])
     common = ("--data", tmp_path, "--model", model_dir, "--max-tokens", 2, "--json")
     code, out, err = run("musique", *common, "--methods", every, "--ratios", "0.1,0.3", "--out", tmp_path / "one")
     assert code == 0, err
-    assert len(json.loads(out)["methods"]) == 5 + len(at_a_ratio) * 2
+    assert len(json.loads(out)["methods"]) == 3 + len(at_a_ratio) * 2
     write(tmp_path, "2wikimqa_shared", [case(index) for index in range(6)])
     code, out, err = run("2wikimqa_shared", *common, "--methods", every, "--preset", "extended", "--out", tmp_path / "two")
     assert code == 0, err
@@ -73,15 +71,14 @@ def test_a_data_set_runs_every_method(run: CommandLine, model_dir: Path, tmp_pat
     write(tmp_path, "multinews", [case(0, question="", task="summarization")])
     code, out, err = run("multinews", *common, "--out", tmp_path / "three")
     assert code == 0, err
-    assert 0 <= json.loads(out)["methods"]["blend"]["all"]["rouge_l"] <= 1
+    assert 0 <= json.loads(out)["methods"]["blend"]["rouge_l"] <= 1
     code, _, err = run("report", tmp_path / "one", tmp_path / "three", "--figure", tmp_path / "loss.png")
     assert code == 0, err
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     header, *rows = csv.reader((tmp_path / "loss.csv").read_text().splitlines())
-    assert len(rows) == 5 + len(at_a_ratio) * 2 + 4
+    assert len(rows) == 3 + len(at_a_ratio) * 2 + 4
     drawn = {row[header.index("method")]: row[header.index("first_token_kl_nats")] for row in rows}
     assert float(drawn["full_recompute"]) == 0 < float(drawn["full_reuse"])
-    assert drawn["map_reduce"] == ""
     assert run("report", tmp_path / "one", "--figure", tmp_path / "loss.svg")[0] == 2
 
 
@@ -104,21 +101,21 @@ def test_options_shape_the_prompt(run: CommandLine, model_dir: Path, tmp_path: P
     assert code == 0, err
     found = json.loads(out)
     assert found["data_set"] == "documents"
-    assert found["methods"]["full_reuse"]["all"]["f1"] is None
-    assert found["methods"]["full_reuse"]["all"]["first_token_kl_nats"] > 0
+    assert found["methods"]["full_reuse"]["f1"] is None
+    assert found["methods"]["full_reuse"]["first_token_kl_nats"] > 0
 
 
 def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
     """What is wrong is said in one line with the remedy, and no folder is made."""
     (tmp_path / "broken.jsonl").write_text(json.dumps(case(0)) + "\n{\n")
     for arguments, says in (
-        (("trivia",), "one of world, musique"),
-        (("world", "--model", "./no/model"), "config.json"),
-        (("world", "--model", model_dir, "--methods", "magic"), "map_rerank"),
-        (("world", "--model", model_dir, "--ratios", "0.1,lots"), "separated by commas"),
-        (("world", "--model", model_dir, "--cases", "0"), "cases"),
-        (("world", "--model", model_dir, "--device", "abacus"), "abacus"),
-        (("world", "--model", model_dir, "--resume"), "--out"),
+        (("trivia",), "one of musique"),
+        (("musique", "--data", tmp_path, "--model", "./no/model"), "config.json"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--methods", "magic"), "random_tokens"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--ratios", "0.1,lots"), "separated by commas"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--cases", "0"), "cases"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--device", "abacus"), "abacus"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--resume"), "--out"),
         (("musique", "--model", model_dir), "CACHEBLEND_DATA"),
         (("musique", "--model", model_dir, "--preset", "best"), "extended"),
         (("musique", "--model", model_dir, "--data", tmp_path / "broken.jsonl", "--cases", "9", "--out", "bad"), "line 2"),
@@ -135,7 +132,7 @@ def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["world", "musique", "multinews", "documents", "report"])
+@pytest.mark.parametrize("command", ["musique", "multinews", "load", "documents", "report"])
 def test_help_has_an_example(run: CommandLine, command: str) -> None:
     """Every command explains itself with an example."""
     code, out, _ = run(command, "--help")

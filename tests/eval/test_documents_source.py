@@ -106,7 +106,7 @@ def test_right_answers_are_not_needed(
     source = DocumentsSource(documents=str(folder), questions=str(questions), preset=Preset(chunk_tokens=48, top_k=2))
     config = EvalConfig(source=source, model=str(model_dir), methods=("full_recompute", "full_reuse"), max_new_tokens=3)
     summary = evaluate(config, tmp_path / "run", fusor=fusor, embedder=embedder)
-    reuse = summary["methods"]["full_reuse"]["all"]
+    reuse = summary["methods"]["full_reuse"]
     assert reuse["first_token_kl_nats"] > 0
     assert 0 <= reuse["equal_greedy_tokens"] <= 1
     for name in ("f1", "em", "gold_nll_nats", "gold_nll_over_full_nats"):

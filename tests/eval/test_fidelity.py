@@ -13,9 +13,8 @@ from fakes import tiny_tokenizer
 from tiny_models import CONFIGS, WINDOW, tiny_model
 
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment
-from cacheblend.blend.fidelity import first_token_kl_nats
-from cacheblend.eval.metrics.compute import ModelCompute, compute_share
-from cacheblend.eval.metrics.fidelity import answer_nll_nats, equal_greedy_tokens
+from cacheblend.eval.compute import ModelCompute, compute_share
+from cacheblend.eval.metrics import answer_nll_nats, equal_greedy_tokens, first_token_kl_nats
 from cacheblend.service.engine.prompt import PromptRenderer
 
 HEAD, CHUNK, OTHER = (list(range(start, start + 24)) for start in (3, 30, 50))

@@ -14,9 +14,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import DynamicCache
 
 from cacheblend.base.errors import MissingExtraError
-from cacheblend.blend.fidelity import relative_kv_error
-from cacheblend.eval.metrics.answers import _scorer, exact_match, f1, rouge_l
-from cacheblend.eval.metrics.fidelity import paired_difference
+from cacheblend.eval.metrics import _scorer, exact_match, f1, paired_difference, relative_kv_error, rouge_l
 
 WORDS = [
     "the",

@@ -21,15 +21,12 @@ from cacheblend.eval.data import (
     Preset,
     Request,
     Task,
-    WorldSource,
     arrange,
     find_file,
     make_request,
     read_examples,
 )
-from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, WORLD, prompt_renderer
-from cacheblend.eval.world import make_cases, prompt_of
-from cacheblend.eval.world.tokens import make_tokenizer
+from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, prompt_renderer
 
 EXAMPLE = Example("1", "Who?", ("she",), (Passage("", "text"),), Task.QA)
 
@@ -74,7 +71,7 @@ def test_what_is_absent_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
     assert find_file("2wikimqa", str(path)) == find_file("2wikimqa", str(tmp_path)) == path
     monkeypatch.setenv("CACHEBLEND_DATA", str(tmp_path))
     assert find_file("2wikimqa", None) == path
-    with pytest.raises(ConfigError, match="one of world, musique"):
+    with pytest.raises(ConfigError, match="one of musique"):
         find_file("trivia", None)
 
 
@@ -89,17 +86,6 @@ def test_long_cases_lose_chunks_from_the_middle() -> None:
     assert (one.prompt.chunks, one.dropped_chunks, one.cut_tokens) == (((0,) * 6,), 4, 44)
     with pytest.raises(PromptTooLongError, match="case 1"):
         make_request(EXAMPLE, [0], chunks, [9, 9], 3)
-
-
-def test_a_world_prompt_is_the_readers() -> None:
-    """BOS, instruction, chunks and question: the very ids of the text as a whole."""
-    tokenizer = make_tokenizer()
-    source = WorldSource(seed=5, cases=4)
-    for request, case_ in zip(source.requests(tokenizer, None), make_cases(5, 4), strict=True):
-        text = WORLD.instruction + "".join(chunk.text for chunk in case_.chunks) + prompt_of(case_.question)
-        assert list(request.prompt.token_ids) == [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
-        assert request.example.answers == case_.answers
-        assert request.example.category == case_.question_class
 
 
 def test_the_papers_prompt(tmp_path: Path, embedder: FakeEmbedder) -> None:
@@ -221,10 +207,3 @@ def test_base_models_get_worked_examples() -> None:
         assert tokenizer.decode(renderer.question("Who?").suffix).endswith("Answer:") == has_examples
     with pytest.raises(ConfigError, match="chat template"):
         prompt_renderer(plain, replace(SHORT_ANSWER, prompt="chat"))
-
-
-def test_a_right_answer_follows_the_models_working() -> None:
-    """Where a model wrote a working first, the right answer is marked after it; elsewhere as it is."""
-    assert WORLD.as_written("1986", " Elia Harane: 1990\nmore: text") == "Elia Harane: 1986"
-    assert WORLD.as_written("1986", "1990") == "1986"
-    assert SHORT_ANSWER.as_written("1986", "in: 1990") == "1986"

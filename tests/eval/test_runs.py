@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from example_files import case, write
+from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
-from cacheblend.eval.data import WorldSource
-from cacheblend.eval.run.folder import EvalConfig, RunFolder
-from cacheblend.eval.run.report import report, summarize
-from cacheblend.eval.run.runner import CaseRunner, evaluate
-from cacheblend.eval.world.question import TESTED
+from cacheblend.eval.data import FileSource, Preset
+from cacheblend.eval.run import EvalConfig, RunFolder, evaluate, summarize
+from cacheblend.eval.run.report import report
+from cacheblend.eval.run.runner import CaseRunner
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 
 
 @pytest.fixture
-def config(model_dir: Path) -> EvalConfig:
-    return EvalConfig(source=WorldSource(seed=2, cases=5), model=str(model_dir), methods=METHODS, max_new_tokens=3)
+def config(model_dir: Path, source: FileSource) -> EvalConfig:
+    return EvalConfig(source=source, model=str(model_dir), methods=METHODS, max_new_tokens=3)
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,13 +40,13 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> None:
+def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path) -> None:
     """Set-up, a row a case with every method, and the summary by method and class are in the new folder."""
     seen: list[tuple[str, int, int]] = []
-    summary = evaluate(config, tmp_path / "run", fusor=fusor, on_progress=lambda *step: seen.append(step))
+    summary = evaluate(config, tmp_path / "run", fusor=fusor, embedder=embedder, on_progress=lambda *step: seen.append(step))
     run = RunFolder(tmp_path / "run")
     setup, rows = run.setup(), run.rows()
-    assert setup["config"]["source"] == {"data_set": "world", "seed": 2, "cases": 5, "articles": 3, "chunk_tokens": 96}
+    assert {"data_set": "musique", "seed": 0, "cases": 5}.items() <= setup["config"]["source"].items()
     assert setup["config"]["max_new_tokens"] == 3
     assert setup["fingerprint"] == fusor.fingerprint
     assert {"device", "threads", "commit", "versions"} <= set(setup)
@@ -52,11 +54,10 @@ def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> Non
     assert seen[-1] == ("cases", 5, 5)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert set(summary["methods"]) == set(METHODS)
-    for of_class in summary["methods"].values():
-        assert set(of_class) == {"all", *TESTED}
-        assert [of_class[name]["cases"] for name in ("all", *TESTED)] == [5, 2, 1, 1, 1]
-        assert all(of_class["all"][key] is not None for key in ("f1", "em", "ttft_s_median", "ttft_s_p95", "prompt_tokens"))
-    full, blend = summary["methods"]["full_recompute"]["all"], summary["methods"]["blend"]["all"]
+    for result in summary["methods"].values():
+        assert result["cases"] == 5
+        assert all(result[key] is not None for key in ("f1", "em", "ttft_s_median", "ttft_s_p95", "prompt_tokens"))
+    full, blend = summary["methods"]["full_recompute"], summary["methods"]["blend"]
     assert "f1_difference" not in full
     assert full["relative_kv_error"] == 0 < blend["relative_kv_error"]
     assert blend["f1_difference"]["mean"] == pytest.approx(blend["f1"] - full["f1"])
@@ -77,9 +78,11 @@ def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, tmp_path: Path) -> Non
     assert blend["f1"] == pytest.approx(mean)
 
 
-def test_a_killed_run_goes_on(config: EvalConfig, fusor: Fusor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on(
+    config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run killed within its fourth case, its last line torn, gives the rows of one that was not."""
-    evaluate(config, tmp_path / "whole", fusor=fusor)
+    evaluate(config, tmp_path / "whole", fusor=fusor, embedder=embedder)
     run_case = CaseRunner.run
 
     def killed(self: CaseRunner, request: Any, index: int) -> dict[str, Any]:
@@ -89,51 +92,49 @@ def test_a_killed_run_goes_on(config: EvalConfig, fusor: Fusor, tmp_path: Path, 
 
     monkeypatch.setattr(CaseRunner, "run", killed)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(config, tmp_path / "cut", fusor=fusor)
+        evaluate(config, tmp_path / "cut", fusor=fusor, embedder=embedder)
     monkeypatch.undo()
     with (tmp_path / "cut" / "rows.jsonl").open("a") as file:
         file.write('{"case": 3, "id": "2-')
     before = RunFolder(tmp_path / "cut").rows()
     assert [row["case"] for row in before] == [0, 1, 2]
     assert summarize(RunFolder(tmp_path / "cut"))["cases"] == 3
-    evaluate(config, tmp_path / "cut", resume=True, fusor=fusor)
+    evaluate(config, tmp_path / "cut", resume=True, fusor=fusor, embedder=embedder)
     after = RunFolder(tmp_path / "cut").rows()
     assert after[:3] == before
     assert untimed(after) == untimed(RunFolder(tmp_path / "whole").rows())
 
 
-def test_nothing_is_overwritten(config: EvalConfig, fusor: Fusor, model_dir: Path, tmp_path: Path) -> None:
+def test_nothing_is_overwritten(config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path) -> None:
     """A folder that exists is refused, and so is going on with another set-up, or where no run is."""
     run = tmp_path / "run"
-    evaluate(config, run, fusor=fusor)
+    evaluate(config, run, fusor=fusor, embedder=embedder)
     before = (run / "rows.jsonl").read_bytes()
     with pytest.raises(InputError, match="exists; choose another --out"):
-        evaluate(config, run, fusor=fusor)
-    other = EvalConfig(source=WorldSource(seed=3, cases=5), model=str(model_dir), methods=METHODS, max_new_tokens=3)
+        evaluate(config, run, fusor=fusor, embedder=embedder)
+    other = replace(config, max_new_tokens=2)
     with pytest.raises(InputError, match="another set-up"):
-        evaluate(other, run, resume=True, fusor=fusor)
+        evaluate(other, run, resume=True, fusor=fusor, embedder=embedder)
     with pytest.raises(InputError, match="not the folder of a run"):
-        evaluate(config, tmp_path / "nothing", resume=True, fusor=fusor)
+        evaluate(config, tmp_path / "nothing", resume=True, fusor=fusor, embedder=embedder)
     assert (run / "rows.jsonl").read_bytes() == before
     assert not (tmp_path / "nothing").exists()
 
 
 def test_random_weights_have_no_quality(
-    config: EvalConfig, fusor: Fusor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose configuration says that it is random gets times and tokens, and no F1 in rows, summary or report."""
     monkeypatch.setattr(fusor.model.config, "random_weights", True, raising=False)
-    summary = evaluate(config, tmp_path / "run", fusor=fusor)
+    summary = evaluate(config, tmp_path / "run", fusor=fusor, embedder=embedder)
     assert summary["weights"] == "random"
     assert "random" in summary["quality"]
-    for of_class in summary["methods"].values():
-        for result in of_class.values():
-            assert result["f1"] is None
-            assert result["em"] is None
-            assert "f1_difference" not in result
-            assert result["gold_nll_nats"] is result["gold_nll_over_full_nats"] is None
-            assert result["first_token_kl_nats"] >= 0
-            assert result["ttft_s_median"] > 0
+    for result in summary["methods"].values():
+        assert result["f1"] is result["em"] is None
+        assert "f1_difference" not in result
+        assert result["gold_nll_nats"] is result["gold_nll_over_full_nats"] is None
+        assert result["first_token_kl_nats"] >= 0
+        assert result["ttft_s_median"] > 0
     assert all(
         set(result["quality"].values()) == {None}
         for row in RunFolder(tmp_path / "run").rows()
@@ -144,34 +145,29 @@ def test_random_weights_have_no_quality(
     assert "Quality is left out" in text
 
 
-def test_long_cases_are_cut_and_counted(fusor: Fusor, model_dir: Path, tmp_path: Path) -> None:
+def test_long_cases_are_cut_and_counted(fusor: Fusor, embedder: FakeEmbedder, model_dir: Path, tmp_path: Path) -> None:
     """Contexts beyond the model's positions are cut, said in rows and summary, and every method runs on what is left."""
-    source = WorldSource(cases=2, articles=5, chunk_tokens=200)
-    config = EvalConfig(
-        source=source, model=str(model_dir), methods=("full_recompute", "blend", "map_reduce", "map_rerank"), max_new_tokens=2
-    )
-    summary = evaluate(config, tmp_path / "run", fusor=fusor)
+    passages = [{"title": f"Title {index}", "text": f"Town {index} has a river. " * 60} for index in range(12)]
+    write(tmp_path, "musique", [case(index, passages=passages) for index in range(2)])
+    source = FileSource(name="musique", data=str(tmp_path), preset=Preset(chunk_tokens=200, top_k=10))
+    config = EvalConfig(source=source, model=str(model_dir), methods=("full_recompute", "blend"), max_new_tokens=2)
+    summary = evaluate(config, tmp_path / "run", fusor=fusor, embedder=embedder)
     assert summary["cases_cut"] == 2
     for row in RunFolder(tmp_path / "run").rows():
-        for label in ("map_reduce", "map_rerank"):  # they read other prompts
-            assert row["methods"][label]["first_token_kl_nats"] is row["methods"][label]["compute_share"] is None
         assert row["dropped_chunks"] > 0
         assert row["cut_tokens"] > 0
         assert row["prompt_tokens"] + 2 <= 1536
 
 
-def test_reports_compare_runs(config: EvalConfig, fusor: Fusor, model_dir: Path, tmp_path: Path) -> None:
-    """A report has a table a run, quality by class, and runs side by side; a broken or empty run is named."""
-    evaluate(config, tmp_path / "one", fusor=fusor)
-    swept = EvalConfig(
-        source=WorldSource(seed=2, cases=4), model=str(model_dir), methods=METHODS, ratios=(0.1, 0.5), max_new_tokens=2
-    )
-    evaluate(swept, tmp_path / "two", fusor=fusor)
+def test_reports_compare_runs(config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path) -> None:
+    """A report has a table a run, and runs side by side; a broken or empty run is named."""
+    evaluate(config, tmp_path / "one", fusor=fusor, embedder=embedder)
+    swept = replace(config, ratios=(0.1, 0.5), max_new_tokens=2)
+    evaluate(swept, tmp_path / "two", fusor=fusor, embedder=embedder)
     text = report([tmp_path / "one", tmp_path / "two"])
     assert "| blend@0.5 |" in text
-    assert "| f1 by class | inside | across | two_hop | compare | all |" in text
     assert "| method | one: TTFT | one: quality | two: TTFT | two: quality |" in text
-    assert text.count("| full_recompute |") == 5
+    assert text.count("| full_recompute |") == 3
     (tmp_path / "one" / "rows.jsonl").write_text('{"case": 0\n{"case": 1}\n')
     with pytest.raises(InputError, match="line 1 is broken"):
         report([tmp_path / "one"])
@@ -180,7 +176,7 @@ def test_reports_compare_runs(config: EvalConfig, fusor: Fusor, model_dir: Path,
         report([tmp_path / "one"])
 
 
-def test_configs_are_checked(model_dir: Path) -> None:
+def test_configs_are_checked(config: EvalConfig) -> None:
     """Values that are not allowed are named with what is."""
     for changes, says in (
         ({"dtype": "int3"}, "bfloat16"),
@@ -188,7 +184,4 @@ def test_configs_are_checked(model_dir: Path) -> None:
         ({"methods": ("magic",)}, "full_recompute"),
     ):
         with pytest.raises(ConfigError, match=says):
-            EvalConfig(**{"source": WorldSource(), "model": str(model_dir), **changes})  # type: ignore[arg-type]  # on purpose
-    for changes in ({"cases": 0}, {"articles": 1}, {"chunk_tokens": 0}):
-        with pytest.raises(ConfigError):
-            WorldSource(**changes)
+            replace(config, **changes)

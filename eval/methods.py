@@ -1,16 +1,19 @@
-"""The interface of a method, and what most of them share: one prefill, then greedy decoding."""
+"""The methods side by side: full recompute, prefix caching, full reuse and blending, over the same token ids.
+
+`StoredContexts` and `ResidentRequest` say what a method finds in the cache, `CacheHistory` what earlier requests left there.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, Protocol
 
-from cacheblend.blend import ChunkContext, FusionResult, Fusor, Segment
+from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.eval.data import Request
@@ -19,7 +22,7 @@ from cacheblend.service.engine.prompt import PromptTokens
 from cacheblend.service.engine.request import FirstTokenClock
 from cacheblend.store import ChunkKV
 
-from .registry import CONTEXTS
+from .method_plan import CONTEXTS, FULL_REUSE, SELECTOR_OF_METHOD, PlannedMethod
 
 
 class StoredContexts:
@@ -119,14 +122,6 @@ class ResidentRequest:
         prefix = self._prefix(self._cached_prefix_chunks)
         return self._fusor.precompute(prefix) if prefix else None
 
-    @cached_property
-    def lone_kv(self) -> tuple[ChunkKV | None, ...]:
-        """Per chunk the KV of the head and that chunk, for methods that read every chunk alone; None where not cached."""
-        return tuple(
-            self._fusor.precompute((*self.prompt.prefix, *chunk)) if cached else None
-            for chunk, cached in zip(self.prompt.chunks, self._cached_chunks, strict=True)
-        )
-
     def blend_segments(self, context: str = CONTEXTS[0]) -> list[Segment]:
         """Head exact, every cached chunk with its own KV, the rest fresh."""
         head = [] if self.head_kv is None else [Segment(self.prompt.prefix, self.head_kv, exact=True)]
@@ -149,38 +144,31 @@ class MethodAnswer:
 
     Args:
         token_ids: the generated token ids.
-        ttft_s: question and stored KV in RAM -> first token id of the answer on the host (`service.first_token`). Retrieval
+        ttft_s: question and stored KV in RAM -> first token id of the answer on the host. Retrieval
             and tokenising, which are the same for all methods, are not in it.
         recomputed_tokens: tokens that ran through a layer before the first token, in the mean over layers 1 and up.
         loaded_bytes: stored KV that was read.
-        fused: the prompt's cache; None where the method reads another prompt than the request's.
+        fused: the prompt's cache.
     """
 
     token_ids: list[int]
     ttft_s: float
     recomputed_tokens: float
     loaded_bytes: int
-    fused: FusionResult | None
+    fused: FusionResult
 
 
-class Method(Protocol):
-    """One way to answer a request. Two calls, so that what is computed before a question comes is not timed."""
+class Method(ABC):
+    """One way to answer a request: a prefill of its own, then greedy decoding; the token ids are the same for all methods.
 
-    def prepare(self, resident: ResidentRequest) -> None:
-        """Have the KV that this method finds in the cache computed."""
-
-    def answer(self, resident: ResidentRequest, max_new_tokens: int) -> MethodAnswer:
-        """Answer it, timed."""
-
-
-class PrefillMethod(ABC):
-    """A method that differs from full recompute by its prefill alone: the token ids are the same."""
+    Two calls, so that KV which is computed before a question comes is not timed.
+    """
 
     def __init__(self, fusor: Fusor) -> None:
         self._fusor = fusor
 
-    def prepare(self, resident: ResidentRequest) -> None:  # noqa: B027  # most methods need nothing more
-        """Nothing, unless a method says otherwise."""
+    def prepare(self, resident: ResidentRequest) -> None:  # noqa: B027  # full recompute finds nothing in the cache
+        """Have the KV computed that this method finds in the cache; by default none."""
 
     @abstractmethod
     def prefill(self, resident: ResidentRequest) -> FusionResult:
@@ -204,7 +192,7 @@ class PrefillMethod(ABC):
         return 0
 
 
-def generate(fusor: Fusor, fused: FusionResult, max_new_tokens: int, **kwargs: Any) -> tuple[list[int], float]:
+def generate(fusor: Fusor, fused: FusionResult, max_new_tokens: int) -> tuple[list[int], float]:
     """Greedy token ids, and when the first was on the host, on `time.perf_counter`'s clock."""
     clock = FirstTokenClock()
     config: Any = fusor.model.generation_config
@@ -220,7 +208,6 @@ def generate(fusor: Fusor, fused: FusionResult, max_new_tokens: int, **kwargs: A
         temperature=None,
         top_p=None,
         top_k=None,
-        **kwargs,
     )
     return token_ids, clock.first_token
 
@@ -228,3 +215,121 @@ def generate(fusor: Fusor, fused: FusionResult, max_new_tokens: int, **kwargs: A
 def rows_run(fused: FusionResult) -> float:
     """Tokens that ran through a layer, in the mean over layers 1 and up."""
     return fmean(len(positions) for positions in fused.recomputed[1:] or fused.recomputed)
+
+
+class Blend(Method):
+    """Chunks reused anywhere, some of their tokens recomputed.
+
+    Args:
+        fusor: the model.
+        config: ratio and selector.
+        context: what the chunks' KV was computed after; one of `CONTEXTS`.
+    """
+
+    def __init__(self, fusor: Fusor, config: FusionConfig, context: str) -> None:
+        super().__init__(fusor)
+        self._config, self._context = config, context
+
+    def prepare(self, resident: ResidentRequest) -> None:
+        """The chunks' KV and the head's."""
+        _ = resident.head_kv, resident.chunk_kv(self._context)
+
+    def prefill(self, resident: ResidentRequest) -> FusionResult:
+        """Fuse."""
+        return self._fusor.fuse(resident.blend_segments(self._context), self._config)
+
+    def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:
+        """The chunks' KV from layer 1 up, layer 0 too where not all of its tokens ran, and the head's."""
+        ran_layer_0 = len(fused.recomputed[0]) == len(fused.token_ids) - fused.exact_tokens
+        chunks = [kv for kv in resident.chunk_kv(self._context) if kv is not None]
+        loaded = sum(k.nbytes + v.nbytes for kv in chunks for k, v in kv.layers[1 if ran_layer_0 else 0 :])
+        return loaded + (0 if resident.head_kv is None else resident.head_kv.nbytes)
+
+
+class FullRecompute(Method):
+    """Nothing is reused."""
+
+    def prefill(self, resident: ResidentRequest) -> FusionResult:
+        """The Hugging Face model's own forward."""
+        return self._fusor.prefill(resident.prompt.token_ids)
+
+
+class PrefixCache(Method):
+    """The paper's ideal form: the prefix lies in RAM, and its loading is not waited for.
+
+    Other requests warm it, never the same prompt: see `CacheHistory`.
+    """
+
+    def prepare(self, resident: ResidentRequest) -> None:
+        """The prefix's KV."""
+        _ = resident.prefix_kv
+
+    def prefill(self, resident: ResidentRequest) -> FusionResult:
+        """Run what stands after the prefix."""
+        return self._fusor.fuse(resident.prefix_segments())
+
+    def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:
+        """The prefix's KV."""
+        return 0 if resident.prefix_kv is None else resident.prefix_kv.nbytes
+
+
+def make_methods(planned: Sequence[PlannedMethod], fusor: Fusor) -> Mapping[str, Method]:
+    """Make the planned methods, by label."""
+    return {method.label: _make(method, fusor) for method in planned}
+
+
+def _make(planned: PlannedMethod, fusor: Fusor) -> Method:
+    if planned.name == FULL_REUSE:
+        return Blend(fusor, FusionConfig(recompute_ratio=0.0), planned.context)
+    if planned.ratio is None:
+        return PrefixCache(fusor) if planned.name == "prefix_cache" else FullRecompute(fusor)
+    config = FusionConfig(recompute_ratio=planned.ratio, selector=SELECTOR_OF_METHOD[planned.name])
+    return Blend(fusor, config, planned.context)
+
+
+Chunk = tuple[int, ...]
+
+
+class CacheHistory(Protocol):
+    """Says which chunks and which prefixes earlier requests left in the cache."""
+
+    def cached(self, chunks: Sequence[Chunk]) -> tuple[tuple[bool, ...], int]:
+        """Per chunk whether its KV is there, and how many leading chunks a prefix cache has."""
+
+    def remember(self, chunks: Sequence[Chunk]) -> None:
+        """A request over these chunks is done."""
+
+
+class EverythingCached:
+    """Every chunk was computed before, and some other request began with the same first chunk: the paper's set-up.
+
+    That flatters prefix caching, as the paper does: its first chunk always hits. What stands after the first chunk never
+    does, since no other request has the same two chunks in the same order.
+    """
+
+    def cached(self, chunks: Sequence[Chunk]) -> tuple[tuple[bool, ...], int]:
+        """All of them, and the first."""
+        return (True,) * len(chunks), min(1, len(chunks))
+
+    def remember(self, chunks: Sequence[Chunk]) -> None:
+        """Nothing to add."""
+
+
+class SeenBefore:
+    """Chunks that earlier requests of the run had, as if the cache had room for all of it; only token ids are held here."""
+
+    def __init__(self) -> None:
+        self._chunks: set[Chunk] = set()
+        self._prefixes: set[tuple[Chunk, ...]] = set()
+
+    def cached(self, chunks: Sequence[Chunk]) -> tuple[tuple[bool, ...], int]:
+        """Chunks seen anywhere, and the longest run of leading chunks that a request began with."""
+        prefix = 0
+        while prefix < len(chunks) and tuple(chunks[: prefix + 1]) in self._prefixes:
+            prefix += 1
+        return tuple(chunk in self._chunks for chunk in chunks), prefix
+
+    def remember(self, chunks: Sequence[Chunk]) -> None:
+        """Add a request's chunks and prefixes."""
+        self._chunks.update(chunks)
+        self._prefixes.update(tuple(chunks[:length]) for length in range(1, len(chunks) + 1))

@@ -1,0 +1,70 @@
+"""The methods' names: which there are, and how a run plans them over ratios and contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cacheblend.base.errors import ConfigError
+from cacheblend.blend import DEFAULT_SELECTOR, SELECTORS, FusionConfig
+
+CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")  # what chunks' KV is computed after
+# Blending by the selector that picks the tokens; "blend" has the default one, and a selector without a name here its own.
+_NAMED = {
+    "blend": DEFAULT_SELECTOR,
+    "blend_hkvd": "gradual",
+    "blend_single_shot": "single_shot",
+    "blend_product": "attention_deviation",
+    "epic": "first_tokens",
+    "random_tokens": "random",
+}
+SELECTOR_OF_METHOD = {**_NAMED, **{f"blend_{name}": name for name in SELECTORS if name not in _NAMED.values()}}
+METHOD_OF_SELECTOR = {selector: name for name, selector in reversed(SELECTOR_OF_METHOD.items())}
+FULL_REUSE = "full_reuse"
+# Methods without a recompute ratio and without a context of the chunks' KV; full reuse has a context and no ratio.
+_PLAIN = ("full_recompute", "prefix_cache")
+METHODS = (*_PLAIN, FULL_REUSE, *SELECTOR_OF_METHOD)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMethod:
+    """A method of a run: its label in results, its name, and its ratio and context where they apply."""
+
+    label: str
+    name: str
+    ratio: float | None
+    context: str = CONTEXTS[0]
+
+
+def plan_methods(
+    names: Sequence[str], ratios: Sequence[float], contexts: Sequence[str] = CONTEXTS[:1]
+) -> tuple[PlannedMethod, ...]:
+    """Every method, those that reuse chunks over KV of every context, and those with a ratio at every ratio.
+
+    The label is `name`, with `+context` after it for another context than the default, and `@ratio` where there are several.
+
+    Raises:
+        ConfigError: an unknown method or context, one given twice, none at all, or a ratio outside 0..1.
+    """
+    for field, values, allowed in (("methods", names, METHODS), ("contexts", contexts, CONTEXTS)):
+        for name in values:
+            if name not in allowed:
+                raise ConfigError(field, name, f"any of {', '.join(allowed)}")
+    for field, given in (("methods", names), ("ratios", ratios), ("contexts", contexts)):
+        if not given or len(set(given)) < len(given):
+            raise ConfigError(field, ",".join(map(str, given)), "at least one, each once")
+    for ratio in ratios:
+        FusionConfig(recompute_ratio=ratio)
+    planned: list[PlannedMethod] = []
+    for name in names:
+        if name in _PLAIN:
+            planned.append(PlannedMethod(name, name, None))
+            continue
+        for context in contexts:
+            label = name if context == CONTEXTS[0] else f"{name}+{context}"
+            if name == FULL_REUSE:
+                planned.append(PlannedMethod(label, name, None, context))
+                continue
+            for ratio in ratios:
+                planned.append(PlannedMethod(label if len(ratios) == 1 else f"{label}@{ratio}", name, ratio, context))
+    return tuple(planned)

@@ -1,1 +1,0 @@
-"""The rival methods behind one small interface, one a file."""

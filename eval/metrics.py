@@ -1,0 +1,146 @@
+"""Scores of answers, nearness to full recompute, and differences between methods with their intervals.
+
+Nearness is measured on distributions rather than on finished answers. Shapes: V vocabulary, G tokens of a given answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cacheblend.base.extras import needs_extra
+from cacheblend.blend import FusionResult, Fusor
+from cacheblend.blend.generation import branch_cache
+from cacheblend.eval.data import Example, Task
+from cacheblend.service.serving.quality_guard import equal_tokens_share
+from cacheblend.service.serving.quality_guard import first_token_kl_nats as first_token_kl_nats
+from cacheblend.service.serving.quality_guard import relative_kv_error as relative_kv_error
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize(text: str) -> str:
+    """The form in which answers are compared, as in SQuAD's evaluation script."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def f1(prediction: str, answers: Sequence[str]) -> float:
+    """Word F1 against the best of the answers, 0..1."""
+    return _best(_f1, prediction, answers)
+
+
+def exact_match(prediction: str, answers: Sequence[str]) -> float:
+    """1 where the prediction is one of the answers, else 0."""
+    return _best(lambda said, wanted: float(normalize(said) == normalize(wanted)), prediction, answers)
+
+
+def _best(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float:
+    return max(score(prediction, answer) for answer in answers)
+
+
+def _f1(prediction: str, answer: str) -> float:
+    said, wanted = normalize(prediction).split(), normalize(answer).split()
+    common = sum((Counter(said) & Counter(wanted)).values())
+    # Two empty texts score 0, as in the script of SQuAD 1.1.
+    return 2 * common / (len(said) + len(wanted)) if common else 0.0
+
+
+def rouge_l(prediction: str, answers: Sequence[str]) -> float:
+    """F-measure of the longest common subsequence against the best of the answers, 0..1.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    scorer = _scorer()
+    return max(float(scorer.score(answer, prediction)["rougeL"].fmeasure) for answer in answers)
+
+
+@functools.cache
+def _scorer() -> Any:
+    with needs_extra("eval"):
+        from rouge_score.rouge_scorer import RougeScorer
+    return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+def quality(example: Example, prediction: str) -> Mapping[str, float | None]:
+    """The metrics of the example's task, each 0..1; the first is the one that methods are compared by.
+
+    None where nobody gave a right answer.
+    """
+    if example.task is Task.SUMMARIZATION:
+        return {"rouge_l": rouge_l(prediction, example.answers) if example.answers else None}
+    if not example.answers:
+        return {"f1": None, "em": None}
+    return {"f1": f1(prediction, example.answers), "em": exact_match(prediction, example.answers)}
+
+
+GOLD_TOKENS = 64  # of a longer answer (a summary) its beginning is enough, and its forward stays short
+COMPARED_TOKENS = 16
+
+
+@torch.no_grad()
+def answer_nll_nats(fusor: Fusor, fused: FusionResult, answer_ids: Sequence[int]) -> float:
+    """Negative log-likelihood of an answer after a prompt, summed over its tokens, by teacher forcing.
+
+    The first token is marked by the prompt's own logits, the others by one forward over a branch of its cache, which stays as
+    it is.
+
+    Args:
+        fusor: the model.
+        fused: the prompt.
+        answer_ids: G token ids, at least one.
+    """
+    logits_GV = fused.logits[None]
+    if len(answer_ids) > 1:
+        ids = torch.tensor([list(answer_ids[:-1])], device=fusor.decoder.device)
+        output: Any = fusor.model(ids, past_key_values=branch_cache(fused.cache), use_cache=True)
+        logits_GV = torch.cat([logits_GV, output.logits[0].float()])
+    wanted_G1 = torch.tensor(answer_ids, device=logits_GV.device)[:, None]
+    return -float(torch.log_softmax(logits_GV.double(), dim=-1).gather(1, wanted_G1).sum())
+
+
+def equal_greedy_tokens(full_ids: Sequence[int], method_ids: Sequence[int]) -> float:
+    """Share of full recompute's first 16 greedy tokens that the method gives too, see `equal_tokens_share`."""
+    return equal_tokens_share(full_ids[:COMPARED_TOKENS], method_ids)
+
+
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+_RESAMPLES_AT_ONCE = 500  # bounds memory at 1,000 cases to 4 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean of the paired differences and the bounds of its 95 % interval; None where one pair alone gives no interval."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Difference:
+    """`ours` minus `theirs`, case by case, by a percentile bootstrap over cases; the same arguments give the same interval.
+
+    Done with numpy: scipy's `bootstrap` is the same for a mean, and its import takes longer than a small run's report.
+    """
+    differences_N = np.subtract(ours, theirs)
+    mean = float(differences_N.mean())
+    if len(differences_N) < 2:
+        return Difference(mean, None, None)
+    rng = np.random.default_rng(seed)
+    means = [
+        rng.choice(differences_N, size=(_RESAMPLES_AT_ONCE, len(differences_N))).mean(axis=1)
+        for _ in range(RESAMPLES // _RESAMPLES_AT_ONCE)
+    ]
+    outside = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(np.concatenate(means), [outside, 100 - outside])
+    return Difference(mean, float(low), float(high))
