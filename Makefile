@@ -1,6 +1,5 @@
-# make demo    set up .venv and run the main job: SmolLM2-135M, fetched once, asked about a handbook by three methods; DEMO_ARGS=--reader
-#              for the packaged reader, which needs no network; MODEL=dir [PASSAGES=file] for a model of yours
-# make figures the paper's figures, with the packaged reader or READER=path/to/model
+# make demo    set up .venv and run the main job: SmolLM2-135M, fetched once, asked about a handbook by three methods; MODEL=dir for yours
+# make bench   measure the five tables of docs/benchmarks.md and write them there; DATA=dir of the data sets, BENCH_ARGS=--quick for a try
 # make install set up .venv with everything that users need, for `.venv/bin/cacheblend`
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
@@ -16,7 +15,7 @@ DIST := dist
 LOWEST_TESTS ?=
 WORKERS ?= 2
 
-.PHONY: install demo check check-lowest check-ray check-vllm lint types imports test docs wheel format bench figures clean
+.PHONY: install demo check check-lowest check-ray check-vllm lint types imports test docs wheel format bench clean
 
 # Where the developers' environment is, that has it all.
 install: | $(BIN)/python
@@ -26,7 +25,7 @@ install: | $(BIN)/python
 
 demo: $(BIN)/.installed
 	@echo "set-up of .venv done; the model is fetched at its first use, and the demo times itself apart from that"
-	$(BIN)/cacheblend demo $(MODEL) $(if $(PASSAGES),--passages $(PASSAGES)) $(DEMO_ARGS)
+	$(BIN)/cacheblend demo $(MODEL) --yes $(DEMO_ARGS)
 
 check: lint types imports test
 
@@ -70,9 +69,6 @@ format: $(BIN)/.installed
 
 bench: $(BIN)/.installed
 	$(BIN)/python scripts/bench_fusor.py
-
-figures: $(BIN)/.installed
-	$(BIN)/cacheblend eval figures --out figures $(if $(READER),--model $(READER)) $(FIGURES_ARGS)
 
 clean:
 	rm -rf .venv .venv-lowest .venv-ray .venv-vllm .demo build dist *.egg-info

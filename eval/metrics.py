@@ -128,10 +128,7 @@ class Difference:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Difference:
-    """`ours` minus `theirs`, case by case, by a percentile bootstrap over cases; the same arguments give the same interval.
-
-    Done with numpy: scipy's `bootstrap` is the same for a mean, and its import takes longer than a small run's report.
-    """
+    """`ours` minus `theirs`, case by case, by a percentile bootstrap over cases; the same arguments give the same interval."""
     differences_N = np.subtract(ours, theirs)
     mean = float(differences_N.mean())
     if len(differences_N) < 2:
