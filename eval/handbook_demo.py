@@ -10,12 +10,13 @@ from typing import Any, Self, get_args
 from cacheblend.blend import FusionResult
 from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.eval.data.source import OWN_QUESTION
+from cacheblend.eval.methods import rows_run
+from cacheblend.eval.metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, normalize
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
+from cacheblend.service.serving.quality_guard import first_token_kl_nats
 
 from .handbook import HandbookQuestion, QuestionClass
-from .methods import rows_run
-from .metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, first_token_kl_nats, normalize
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 CLASSES: tuple[QuestionClass, ...] = get_args(QuestionClass)

@@ -21,8 +21,6 @@ from cacheblend.blend import FusionResult, Fusor
 from cacheblend.blend.generation import branch_cache
 from cacheblend.eval.data import Example, Task
 from cacheblend.service.serving.quality_guard import equal_tokens_share
-from cacheblend.service.serving.quality_guard import first_token_kl_nats as first_token_kl_nats
-from cacheblend.service.serving.quality_guard import relative_kv_error as relative_kv_error
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -32,7 +32,8 @@ from cacheblend.blend.selection import DEFAULT_RATIO
 from cacheblend.eval.data import FileSource, Preset
 from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.methods import EverythingCached, ResidentRequest, StoredContexts
-from cacheblend.eval.metrics import answer_nll_nats, first_token_kl_nats
+from cacheblend.eval.metrics import answer_nll_nats
+from cacheblend.service.serving.quality_guard import first_token_kl_nats
 from cacheblend.store import ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
 

@@ -39,8 +39,7 @@ from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
 from cacheblend.eval.data.request import Example, Passage
 from cacheblend.eval.data.source import SHORT_ANSWER
-from cacheblend.eval.metrics.answers import f1, normalize
-from cacheblend.eval.metrics.fidelity import answer_nll_nats, paired_difference
+from cacheblend.eval.metrics import answer_nll_nats, f1, normalize, paired_difference
 from cacheblend.retriever import (
     Document,
     Retriever,

@@ -19,7 +19,7 @@ from cacheblend.service.engine.config import EngineConfig
 from . import options, terminal
 
 if TYPE_CHECKING:
-    from cacheblend.eval.run import CalibrationRun
+    from cacheblend.eval.run.calibration import CalibrationRun
 
 
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
@@ -64,8 +64,9 @@ def calibrate(
     """
     terminal.hush_libraries()
 
-    from cacheblend.eval.run import calibrate as run_calibration
-    from cacheblend.eval.run import calibration_config, load_fusor
+    from cacheblend.eval.run.calibration import calibrate as run_calibration
+    from cacheblend.eval.run.calibration import calibration_config
+    from cacheblend.eval.run.runner import load_fusor
 
     thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
     engine = settings.make(EngineConfig, model=model, store_dir=store_dir)

@@ -30,7 +30,7 @@ from . import load, options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.eval.data import RequestSource
-    from cacheblend.eval.run import EvalConfig
+    from cacheblend.eval.run.folder import EvalConfig
 
 DEFAULT_METHODS = ",".join(METHODS[:4])
 
@@ -202,9 +202,10 @@ def report(
 
         cacheblend eval report runs/musique --figure loss.png
     """
-    from cacheblend.eval.run import RunFolder, summarize
+    from cacheblend.eval.run.folder import RunFolder
     from cacheblend.eval.run.loss_figure import draw_losses
     from cacheblend.eval.run.report import report as make_report
+    from cacheblend.eval.run.report import summarize
 
     if figure is not None and figure.suffix != ".png":
         raise ConfigError("figure", str(figure), "a .png")
@@ -216,7 +217,7 @@ def report(
 def _config(source: RequestSource, run: RunOptions, settings: options.Settings) -> EvalConfig:
     """The run's configuration, with the default model and the device that "auto" stands for filled in."""
     terminal.hush_libraries()
-    from cacheblend.eval.run import EvalConfig
+    from cacheblend.eval.run.folder import EvalConfig
 
     from .model import choose_model
 
@@ -237,8 +238,8 @@ def _config(source: RequestSource, run: RunOptions, settings: options.Settings) 
 
 def _run(source: RequestSource, run: RunOptions, settings: options.Settings, *, as_json: bool) -> None:
     config = _config(source, run, settings)
-    from cacheblend.eval.run import evaluate
     from cacheblend.eval.run.report import report
+    from cacheblend.eval.run.runner import evaluate
 
     if run.resume and run.out is None:
         raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")

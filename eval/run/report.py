@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend.base.errors import InputError
-from cacheblend.eval.metrics.fidelity import paired_difference
+from cacheblend.eval.metrics import paired_difference
 
 from .folder import Row, RunFolder
 

@@ -26,17 +26,10 @@ from cacheblend.eval.methods import (
     generate,
     make_methods,
 )
-from cacheblend.eval.metrics import (
-    COMPARED_TOKENS,
-    GOLD_TOKENS,
-    answer_nll_nats,
-    equal_greedy_tokens,
-    first_token_kl_nats,
-    quality,
-    relative_kv_error,
-)
+from cacheblend.eval.metrics import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, quality
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import torch_dtype
+from cacheblend.service.serving.quality_guard import first_token_kl_nats, relative_kv_error
 
 from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
 from .report import summarize

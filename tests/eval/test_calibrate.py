@@ -20,8 +20,7 @@ from cacheblend.cli import main as cli
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
 from cacheblend.eval.method_plan import METHOD_OF_SELECTOR
-from cacheblend.eval.run import calibration_config
-from cacheblend.eval.run.calibration import Setting, choose, loss_curve, selector_beyond
+from cacheblend.eval.run.calibration import Setting, calibration_config, choose, loss_curve, selector_beyond
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig

@@ -14,15 +14,8 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import FileSource, Request
 from cacheblend.eval.method_plan import CONTEXTS, METHODS, plan_methods
-from cacheblend.eval.methods import (
-    EverythingCached,
-    MethodAnswer,
-    ResidentRequest,
-    SeenBefore,
-    StoredContexts,
-    make_methods,
-)
-from cacheblend.eval.metrics import relative_kv_error
+from cacheblend.eval.methods import EverythingCached, MethodAnswer, ResidentRequest, SeenBefore, StoredContexts, make_methods
+from cacheblend.service.serving.quality_guard import relative_kv_error
 
 NEW_TOKENS = 4
 

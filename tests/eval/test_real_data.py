@@ -11,7 +11,8 @@ from fakes import FakeEmbedder
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import DATA_SETS, PRESETS, FileSource, read_examples
 from cacheblend.eval.method_plan import METHODS
-from cacheblend.eval.run import EvalConfig, RunFolder, evaluate
+from cacheblend.eval.run.folder import EvalConfig, RunFolder
+from cacheblend.eval.run.runner import evaluate
 
 DATA = Path(os.environ.get("CACHEBLEND_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

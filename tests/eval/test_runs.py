@@ -14,9 +14,9 @@ from fakes import FakeEmbedder
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import FileSource, Preset
-from cacheblend.eval.run import EvalConfig, RunFolder, evaluate, summarize
-from cacheblend.eval.run.report import report
-from cacheblend.eval.run.runner import CaseRunner
+from cacheblend.eval.run.folder import EvalConfig, RunFolder
+from cacheblend.eval.run.report import report, summarize
+from cacheblend.eval.run.runner import CaseRunner, evaluate
 
 METHODS = ("full_recompute", "full_reuse", "blend")
 
