@@ -22,7 +22,8 @@ from cacheblend.cli import main as cli
 from cacheblend.eval.load import PERCENTILES, Sample, Target, ask, peer_target, poisson_arrivals, run_load, summarize_rate
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http import HttpConfig, Server
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
 from api import listening
