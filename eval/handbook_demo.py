@@ -14,7 +14,6 @@ from cacheblend.eval.methods import rows_run
 from cacheblend.eval.metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, normalize
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
-from cacheblend.service.serving.quality_guard import first_token_kl_nats
 
 from .handbook import HandbookQuestion, QuestionClass
 

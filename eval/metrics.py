@@ -18,9 +18,9 @@ import torch
 
 from cacheblend.base.extras import needs_extra
 from cacheblend.blend import FusionResult, Fusor
+from cacheblend.blend.fidelity import equal_tokens_share
 from cacheblend.blend.generation import branch_cache
 from cacheblend.eval.data import Example, Task
-from cacheblend.service.serving.quality_guard import equal_tokens_share
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -34,6 +34,7 @@ from typing import Any
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
+from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.blend.models import DEFAULT_MODEL, load_tokenizer
 from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
@@ -50,7 +51,6 @@ from cacheblend.retriever import (
 )
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.serving.quality_guard import first_token_kl_nats
 from cacheblend.store import StoreConfig
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ import torch
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend import FusionResult, Fusor
+from cacheblend.blend.fidelity import first_token_kl_nats, relative_kv_error
 from cacheblend.eval.compute import ModelCompute, compute_share
 from cacheblend.eval.data import Example, Request
 from cacheblend.eval.data.source import prompt_renderer
@@ -29,7 +30,6 @@ from cacheblend.eval.methods import (
 from cacheblend.eval.metrics import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, quality
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import torch_dtype
-from cacheblend.service.serving.quality_guard import first_token_kl_nats, relative_kv_error
 
 from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
 from .report import summarize

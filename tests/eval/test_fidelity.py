@@ -13,10 +13,10 @@ from fakes import tiny_tokenizer
 from tiny_models import CONFIGS, WINDOW, tiny_model
 
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment
+from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.eval.compute import ModelCompute, compute_share
 from cacheblend.eval.metrics import answer_nll_nats, equal_greedy_tokens
 from cacheblend.service.engine.prompt import PromptRenderer
-from cacheblend.service.serving.quality_guard import first_token_kl_nats
 
 HEAD, CHUNK, OTHER = (list(range(start, start + 24)) for start in (3, 30, 50))
 QUESTION = [71, 72, 80, 75, 90, 6]

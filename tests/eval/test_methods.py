@@ -12,10 +12,10 @@ from prompts import assert_same_kv
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Fusor
+from cacheblend.blend.fidelity import relative_kv_error
 from cacheblend.eval.data import FileSource, Request
 from cacheblend.eval.method_plan import CONTEXTS, METHODS, plan_methods
 from cacheblend.eval.methods import EverythingCached, MethodAnswer, ResidentRequest, SeenBefore, StoredContexts, make_methods
-from cacheblend.service.serving.quality_guard import relative_kv_error
 
 NEW_TOKENS = 4
 

@@ -14,8 +14,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import DynamicCache
 
 from cacheblend.base.errors import MissingExtraError
+from cacheblend.blend.fidelity import relative_kv_error
 from cacheblend.eval.metrics import _scorer, exact_match, f1, paired_difference, rouge_l
-from cacheblend.service.serving.quality_guard import relative_kv_error
 
 WORDS = [
     "the",
