@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
-from . import completions, documents, files, ingests, operations, responses, texts
+from . import completions, documents, operations
 from .body import BodyLimit
 from .errors import install_error_handlers
 from .gate import Gate
@@ -31,7 +31,7 @@ def create_app(server: Server) -> FastAPI:
         responses={"default": {"description": "An error in OpenAI's shape.", "content": _ERROR_CONTENT}},
     )
     app.state.server = server
-    for module in (completions, responses, documents, files, ingests, texts, operations):
+    for module in (completions, documents, operations):
         app.include_router(module.router)
     add_page(app)
     install_error_handlers(app)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -155,7 +156,7 @@ class BodyLimit:
 
     def _limit(self, scope: Scope) -> tuple[str, int]:
         most_bytes, name = self._http.max_body_bytes, "max_body_bytes"
-        if not scope["path"].startswith(("/v1/documents", "/v1/files")) and self._http.max_completion_bytes < most_bytes:
+        if not scope["path"].startswith("/v1/documents") and self._http.max_completion_bytes < most_bytes:
             most_bytes, name = self._http.max_completion_bytes, "max_completion_bytes"
         return name, most_bytes
 
@@ -171,45 +172,34 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by `read_body` in a thread; FastAPI would read and check it on the event loop.
+    """A route whose endpoint is called with the body that `read_json` read; FastAPI would read it on the event loop.
 
-    Large bodies of one tenant are read one after the other, so that it takes one thread's part of Python's lock.
+    Such an endpoint has the arguments `body` and `request`, and those of its path.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, given the body that was checked."""
-        handle = super().get_route_handler()
+        """The endpoint's call; FastAPI's own for an endpoint without a body."""
         if self.body_field is None:
-            return handle
+            return super().get_route_handler()
         model = self.body_field.field_info.annotation
         assert isinstance(model, type), "a route takes one model as its body"
         assert issubclass(model, BaseModel), "a route takes one model as its body"
 
-        async def read_and_handle(request: Request) -> Response:
-            raw = b"".join([part async for part in request.stream()])  # `request.body` would hold it until the answer
-            if len(raw) <= SMALL_BYTES:
-                checked = read_body(raw, model)
-            else:
-                async with request.app.state.server.reading[request.state.tenant]:
-                    checked = await run_in_threadpool(read_body, raw, model)
-            del raw
-            return await handle(_CheckedRequest(request, checked))
+        async def handle(request: Request) -> Response:
+            body = await read_json(request, model)
+            answer = await self.endpoint(body=body, request=request, **request.path_params)
+            return answer if isinstance(answer, Response) else JSONResponse(answer, self.status_code or 200)
 
-        return read_and_handle
+        return handle
 
 
-class _CheckedRequest(Request):
-    """A request whose JSON is the checked model, which FastAPI takes as it is."""
-
-    def __init__(self, request: Request, checked: BaseModel) -> None:
-        super().__init__(request.scope, request.receive)
-        self._checked = checked
-
-    async def body(self) -> bytes:
-        return b"{}"  # not empty, which would be no body
-
-    async def json(self) -> Any:
-        return self._checked
+async def read_json(request: Request, model: type[_Model]) -> _Model:
+    """A request's body, a large one read in a thread; those of one tenant one after the other. Raises as `read_body` does."""
+    raw = b"".join([part async for part in request.stream()])  # `request.body` would hold it until the answer
+    if len(raw) <= SMALL_BYTES:
+        return read_body(raw, model)
+    async with request.app.state.server.reading[request.state.tenant]:
+        return await run_in_threadpool(read_body, raw, model)
 
 
 def read_body(raw: bytes, model: type[_Model]) -> _Model:

@@ -1,30 +1,68 @@
-"""`/v1/documents`: what is answered from."""
+"""`/v1/documents` and `/v1/ingests`: what is answered from, uploaded as JSON or as a file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import re
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
+from cacheblend.retriever.document import NO_ID
+from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKED_BYTES, FileConverter
+from cacheblend.service.engine.ingest import IngestReport
+from cacheblend.service.engine.json_lines import LineLimits
 
-from .body import JsonRoute
-from .errors import ApiError
+from .body import JsonRoute, read_json
+from .errors import ApiError, shortened
 from .schemas import DocumentBody, StrictModel, Text
-from .server import Server, run_call, run_document_call
+from .server import Progress, Server, run_call, run_document_call
 
-router = APIRouter(prefix="/v1/documents", route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
+FORM_FIELDS = ("file", "id")
+MAX_NAME_CHARACTERS = 200
+LINE_LIMITS = LineLimits(lines=200_000, decompressed_bytes=MAX_UNPACKED_BYTES)
+CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
+_SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")  # says of which kind a file is; names in a file system hold few bytes
+_UPLOAD_SCHEMA = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "required": ["documents"],
+            "properties": {"documents": {"type": "array", "items": {"$ref": "#/components/schemas/DocumentBody"}}},
+        }
+    },
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["file"],
+            "properties": {"file": {"type": "string", "format": "binary"}, "id": {"type": "string"}},
+        }
+    },
+}
 
 
 class IngestBody(StrictModel):
-    """`POST /v1/documents`."""
+    """`POST /v1/documents`, as JSON."""
 
     documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
 
@@ -42,17 +80,24 @@ class PinBody(StrictModel):
     pinned: bool = True
 
 
-@router.post("", status_code=201)
-async def ingest(body: IngestBody, request: Request) -> dict[str, Any]:
-    """Split, index and precompute documents; returns when their KV is durable. A known id is replaced."""
+@router.post("/v1/documents", status_code=201, openapi_extra={"requestBody": {"required": True, "content": _UPLOAD_SCHEMA}})
+async def ingest(request: Request) -> dict[str, Any]:
+    """Split, index and precompute documents; returns when their KV is durable. A known id is replaced.
+
+    A form has a `file` in place of JSON, which is read as `cacheblend ingest` reads it. Its document has the form's `id`, by
+    default the file's name; pages, slides and sheets are documents such as `report.pdf#page=3`. A JSON line has its own id.
+    """
+    if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        return await _ingest_file(request)
+    body = await read_json(request, IngestBody)
     limit = request.app.state.server.http.max_documents
     if len(body.documents) > limit:
         message = f"documents: {len(body.documents)} are more than max_documents={limit}; send them in several calls"
         raise ApiError(400, message, param="documents", code="too_many_documents")
-    return await _upload(request, [document.model_dump() for document in body.documents])
+    return await _ingest_documents(request, [document.model_dump() for document in body.documents])
 
 
-@router.get("")
+@router.get("/v1/documents")
 async def ls(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="At most so many documents.")] = LISTED,
@@ -86,7 +131,7 @@ async def ls(
         raise ApiError(400, str(error), param="after", code="document_not_found") from error
 
 
-@router.get("/{id_:path}")
+@router.get("/v1/documents/{id_:path}")
 async def show(id_: str, request: Request) -> dict[str, Any]:
     """One document, or a file's together, and the text of the chunks."""
 
@@ -97,20 +142,20 @@ async def show(id_: str, request: Request) -> dict[str, Any]:
     return await _known(request, read)
 
 
-@router.put("/{id_:path}")
+@router.put("/v1/documents/{id_:path}")
 async def replace(id_: str, body: ReplaceBody, request: Request) -> dict[str, Any]:
     """Put a document, in place of the one with this id where there is one."""
-    return await _upload(request, [{"id": id_, "title": body.title, "text": body.text}])
+    return await _ingest_documents(request, [{"id": id_, "title": body.title, "text": body.text}])
 
 
-@router.delete("/{id_:path}")
+@router.delete("/v1/documents/{id_:path}")
 async def delete(id_: str, request: Request) -> dict[str, Any]:
     """Remove a document, or a file's, and the KV that no other document needs."""
     await _known(request, lambda engine: engine.documents.delete(id_))
     return {"id": id_, "object": "document", "deleted": True}
 
 
-@router.post("/{id_:path}/pin")
+@router.post("/v1/documents/{id_:path}/pin")
 async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     """Spare a document's KV from evictions, or no longer."""
 
@@ -120,16 +165,12 @@ async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     return _body(await _known(request, set_pinned))
 
 
-async def _upload(request: Request, documents: Sequence[Mapping[str, object]]) -> dict[str, Any]:
-    """Ingest documents when it is the tenant's turn; nothing of them stays where the client goes before the answer."""
+@router.get("/v1/ingests")
+async def ls_ingests(request: Request) -> dict[str, Any]:
+    """The uploads that have not ended, each with its stage and how much of it is done."""
     server: Server = request.app.state.server
-    engine: Engine = request.state.engine
-    name = str(documents[0].get("id") or documents[0].get("title") or "")
-    with server.ingests.follow(request.state.tenant, name) as progress:
-        report = await run_call(
-            server.uploads, request, lambda check: engine.ingest(documents, progress, check), until_begun=True
-        )
-    return {"object": "ingest_report", **report.as_dict()}
+    running = server.ingests.of_tenant(request.state.tenant)
+    return {"object": "list", "data": [{"object": "ingest", **asdict(ingest)} for ingest in running]}
 
 
 async def _known(request: Request, call: Callable[[Engine], _Result]) -> _Result:
@@ -142,3 +183,143 @@ async def _known(request: Request, call: Callable[[Engine], _Result]) -> _Result
 
 def _body(status: DocumentStatus) -> dict[str, Any]:
     return {"object": "document", **status.as_dict()}
+
+
+async def _ingest_documents(request: Request, documents: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+    engine: Engine = request.state.engine
+    name = str(documents[0].get("id") or documents[0].get("title") or "")
+    return await _upload(request, name, lambda progress, check: engine.ingest(documents, progress, check))
+
+
+async def _ingest_file(request: Request) -> dict[str, Any]:
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    async with server.reading[request.state.tenant], _form(request) as form:
+        name, raw = await _uploaded(form.get("file"))
+        id_ = form.get("id") or name
+        if unknown := [field for field in form if field not in FORM_FIELDS]:
+            field = shortened(unknown[0])
+            raise ApiError(400, f"{field}: is no field of this request; leave it out", param="file", code="invalid_value")
+    if not isinstance(id_, str) or not _is_name(id_):
+        message = f"id: must have 1 to {MAX_NAME_CHARACTERS} characters, no control characters and no #"
+        raise ApiError(400, message, param="id", code="invalid_value")
+
+    def ingest_file(progress: Progress, check: Check) -> IngestReport:
+        progress("read", 0, 1)
+        documents = _read_file(server, id_, name, raw, check)
+        report = engine.ingest(documents, progress, check)
+        if not name.lower().endswith(JSONL_SUFFIXES):
+            read = {document["id"] for document in documents}
+            for part in engine.retriever.ids(id_):  # pages of a longer file that had this id before
+                if part.partition("#")[0] == id_ and part not in read:
+                    engine.documents.delete(part)
+        return report
+
+    return await _upload(request, name, ingest_file)
+
+
+async def _upload(request: Request, name: str, work: Callable[[Progress, Check], IngestReport]) -> dict[str, Any]:
+    """Ingest when it is the tenant's turn; nothing of an upload stays whose client goes away before the answer."""
+    server: Server = request.app.state.server
+    with server.ingests.follow(request.state.tenant, name) as progress:
+        report = await run_call(server.uploads, request, lambda check: work(progress, check), until_begun=True)
+    return {"object": "ingest_report", **report.as_dict()}
+
+
+class _FormInMemory(MultiPartParser):
+    spool_max_size = 2**62  # the body is in memory already, and a full disk is no reason to fail here
+
+
+@asynccontextmanager
+async def _form(request: Request) -> AsyncIterator[FormData]:
+    """The form of a request, whose body is there; parsed in a thread: 30 MiB of almost boundaries take seconds.
+
+    Raises:
+        ApiError: 400, it is no form.
+    """
+
+    async def parse() -> FormData:
+        return await _FormInMemory(request.headers, request.stream(), max_files=1, max_fields=8).parse()
+
+    try:
+        form = await run_in_threadpool(lambda: asyncio.run(parse()))
+    except MultiPartException as error:
+        raise ApiError(400, f"the body is no form: {error.message}", code="invalid_value") from None
+    try:
+        yield form
+    finally:
+        await form.close()
+
+
+async def _uploaded(file: object) -> tuple[str, bytes]:
+    """Name, without folders, and bytes of a form's file.
+
+    Raises:
+        ApiError: it is missing, or its name is of no use.
+    """
+    if not isinstance(file, UploadFile):
+        raise ApiError(400, "file: is missing; send it as a file of multipart/form-data", param="file", code="invalid_value")
+    name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
+    if not _is_name(name):
+        message = f"file: its name must have 1 to {MAX_NAME_CHARACTERS} characters, no control characters and no #"
+        raise ApiError(400, message, param="file", code="invalid_value")
+    return name, await file.read()
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME_CHARACTERS and not NO_ID.search(name) and "#" not in name
+
+
+def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) -> list[dict[str, Any]]:
+    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading where nobody waits for it.
+
+    Raises:
+        ApiError: it cannot be read, or is too long.
+    """
+    checked_at = time.monotonic()
+
+    def check_in_time() -> None:
+        nonlocal checked_at
+        if time.monotonic() - checked_at >= CHECK_EVERY_S:
+            check()
+            checked_at = time.monotonic()
+
+    if name.lower().endswith(PARQUET_SUFFIX):
+        why = "file: Parquet is read by `cacheblend ingest` alone; send its rows as JSON lines"
+        raise ApiError(400, why, param="file", code="invalid_value")
+    max_documents, documents, characters = server.http.max_documents, list[dict[str, Any]](), 0
+    with _written(server.uploads_folder, name, raw) as path, FileConverter() as converter:
+        try:
+            title = PurePosixPath(name).stem
+            read = file_documents(path, id_, converter, title=title, where=name, check=check_in_time, limits=LINE_LIMITS)
+            for document in islice(read, max_documents + 1):
+                documents.append(document)
+                characters += len(document["text"])
+                if len(documents) > max_documents or characters > MAX_CHARACTERS:
+                    why = f"file: more than {max_documents} documents or {MAX_CHARACTERS} characters; split it"
+                    raise ApiError(413, why, param="file", code="too_many_documents")
+        except MissingExtraError as error:
+            remedy = f"file: this kind needs the extra `{error.extra}` where the service runs; send it as text"
+            raise ApiError(400, remedy, param="file", code="invalid_value") from error
+        except InputError as error:
+            why = str(error).replace(str(path.resolve()), name).replace(str(path), name)
+            raise ApiError(400, f"file: {why}", param="file", code="invalid_value") from None
+    return documents
+
+
+@contextmanager
+def _written(parent: Path, name: str, raw: bytes) -> Iterator[Path]:
+    """A temporary file of these bytes, with the end of the name that says its kind.
+
+    Raises:
+        StoreFullError: it cannot be written.
+    """
+    known = next((suffix for suffix in JSONL_SUFFIXES if name.lower().endswith(suffix)), PurePosixPath(name.lower()).suffix)
+    with ExitStack() as opened:
+        try:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True))
+            path = Path(folder, f"file{known if known in JSONL_SUFFIXES or _SUFFIX.fullmatch(known) else ''}")
+            path.write_bytes(raw)
+        except OSError as error:
+            raise StoreFullError(f"an upload cannot be written to {parent}: {error}") from error
+        yield path

@@ -141,10 +141,6 @@ FIELD_REMEDIES = {
     "modalities": 'only ["text"] is supported; leave it out',
     "functions": "are OpenAI's older form of tools; leave them out, and give tools",
     "function_call": 'only "none" and "auto" are supported; leave it out',
-    "previous_response_id": "no response is kept here; send the earlier turns as input",
-    "conversation": "no conversation is kept here; send the earlier turns as input",
-    "background": "an answer comes with its response alone; leave it out",
-    "include": "there is nothing to include; leave it out",
     "audio": "this service answers in text alone; leave it out",
     "web_search_options": "this service searches its own documents alone; leave it out",
 }

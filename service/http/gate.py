@@ -71,8 +71,8 @@ class Gate:
       rebinding) is of the same origin as the API for a browser, and its Host alone distinguishes it from a page of ours.
     - 401, with tenants or an API key: no key, or none that is known, on every path that is not in `PUBLIC_PATHS`.
     - 403: a write from a web page of another origin that `cors_origins` does not name.
-    - 400: a body that is not said to be JSON, which a browser sends without asking first (a form to `/v1/files` has its Origin
-      checked alone); a path with control characters.
+    - 400: a body that is not said to be JSON, which a browser sends without asking first (of a form to `/v1/documents` the
+      Origin alone is checked); a path with control characters.
 
     The answer does not wait for the body; what comes of it is dropped. What is let through has `tenant` and `engine` in its
     state.
@@ -125,7 +125,7 @@ class Gate:
         if writes and has_body:
             sent = headers.get(b"content-type", b"").decode("latin-1")
             kind = sent.partition(";")[0].strip().lower()
-            is_form = path == "/v1/files" and kind == "multipart/form-data"
+            is_form = path == "/v1/documents" and kind == "multipart/form-data"
             if not is_form and not re.fullmatch(r"application/([\w.-]+\+)?json", kind, re.ASCII):
                 came = shortened(sent) if sent else "no Content-Type"
                 raise ApiError(400, f"the body came with {came}; send JSON with Content-Type: application/json")

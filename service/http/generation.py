@@ -180,10 +180,9 @@ class EventStream(StreamingResponse):
             self._generation.cancel()
 
 
-def server_event(value: dict[str, Any], name: str = "") -> str:
+def server_event(value: dict[str, Any]) -> str:
     """One server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
 def prepare_prompt(
@@ -222,11 +221,11 @@ def sampling_of(body: GenerationBody, server: Server) -> Sampling:
     words = server.grammars.words
     bias = body.logit_bias or {}
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
-        message = f"logit_bias: {wrong[0][:40]!a} is no token id of this model, which has {words}; `/tokenize` gives them"
+        message = f"logit_bias: {wrong[0][:40]!a} is no token id of this model, which has {words}"
         raise ApiError(400, message, param="logit_bias", code="invalid_value")
     field, schema = "tool_choice", body.forced_call
-    if schema is None and body.answer_format is not None and body.answer_format.type != "text":
-        own = body.answer_format.json_schema
+    if schema is None and body.response_format is not None and body.response_format.type != "text":
+        own = body.response_format.json_schema
         field, schema = "response_format", ANY_OBJECT if own is None else own.schema_
     try:
         grammar = None if schema is None else server.grammars.json(schema, field)

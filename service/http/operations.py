@@ -1,22 +1,28 @@
-"""Calls of operators and clients about the service itself."""
+"""What clients and operators ask beside answers and documents: models, embeddings, the store, health and metrics."""
 
 from __future__ import annotations
 
+import base64
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
+from cacheblend.retriever import checked_between_batches
 from cacheblend.service.engine.config import read_examples
+from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
 
+from .body import JsonRoute
 from .completions import DEFAULT_NUM_CHUNKS
 from .errors import ApiError
+from .schemas import EmbeddingsBody
 from .server import Server, run_call, run_document_call
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.get("/v1/models")
@@ -31,6 +37,39 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     server: Server = request.app.state.server
     server.check_model(name)
     return _model(server)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
+    """Vectors of texts, by the embedder that the documents are searched with."""
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    embedder, texts = engine.retriever.embedder, body.texts()
+    name = Path(embedder.name).name  # an embedder may be named by its folder
+    server.check_model(body.model, name)
+    if empty := [place for place, text in enumerate(texts) if not text.strip()]:
+        raise ApiError(400, f"input.{empty[0]}: is empty; leave it out", param="input", code="invalid_value")
+
+    def embed(check: Check) -> Response:  # written out here too: of many texts that takes long
+        if body.dimensions not in (None, dimensions := embedder.dimensions):
+            raise ApiError(400, f"dimensions: {name} has {dimensions}; leave it out", param="dimensions", code="invalid_value")
+        with checked_between_batches(check):
+            vectors_ND = embedder.encode(texts)
+        check()
+        tokens = sum(len(engine.prompts.text_ids(text, with_bos=False)) for text in texts)
+        as_base64 = body.encoding_format == "base64"
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(vector_D.astype("<f4").tobytes()).decode() if as_base64 else vector_D.tolist(),
+            }
+            for index, vector_D in enumerate(np.asarray(vectors_ND, dtype=np.float32))
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})
+
+    return await run_call(server.embeddings, request, embed)
 
 
 @router.get("/v1/store")

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Response
 
 STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-SCRIPTS = ("page.js", "api.js", "answer.js", "documents.js", "prediction.js", "race.js", "docs.js")
+SCRIPTS = ("page.js", "api.js", "answer.js", "documents.js", "docs.js")
 FILES = {"/": "page.html", "/docs": "docs.html", **{f"/{name}": name for name in ("page.css", *SCRIPTS)}}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "

@@ -29,6 +29,7 @@ MAX_PARTS = 1000
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
 TEXT_TAG, LIST_TAG, OBJECT_TAG = "<text>", "<list>", "<object>"  # which part of a union a value is read as; no names of fields
 MAX_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 
@@ -56,23 +57,14 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"
 CallId = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
 
-def _no_tools(given: list[Any] | None) -> list[Any] | None:
-    if given:
-        raise ValueError("tools are called in chat completions alone; leave them out, or ask /v1/chat/completions")
-    return given
-
-
-NoTools = Annotated[list[Any] | None, AfterValidator(_no_tools)]
-
-
-def _few(given: Any) -> Any:
+def _limit_biases(given: Any) -> Any:
     """Refuse too many biases before each is looked at: every one that is wrong is an error of its own."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         raise ValueError(f"is too long; at most {MAX_BIASES}")
     return given
 
 
-Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_few)]
+Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_limit_biases)]
 
 
 class StrictModel(BaseModel):
@@ -100,16 +92,14 @@ class DocumentBody(BaseModel):
 class TextPart(StrictModel):
     """A part of a message; text alone is taken."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text"]
     text: Text
-    annotations: Any = None  # of an earlier answer that comes back; ignored
-    logprobs: Any = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
+        if isinstance(kind, str) and kind != "text":
             media = next((word for word in ("image", "audio", "video", "file") if word in kind), "parts of this type")
             raise ValueError(f"{media}: this service reads text alone; leave the part out, or send its text")
         return given
@@ -323,11 +313,6 @@ class GenerationBody(IgnoredFields):
     return_chunks: bool = False
 
     @property
-    def answer_format(self) -> ResponseFormat | None:
-        """What the answer must look like."""
-        return self.response_format
-
-    @property
     def forced_call(self) -> dict[str, Any] | None:
         """The JSON schema of the call that the answer must be; None where it may be a text."""
         return None
@@ -421,77 +406,23 @@ class CompletionBody(GenerationBody):
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
-class InputItem(MessageBody):
-    """One turn of `POST /v1/responses`; an earlier answer may come back as it was given."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    tool_calls: Annotated[list[CallBody], Field(max_length=0)] | None = None
-
-    type: Literal["message"] | None = None
-    id: Any = None
-    status: Any = None
+def _without_token_ids(inputs: list[Any]) -> list[Any]:
+    if inputs and isinstance(inputs[0], int | list):
+        raise ValueError("give texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)")
+    return inputs
 
 
-class TextFormat(StrictModel):
-    """`ResponseFormat` as `POST /v1/responses` has it."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError('give schema with type "json_schema", and with no other')
-        return self
+Inputs = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), BeforeValidator(_without_token_ids)]
 
 
-class TextOptions(StrictModel):
-    """`text` of `POST /v1/responses`."""
+class EmbeddingsBody(IgnoredFields):
+    """`POST /v1/embeddings`."""
 
-    format: TextFormat | None = None
-    verbosity: Any = None  # ignored
+    model: str | None = None
+    input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Inputs, Tag(LIST_TAG)], TextOrList]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None
 
-
-Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-class ResponsesBody(GenerationBody):
-    """`POST /v1/responses`: an answer of one text; nothing is kept of it, and no tools are called."""
-
-    input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Items, Tag(LIST_TAG)], TextOrList]
-    instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    text: TextOptions | None = None
-    reasoning: Any = None  # ignored, as are the next ones
-    truncation: Any = None
-    max_tool_calls: Any = None
-    max_tokens: None = None
-    response_format: None = None
-    n: Literal[1] | None = 1
-    background: Literal[False] | None = None
-    previous_response_id: None = None
-    conversation: None = None
-    include: Annotated[list[Any], Field(max_length=0)] | None = None
-    top_logprobs: Literal[0] | None = None
-    tools: NoTools = None
-    tool_choice: Literal["none", "auto"] | None = None
-
-    @property
-    def answer_format(self) -> ResponseFormat | None:
-        """See `GenerationBody`."""
-        if self.text is None or self.text.format is None:
-            return None
-        own = self.text.format
-        return ResponseFormat(
-            type=own.type, json_schema=None if own.schema_ is None else JsonSchema.model_validate({"schema": own.schema_})
-        )
-
-    def messages(self) -> list[Message]:
-        """Instructions and input as turns."""
-        system = [Message("system", self.instructions)] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*system, Message("user", self.input)]
-        return [*system, *(item.message() for item in self.input)]
+    def texts(self) -> list[str]:
+        """`input` as a list."""
+        return [self.input] if isinstance(self.input, str) else self.input

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +22,7 @@ from cacheblend.base.errors import ClientGoneError, ServiceError
 from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
-from cacheblend.service.engine.document_encoder import Check
+from cacheblend.service.engine.document_encoder import Check, Progress
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.serving.calls import Call, CallPool
 from cacheblend.service.serving.config import ServingConfig
@@ -31,7 +34,6 @@ from .auth import TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError, shortened
 from .gate import ApiKeys
-from .ingests import RunningIngests
 from .observability import Metrics
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ MAX_DOCUMENT_CALLS = 32  # of a tenant, waiting and running; and as many embeddi
 STALL_S = 60.0
 BACKGROUND_SHARE = 0.25  # of the time, for uploads and embeddings while requests run or wait
 LOOK_FOR_CLIENT_S = 0.5  # how often a request that waits is checked for its client
+MAX_NAME_CHARACTERS = 200  # of an upload in a list
+UPLOADS_FOLDER = "uploads"
 _Result = TypeVar("_Result")
 
 
@@ -51,7 +55,7 @@ class Server:
     """Owns all that answers requests; a context manager.
 
     What is done for requests beside the model has threads of its own by its kind: `preparing` (layout, retrieval), `uploads`,
-    `document_calls` (lists, deletions), `texts` (embeddings, tokenisation) and `scrapes` (metrics), so that none of them waits
+    `document_calls` (lists, deletions), `embeddings` and `scrapes` (metrics), so that none of them waits
     for another. Tenants take turns.
 
     Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
@@ -106,6 +110,9 @@ class Server:
             any_engine = next(iter(self.engines.values()))
             self.metrics = Metrics(self.model_name)
             self.ingests = RunningIngests()
+            self.uploads_folder = Path(engine_config.store_dir, UPLOADS_FOLDER)
+            shutil.rmtree(self.uploads_folder, ignore_errors=True)  # files that a service that was killed has left
+            self.uploads_folder.mkdir(mode=0o700)
 
             traces = self._open_traces(opened)
 
@@ -130,7 +137,7 @@ class Server:
             )
             self.uploads = background("uploads", limits.max_uploads)
             self.document_calls = CallPool("calls about documents", MAX_DOCUMENT_CALLS, per_tenant=2)
-            self.texts = background("embeddings and tokenisations", MAX_DOCUMENT_CALLS)
+            self.embeddings = background("embeddings", MAX_DOCUMENT_CALLS)
             self.scrapes = CallPool("scrapes", MAX_SCRAPES)
             self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
             for pool in self._pools:
@@ -196,7 +203,7 @@ class Server:
 
     @property
     def _pools(self) -> tuple[CallPool, ...]:
-        return self.preparing, self.uploads, self.document_calls, self.texts, self.scrapes
+        return self.preparing, self.uploads, self.document_calls, self.embeddings, self.scrapes
 
     def __enter__(self) -> Self:
         return self
@@ -209,6 +216,54 @@ class Server:
             self._opened.__exit__(kind, error, trace)
         except Exception:  # the block's own error is the one to see
             logger.exception("the service could not be closed as it should; what was acknowledged is on disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Ingest:
+    """An upload that has not ended.
+
+    Args:
+        name: of the file, or the first document's id.
+        stage: "waiting" for its turn, "read" into text, "index" or "precompute".
+        done: documents, in "precompute" chunks.
+        total: of them; 0 where that is not known.
+    """
+
+    name: str
+    stage: str
+    done: int
+    total: int
+
+
+class RunningIngests:
+    """The uploads of all tenants that have not ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[object, tuple[str, Ingest]] = {}  # by a token of each: its tenant, and how far it is
+
+    @contextmanager
+    def follow(self, tenant: str, name: str) -> Iterator[Progress]:
+        """List an upload while the block runs; what it gives is called with the stage, how much is done, and of how much."""
+        token, name = object(), name[:MAX_NAME_CHARACTERS]
+
+        def report(stage: str, done: int, total: int) -> None:
+            with self._lock:
+                if token in self._running:  # a thread may go on for a moment after its client has left
+                    self._running[token] = tenant, Ingest(name, stage, done, total)
+
+        with self._lock:
+            self._running[token] = tenant, Ingest(name, "waiting", 0, 0)
+        try:
+            yield report
+        finally:
+            with self._lock:
+                del self._running[token]
+
+    def of_tenant(self, tenant: str) -> list[Ingest]:
+        """A tenant's, in the order of their coming."""
+        with self._lock:
+            return [ingest for owner, ingest in self._running.values() if owner == tenant]
 
 
 def arrived(request: Request) -> float:

@@ -4,16 +4,15 @@ import { $, Refused, api, button, element, problem } from "/api.js";
 const LISTED = 20;
 const SHOWN = 100; // chunks of an opened document at first, and at each "Show more"
 const MAX_LISTED = 1000; // documents, which the service gives at once
-const UPLOADED = /^file-[0-9a-f]{32}\/[^/]+\/([^#]+)/; // the id of a file that was uploaded, and its name
 const RETRIES = 5;
+const PROGRESS_EVERY_MS = 500;
 let last = null; // id of the last document that is listed
 let lists = 0; // lists asked for: the answer to an earlier one comes too late
 let opens = 0; // and documents opened
 let onChange = () => {};
-const paces = {}; // seconds a byte of the last upload, by kind of file: what the next ones of the kind are expected to take
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
-const named = (document) => document.id.match(UPLOADED)?.[1] ?? (document.title || document.id);
+const named = ({ id, title }) => (!title || id.includes(title) ? id : title);
 const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 function about(document) {
@@ -120,97 +119,61 @@ async function readProgress(name) {
 
 const wait = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
-/** Have a file read; says whether it was there, and which others have its name. */
+/** Have a file ingested, as often as the service is busy and says when to come again. */
 async function send(file) {
   const form = new FormData();
-  form.append("purpose", "assistants");
   form.append("file", file, file.name);
-  const { data } = await (await api("/v1/files")).json();
-  const { id, filename } = await (await api("/v1/files", { method: "POST", body: form })).json();
-  return {
-    isThere: data.some((other) => other.id === id),
-    earlier: data.filter((other) => other.filename === filename && other.id !== id),
-  };
-}
-
-/** Say what became of a file where that is not only that it was added, and offer what can be done about it. */
-function answerUpload(item, file, { isThere, earlier }) {
-  const leave = () => {
-    item.remove();
-    $("documents_title").focus(); // what had the focus is gone
-  };
-  if (!isThere && !earlier.length) return item.remove();
-  const choice = (words, work) => {
-    const made = button(words, work, "plain");
-    made.setAttribute("aria-label", `${words}: ${file.name}`);
-    return made;
-  };
-  const replace = () =>
-    act(async () => {
-      for (const { id } of earlier) await api(`/v1/files/${id}`, { method: "DELETE" });
-      leave();
-      await list();
-    });
-  if (isThere) item.replaceChildren(`${file.name} is there already, unchanged. `, choice("Dismiss", leave));
-  else {
-    const words = `${file.name} is added. An earlier file of this name is there too. `;
-    item.replaceChildren(words, choice("Replace the earlier", replace), choice("Keep both", leave));
+  for (let tries = 0; ; tries++) {
+    try {
+      return await (await api("/v1/documents", { method: "POST", body: form })).json();
+    } catch (error) {
+      if (!(error instanceof Refused) || !error.retryAfterS || tries === RETRIES) throw error;
+      await wait(error.retryAfterS);
+    }
   }
 }
 
-async function upload(file) {
+/** A line for a file, and the work that uploads it and resolves to whether it was added. */
+function upload(file) {
   const item = element("li");
   const state = element("span", `${file.name}: waits`);
   const bar = element("progress");
-  const kind = file.name.split(".").at(-1).toLowerCase();
   bar.setAttribute("aria-label", `${file.name} is being read`);
   item.append(state, bar);
   $("uploads").append(item);
+  const dismiss = () => {
+    const dismissed = button("Dismiss", () => {
+      item.remove();
+      $("documents_title").focus(); // what had the focus is gone
+    }, "plain");
+    dismissed.setAttribute("aria-label", `Dismiss: ${file.name}`);
+    return dismissed;
+  };
   return async () => {
     const began = performance.now();
-    const taken = () => (performance.now() - began) / 1000;
-    const expected = paces[kind] * file.size; // not a number for the first of its kind
-    let told = null; // what the service says last
-    let asking = false;
     const tick = setInterval(async () => {
-      const whole = told?.share ? taken() / told.share : expected;
-      const of = whole > taken() ? ` of about ${Math.ceil(whole)} s` : " s";
-      state.textContent = `${file.name}: ${told?.words ?? "being read"}, ${Math.round(taken())}${of}`;
-      const share = told?.share ?? (expected > taken() ? taken() / expected : undefined);
-      if (share === undefined) bar.removeAttribute("value");
-      else bar.value = share;
-      if (asking) return;
-      asking = true;
-      told = await readProgress(file.name).catch(() => null);
-      asking = false;
-    }, 500);
+      const progress = await readProgress(file.name).catch(() => null);
+      const seconds = Math.round((performance.now() - began) / 1000);
+      state.textContent = `${file.name}: ${progress?.words ?? "being read"}, ${seconds} s`;
+      if (progress?.share === undefined) bar.removeAttribute("value");
+      else bar.value = progress.share;
+    }, PROGRESS_EVERY_MS);
     try {
-      let sent;
-      for (let tries = 0; !sent; tries++) {
-        try {
-          sent = await send(file);
-        } catch (error) {
-          if (!(error instanceof Refused) || !error.retryAfterS || tries === RETRIES) throw error;
-          await wait(error.retryAfterS); // the service is busy, and says when to come again
-        }
-      }
-      if (!sent.isThere) paces[kind] = taken() / file.size;
-      clearInterval(tick);
-      answerUpload(item, file, sent);
+      const report = await send(file);
+      if (report.unchanged === report.documents) item.replaceChildren(`${file.name} is there already, unchanged. `, dismiss());
+      else item.remove();
       return true;
     } catch (error) {
+      clearInterval(tick);
       bar.remove();
       state.className = "failed";
-      clearInterval(tick);
       const why = error.message.replace(/^file: /, "");
       state.textContent = why.startsWith(`${file.name}:`) ? `${why} ` : `${file.name}: ${why} `;
-      item.append(
-        button("Try again", async () => {
-          item.remove();
-          await add([file]);
-        }, "plain"),
-        button("Dismiss", () => item.remove(), "plain"),
-      );
+      const again = () => {
+        item.remove();
+        add([file]);
+      };
+      item.append(button("Try again", again, "plain"), dismiss());
       return false;
     } finally {
       clearInterval(tick);
@@ -220,8 +183,7 @@ async function upload(file) {
 
 /** Upload files, one after the other: each is computed with the whole machine. */
 async function add(files) {
-  const uploads = await Promise.all([...files].map(upload));
-  for (const run of uploads) if (await run()) await act(list);
+  for (const run of [...files].map(upload)) if (await run()) await act(list);
 }
 
 /** Make the section work; `changed` is given the documents that are listed first. */

@@ -2,8 +2,6 @@
 import { cite, showChunks, showStrip } from "/answer.js";
 import { $, api, button, events, keep, problem } from "/api.js";
 import { list, startDocuments } from "/documents.js";
-import { learn, predict, remember, showMeasured } from "/prediction.js";
-import { race } from "/race.js";
 
 const STORE_EVERY_MS = 3000;
 const EXAMPLES = 3;
@@ -14,15 +12,18 @@ let readingStore = false;
 let examples = []; // questions that stand beside the store
 let listed = []; // documents
 
-function body(method, stream) {
+/** The number in a field; undefined for an empty one, whose default the service knows. */
+const numberIn = (id) => ($(id).value === "" ? undefined : Number($(id).value));
+
+function body() {
   return {
     model,
     messages: [{ role: "user", content: $("question").value }],
-    method,
-    stream,
-    num_chunks: $("num_chunks").value === "" ? undefined : Number($("num_chunks").value), // left out: the service's default
-    max_tokens: $("max_tokens").value === "" ? null : Number($("max_tokens").value),
-    recompute_ratio: $("automatic").checked ? null : Number($("ratio").value),
+    method: $("method").value,
+    stream: true,
+    num_chunks: numberIn("num_chunks"),
+    max_tokens: numberIn("max_tokens"),
+    recompute_ratio: numberIn("ratio"),
     return_chunks: true,
   };
 }
@@ -34,19 +35,36 @@ function summarise(report) {
     `${report.misses} computed; ${Math.round(report.recomputed_tokens)} of ${report.reusable_tokens} reused tokens recomputed.`;
 }
 
-async function during(work) {
+async function answer(signal) {
+  if (small.matches) $("answered").scrollIntoView({ block: "start" }); // a phone has no room for both
+  for (const id of ["answer", "summary"]) $(id).textContent = "";
+  for (const id of ["strip", "sources", "cited"]) $(id).hidden = true;
+  const response = await api("/v1/chat/completions", { method: "POST", body: JSON.stringify(body()), signal });
+  let report = null;
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    $("answer").append(document.createTextNode(event.choices[0]?.delta?.content ?? ""));
+    report = event.cacheblend ?? report;
+  }
+  if (!report) return;
+  summarise(report);
+  showStrip(report.chunks);
+  showChunks(report.chunks);
+  cite(report.chunks);
+}
+
+async function ask() {
   problem("");
   asking?.abort();
-  asking = new AbortController();
-  const { signal } = asking;
+  const own = (asking = new AbortController());
   $("stop").disabled = false;
   $("answer").setAttribute("aria-busy", "true");
   try {
-    await work(signal);
+    await answer(own.signal);
   } catch (error) {
     if (error.name !== "AbortError") problem(error.message);
   } finally {
-    if (asking.signal === signal) {
+    if (asking === own) {
       $("stop").disabled = true;
       $("answer").setAttribute("aria-busy", "false");
     }
@@ -54,47 +72,17 @@ async function during(work) {
   }
 }
 
-async function ask(signal) {
-  if (small.matches) $("answered").scrollIntoView({ block: "start" }); // a phone has no room for both
-  for (const id of ["answer", "summary"]) $(id).textContent = "";
-  for (const id of ["strip", "sources", "cited"]) $(id).hidden = true;
-  const asked = { ...body($("method").value, true), stream_options: { include_usage: true } };
-  const response = await api("/v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal });
-  let report = null;
-  for await (const event of events(response)) {
-    if (event.error) throw new Error(event.error.message);
-    $("answer").append(document.createTextNode(event.choices[0]?.delta?.content ?? ""));
-    if (event.cacheblend) {
-      report = event.cacheblend;
-      summarise(report);
-      showStrip(report.chunks);
-      showChunks(report.chunks);
-    }
-    if (event.usage && report) remember(report, event.usage.prompt_tokens);
-  }
-  if (report) cite(report.chunks);
-}
-
-async function raceAll(signal) {
-  const methods = [...$("method").options].map((option) => option.value);
-  const results = await race(methods, (method) => body(method, false), signal);
-  for (const { report, ttft, tokens } of results.values()) remember({ ...report, ttft_s: ttft }, tokens);
-  showMeasured(results.get("blend"));
-}
-
 async function showStore() {
   if (readingStore) return; // a browser has few connections to a service, and the questions need them
   readingStore = true;
   try {
     const store = await (await api("/v1/store")).json();
-    const { prefix, ...tiers } = store;
-    const hits = Object.values(tiers).reduce((sum, tier) => sum + (tier?.hits ?? 0), 0);
+    const hits = store.ram.hits + store.nvme.hits;
     const asked = hits + store.misses;
     const fill = (tier) => `${(tier.bytes / 2 ** 20).toFixed(0)} of ${(tier.budget_bytes / 2 ** 20).toFixed(0)} MiB`;
     $("store").textContent =
       `RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}\n${store.nvme.entries} chunks` +
       (asked ? `, hit rate ${Math.round((100 * hits) / asked)} %` : "");
-    learn(store);
     examples = store.examples;
     showExamples();
   } catch {
@@ -134,12 +122,11 @@ async function start() {
     problem(error.message);
   }
   await showStore();
-  predict();
 }
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  during(ask);
+  ask();
 });
 $("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -149,22 +136,13 @@ $("question").addEventListener("keydown", (event) => {
 });
 // A browser says what is wrong with a field only where the field can be seen.
 $("ask").addEventListener("invalid", () => ($("ask").querySelector("details").open = true), true);
-$("race").addEventListener("click", () => $("ask").reportValidity() && during(raceAll));
 $("stop").addEventListener("click", () => asking?.abort());
-for (const id of ["ratio", "automatic"]) $(id).addEventListener("input", predict);
 $("key_form").addEventListener("submit", (event) => {
   event.preventDefault();
   keep($("key").value.trim());
   $("key_form").hidden = true;
   start();
 });
-/** The ratio has its row above the buttons where there is room, and is one of the options on a phone. */
-function placeRatio() {
-  if (small.matches) $("options").prepend($("tuning"));
-  else $("actions").before($("tuning"));
-}
-small.addEventListener("change", placeRatio);
-placeRatio();
 setInterval(() => document.hidden || showStore(), STORE_EVERY_MS);
 startDocuments((documents) => {
   listed = documents;

@@ -41,19 +41,13 @@ def answer(client: httpx.Client) -> str:
 
 
 def test_openai(answer: str, address: str, openai_client: openai.OpenAI) -> None:
-    """OpenAI's client, and its asynchronous one: chat, stream, responses, completions, embeddings, files and models."""
+    """OpenAI's client, and its asynchronous one: chat, stream, completions, embeddings and models."""
     chat = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=TOKENS, extra_body=EXTRA)
     assert chat.choices[0].message.content == answer
-    response = openai_client.responses.create(
-        model=MODEL, instructions="Be brief.", input=QUESTION, max_output_tokens=TOKENS, extra_body=EXTRA
-    )
-    assert response.output_text == answer
     assert openai_client.completions.create(model=MODEL, prompt="for x in", max_tokens=3).choices[0].text
     vectors = openai_client.embeddings.create(model=MODEL, input=["one", "two"])  # base64 on the wire
     assert len(vectors.data) == 2
     assert len(vectors.data[0].embedding) == 64
-    file = openai_client.files.create(file=("lunch.txt", b"Lunch is at noon, and free on Fridays."), purpose="user_data")
-    assert openai_client.files.delete(file.id).deleted
     assert [model.id for model in openai_client.models.list()] == [MODEL]
 
     async def streamed() -> str:

@@ -110,21 +110,17 @@ def ordinary_page(browser: Any) -> Iterator[Callable[[int, int], Any]]:
 
 
 def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], address: str, engine: Engine) -> None:
-    """With six chunks, after a race, the answer and the whole strip are seen at 1280 x 800 without scrolling."""
+    """With six chunks the answer and the whole strip are seen at 1280 x 800 without scrolling."""
     write_examples(Path(engine.config.store_dir), [f"{QUESTION} {number} {QUESTION}" for number in range(3)])
     page = ordinary_page(1280, 800)
     open_page(page, address)
     ask(page, QUESTION, 6, 8)
     page.locator("#ask details").evaluate("one => one.open = false")
-    page.get_by_role("button", name="Race the methods").click()
-    page.locator("#raced[aria-busy=false]").wait_for()
-    page.evaluate("scrollTo(0, 0)")
     page.get_by_role("button", name="Ask", exact=True).click()
     page.locator("#bars li").nth(5).wait_for()
     page.locator("#answer[aria-busy=false]").wait_for()
     assert page.evaluate("scrollY") == 0
     assert page.locator("#examples button").count() == 3
-    assert page.locator("#measured").is_visible()
     assert fits(page)
     for part in ("#strip", "#answer", "#summary"):
         box = page.locator(part).bounding_box()
@@ -132,14 +128,12 @@ def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], a
 
 
 def test_a_phone_shows_answer_and_strip(ordinary_page: Callable[[int, int], Any], address: str) -> None:
-    """On a phone the ratio is one of the options, the buttons are seen at once, and an answer comes into view."""
+    """On a phone the button is seen at once, and an answer comes into view."""
     page = ordinary_page(360, 740)
     open_page(page, address)
-    assert not page.get_by_role("slider", name="Recompute ratio").is_visible()
-    race = page.get_by_role("button", name="Race the methods").bounding_box()
-    assert race["y"] + race["height"] <= 740
+    button = page.get_by_role("button", name="Ask", exact=True).bounding_box()
+    assert button["y"] + button["height"] <= 740
     ask(page, QUESTION, 6, 8)
-    assert page.get_by_role("slider", name="Recompute ratio").is_visible()
     page.get_by_role("button", name="Ask", exact=True).click()
     page.locator("#bars li").nth(5).wait_for()
     page.locator("#answer[aria-busy=false]").wait_for()
@@ -326,7 +320,7 @@ def test_a_key_is_plain(page: Any, address: str) -> None:
 @pytest.mark.skipif(AXE is None, reason="axe is not installed: pip install axe-core-python")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessibility(browser: Any, address: str, scheme: str) -> None:
-    """Nothing serious is found by axe, with an answer and a race on the page."""
+    """Nothing serious is found by axe, with an answer on the page."""
     assert AXE is not None
     assert AXE.origin is not None
     source = next(Path(AXE.origin).parent.rglob("axe.min.js")).read_text(encoding="utf-8")
@@ -334,9 +328,6 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
         page = context.new_page()
         open_page(page, address)
         ask(page, QUESTION, 3, 8)
-        page.get_by_role("button", name="Race the methods").click()
-        page.locator("#lanes li").nth(3).wait_for()
-        page.locator("#raced[aria-busy=false]").wait_for()
         page.get_by_role("button", name="Ask", exact=True).click()
         page.locator("#chunks > li").nth(2).wait_for()
         page.locator("#answer[aria-busy=false]").wait_for()

@@ -1,4 +1,4 @@
-"""Embeddings and token ids over the API, and what other clients probe a service with."""
+"""Embeddings over the API, and what other clients probe a service with."""
 
 from __future__ import annotations
 
@@ -76,43 +76,15 @@ def test_embeddings_of_a_client_that_goes(
     threads = [threading.Thread(target=post) for _ in range(most)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: server.texts.count("") == most)
+    wait_until(lambda: server.embeddings.count("") == most)
     assert begun.wait(60)
     assert httpx.get(f"{address}/healthz").status_code == 200
-    refused = httpx.post(f"{address}/tokenize", json={"prompt": "x"})
+    refused = httpx.post(f"{address}/v1/embeddings", json={"input": "x"})
     assert refused.status_code == 429
     assert int(refused.headers["Retry-After"]) >= 1
     go_on.set()
     for thread in threads:
         thread.join()
-
-
-def test_tokens(engine: Engine, client: httpx.Client) -> None:
-    """A text's token ids are those that a completion of it has, they give the text again, and a chat's are its prompt's."""
-    tokenizer = engine.fusor.tokenizer
-    told = client.post("/tokenize", json={"model": MODEL, "prompt": QUESTION, "return_token_strs": True}).json()
-    asked = client.post("/v1/completions", json={"prompt": [QUESTION], "max_tokens": 1}).json()
-    assert told["count"] == len(told["tokens"]) == asked["usage"]["prompt_tokens"]
-    assert told["tokens"][0] == tokenizer.bos_token_id
-    assert told["token_strs"] == tokenizer.convert_ids_to_tokens(told["tokens"])
-    assert told["max_model_len"] == 512
-    alone = client.post("/tokenize", json={"prompt": QUESTION, "add_special_tokens": False}).json()["tokens"]
-    assert alone == told["tokens"][1:]
-    assert client.post("/detokenize", json={"tokens": alone}).json() == {"prompt": QUESTION}
-    messages = [{"role": "user", "content": QUESTION}]
-    chat = client.post("/v1/chat/completions", json={"messages": messages, "num_chunks": 0, "max_tokens": 1}).json()
-    assert client.post("/tokenize", json={"messages": messages}).json()["count"] == chat["usage"]["prompt_tokens"]
-    long = client.post("/tokenize", json={"prompt": "word " * 2000}).json()
-    assert long["count"] > long["max_model_len"]
-
-
-def test_tokens_that_cannot_be(client: httpx.Client) -> None:
-    """Neither, or both, of text and chat, and ids that the model has not, are refused."""
-    both = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
-    for path, body in (("/tokenize", {}), ("/tokenize", both), ("/detokenize", {"tokens": [10**6]}), ("/detokenize", {})):
-        response = client.post(path, json=body)
-        assert response.status_code == 400, response.text
-    assert "is no token" in client.post("/detokenize", json={"tokens": [10**6]}).json()["error"]["message"]
 
 
 def test_probes(client: httpx.Client, server: Server) -> None:

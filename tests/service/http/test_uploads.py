@@ -1,0 +1,321 @@
+"""Files uploaded as forms: read as documents, followed while they are, and refused without a path of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import shutil
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import CHUNK_TOKENS, DOCUMENTS, OpenEngine
+from fakes import FakeEmbedder
+from waiting import wait_until
+
+from cacheblend.base.errors import MissingExtraError
+from cacheblend.retriever import RetrieverConfig
+from cacheblend.service import EngineConfig
+from cacheblend.service.http import HttpConfig, Server, documents
+from cacheblend.service.http.auth import TenantConfig, hash_key
+from cacheblend.service.http.server import Ingest, RunningIngests
+from cacheblend.service.serving import Check
+
+multipart = pytest.importorskip("python_multipart.multipart")
+TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
+
+
+def post(client: httpx.Client, name: str, raw: bytes, **fields: str) -> httpx.Response:
+    """Upload a file."""
+    return client.post("/v1/documents", files={"file": (name, raw)}, data=fields)
+
+
+def texts(client: httpx.Client, prefix: str) -> dict[str, str]:
+    """The texts of the documents whose ids begin so, by id, without their titles."""
+    shown = {}
+    for document in client.get("/v1/documents", params={"limit": 1000}).json()["data"]:
+        if document["id"].startswith(prefix):
+            content = client.get(f"/v1/documents/{document['id'].replace('#', '%23')}").json()["content"]
+            shown[document["id"]] = "".join(chunk["text"] for chunk in content).removeprefix(f"{document['title']}\n")
+    return shown
+
+
+def test_a_file_is_a_document(client: httpx.Client) -> None:
+    """A file's document has its name, or the id that is given; the same bytes again change nothing, another text replaces."""
+    report = post(client, "Arkona.txt", TEXT.encode())
+    assert (report.status_code, report.json()["added"]) == (201, 1)
+    assert post(client, "Arkona.txt", TEXT.encode()).json()["unchanged"] == 1
+    assert post(client, "Arkona.txt", TEXT[:-2].encode()).json()["replaced"] == 1
+    assert texts(client, "Arkona") == {"Arkona.txt": TEXT[:-2]}
+    assert post(client, "Arkona.txt", TEXT.encode(), id="lamps/1").json()["added"] == 1
+    assert client.get("/v1/documents/lamps/1").json()["title"] == "Arkona"
+
+
+def test_lines_are_documents(client: httpx.Client) -> None:
+    """Each JSON line is a document with its own id, or one of its text."""
+    lines = b'{"id": "a", "title": "A", "text": "first", "junk": [1]}\n{"text": "second"}\n'
+    assert post(client, "a.jsonl", lines).json()["added"] == 2
+    assert client.get("/v1/documents/a").json()["content"][0]["text"] == "A\nfirst"
+
+
+def test_a_shorter_file_leaves_no_page_behind(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages that a file had before and has not any more are deleted; documents of other files stay."""
+    pages = 3
+
+    def read(_: Path, id_: str, *__: Any, **___: Any) -> Any:
+        yield from ({"id": f"{id_}#page={page}", "title": "", "text": f"page {page}"} for page in range(1, pages + 1))
+
+    monkeypatch.setattr(documents, "file_documents", read)
+    post(client, "r.pdf", b"x")
+    post(client, "r.pdf.old", b"x")
+    pages = 1
+    assert post(client, "r.pdf", b"x").json()["unchanged"] == 1
+    assert sorted(texts(client, "r.pdf")) == ["r.pdf#page=1", *(f"r.pdf.old#page={page}" for page in (1, 2, 3))]
+
+
+def test_html_is_converted(client: httpx.Client) -> None:
+    """A file of a kind that the extra `documents` reads becomes its text."""
+    pytest.importorskip("markitdown")
+    page = f"<html><body><h1>Arkona</h1><p>{TEXT}</p><script>alert(1)</script></body></html>"
+    post(client, "a.html", page.encode()).raise_for_status()
+    (text,) = texts(client, "a.html").values()
+    assert "lighthouse" in text
+    assert "<p>" not in text
+
+
+def _bomb() -> bytes:
+    archive = BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(zipfile.ZipInfo("word/document.xml"), "no document")  # whose time is fixed: workers collect the same test
+    return archive.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("empty.txt", b""),
+        ("binary.txt", bytes(range(256))),
+        ("broken.docx", b"PK no archive"),
+        ("wrong.docx", _bomb()),
+        ("broken.pdf", b"%PDF-1.7 nothing"),
+        ("bad.jsonl", b"{"),
+        ("rows.parquet", b"PAR1"),
+        ("picture.png", b"\x89PNG"),
+        ("a#b.txt", b"text"),
+    ],
+)
+def test_bad_files(client: httpx.Client, name: str, raw: bytes) -> None:
+    """What cannot be read is a 400 that names the file and no folder of the server, and leaves nothing."""
+    before = client.get("/v1/documents").json()
+    answer = post(client, name, raw)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file"), answer.text
+    assert "uploads" not in answer.text
+    assert client.get("/v1/documents").json() == before
+
+
+@pytest.mark.parametrize("name", ["table.csv", "lamps.py"])
+def test_content_is_the_text(client: httpx.Client, name: str) -> None:
+    """The chunks of a text file are its text, character by character."""
+    text = "".join(f"{number},lamp {number} of the harbour,green{number}\n" for number in range(300))
+    post(client, name, text.encode()).raise_for_status()
+    assert texts(client, name) == {name: text}
+
+
+def test_parquet_is_refused(client: httpx.Client) -> None:
+    """Rows with ids of their own would replace the tenant's documents: the message says what to send."""
+    answer = post(client, "rows.PARQUET", b"PAR1")
+    assert "JSON lines" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["a." + "\U00020000" * 62, "a." + "x" * 190, "notes.é"])
+def test_odd_ends_of_names(client: httpx.Client, name: str) -> None:
+    """Whatever stands after a name's last dot, a text is read as a text."""
+    answer = post(client, name, TEXT.encode())
+    assert answer.status_code == 201, answer.text
+    assert texts(client, name) == {name: TEXT}
+
+
+def test_no_room_for_temporary_files(client: httpx.Client, server: Server) -> None:
+    """An upload that the folder of temporary files has no room for is a 507 that names no folder."""
+    shutil.rmtree(server.uploads_folder)
+    answer = post(client, "a.txt", TEXT.encode())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "store_full")
+    assert str(server.uploads_folder.parent) not in answer.text
+
+
+def test_a_large_form_needs_no_temporary_file(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form of megabytes is read without the folder of temporary files."""
+    monkeypatch.setattr("starlette.formparsers.SpooledTemporaryFile.rollover", lambda _: pytest.fail("it was written"))
+    with (
+        Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        assert post(client, "a.parquet", b"x" * 3 * 2**20).status_code == 400
+
+
+def test_files_of_a_killed_service_are_removed(open_engine: OpenEngine) -> None:
+    """What a service that was killed has left of uploads is gone when the next one starts."""
+    engine = open_engine()
+    left = Path(engine.config.store_dir, "uploads", "left", "file.txt")
+    left.parent.mkdir(parents=True)
+    left.write_text("secret")
+    with Server(engine.config, engine=engine) as server:
+        assert list(server.uploads_folder.iterdir()) == []
+
+
+def test_a_missing_extra_is_named(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a package is missing, the message names the extra that brings it."""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise MissingExtraError("charset_normalizer", "rag")
+
+    monkeypatch.setattr(documents, "file_documents", missing)
+    answer = post(client, "a.txt", TEXT.encode())
+    assert (answer.status_code, "the extra `rag`" in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize("line", ["\n", " \n", '{"passages": []}\n'])
+def test_a_small_file_of_endless_lines(client: httpx.Client, line: str) -> None:
+    """Lines without documents are counted too, and a small file that unpacks to many is refused by the limit."""
+    raw = gzip.compress(line.encode() * 200_001, mtime=0)
+    assert len(raw) < 20_000
+    answer = post(client, "a.jsonl.gz", raw)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
+    assert "a.jsonl.gz: more than 200,000 lines or 512 MiB" in answer.json()["error"]["message"]
+
+
+def test_a_line_has_the_bounds_of_a_body(client: httpx.Client) -> None:
+    """A line of very many values is refused before it is read: a small file would become gigabytes."""
+    line = b'{"text": "x", "junk": [' + b"[]," * 300_000 + b"1]}"
+    answer = post(client, "a.jsonl.gz", gzip.compress(line, mtime=0))
+    assert (answer.status_code, "a.jsonl.gz, line 1: more than 200000 values" in answer.text) == (400, True)
+
+
+def test_a_client_that_leaves_ends_the_reading(address: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading of a file ends with the client that sent it, and others have the turn."""
+    begun = threading.Event()
+
+    def endless(*_: Any, check: Check, **__: Any) -> Any:
+        begun.set()
+        while True:
+            check()
+            threading.Event().wait(0.01)
+            yield from ()
+
+    monkeypatch.setattr(documents, "file_documents", endless)
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as leaving:
+            sent = asyncio.create_task(leaving.post("/v1/documents", files={"file": ("a.txt", b"x")}))
+            assert await asyncio.to_thread(begun.wait, 60)
+            assert server.uploads.is_busy
+            sent.cancel()
+
+    asyncio.run(leave())
+    wait_until(lambda: not server.uploads.is_busy)
+
+
+def test_bad_forms(client: httpx.Client) -> None:
+    """A form without a file or with a wrong field names the field; a long one is a 413; a foreign page's is refused."""
+    raw, file = TEXT.encode(), {"file": ("a.txt", TEXT.encode())}
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    missing = client.post(
+        "/v1/documents", content=b'--x\r\nContent-Disposition: form-data; name="id"\r\n\r\n1\r\n--x--\r\n', headers=form
+    )
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "file")
+    for headers in (form, {"Content-Type": "multipart/form-data"}):
+        assert client.post("/v1/documents", content=b"no form", headers=headers).status_code == 400
+    for id_ in ("a#b", "x" * 201, "a\nb"):
+        assert post(client, "a.txt", raw, id=id_).json()["error"]["param"] == "id"
+    assert "'purpose': is no field" in post(client, "a.txt", raw, purpose="batch").json()["error"]["message"]
+    assert post(client, "a.txt", b"x" * 30_000).status_code == 413
+    assert client.post("/v1/documents", files=file, headers={"Origin": "https://example.org"}).status_code == 403
+    assert client.put("/v1/documents/a", files=file).status_code == 400
+    assert texts(client, "a") == {}
+
+
+def test_a_form_is_parsed_beside_the_others(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a form is parsed, which takes seconds where it is made for that, the service answers others."""
+    begun, answered = threading.Event(), threading.Event()
+    in_time = list[bool]()
+    write = multipart.MultipartParser.write
+
+    def held(self: object, data: bytes) -> int:
+        begun.set()
+        in_time.append(answered.wait(60))
+        written: int = write(self, data)
+        return written
+
+    monkeypatch.setattr(multipart.MultipartParser, "write", held)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(post, client, "a.txt", TEXT.encode())
+        assert begun.wait(60)
+        assert httpx.get(f"{client.base_url}/healthz").status_code == 200
+        answered.set()
+        assert sent.result().status_code == 201
+    assert all(in_time)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_an_upload_is_listed_to_its_tenant(
+    as_file: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an upload runs its chunks are counted for its tenant, and for no other; afterwards nothing is listed."""
+    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(f"cb-{name}"),)) for name in ("one", "two")]
+    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS))
+    http, going_on = HttpConfig(served_model_name=MODEL), threading.Event()
+    one, two = ({"Authorization": f"Bearer cb-{name}"} for name in ("one", "two"))
+    text = str(DOCUMENTS[0]["text"])
+    with (
+        Server(config, http=http, tenants=tenants, embedder=FakeEmbedder()) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+        ThreadPoolExecutor(1) as other,
+    ):
+        store, stored = server.engines["one"].store, list[object]()
+        put = store.put
+
+        def hold(*arguments: Any, **options: Any) -> Any:
+            stored.append(arguments)
+            if len(stored) == 2:
+                going_on.wait(60)
+            return put(*arguments, **options)
+
+        monkeypatch.setattr(store, "put", hold)
+        body: dict[str, Any] = {"json": {"documents": [{"id": "for.txt", "text": text}]}}
+        body = {"files": {"file": ("for.txt", text.encode())}} if as_file else body
+        upload = other.submit(client.post, "/v1/documents", headers=one, **body)
+
+        def listed(headers: dict[str, str]) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = client.get("/v1/ingests", headers=headers).raise_for_status().json()["data"]
+            return found
+
+        try:
+            wait_until(lambda: [(ingest["stage"], ingest["done"]) for ingest in listed(one)] == [("precompute", 1)])
+            (ingest,) = listed(one)
+            assert (ingest["object"], ingest["name"]) == ("ingest", "for.txt")
+            assert listed(two) == []
+        finally:
+            going_on.set()
+        assert upload.result().is_success
+        assert listed(one) == []
+        assert ingest["total"] == len(server.engines["one"].retriever.chunks())
+
+
+def test_what_ends_is_not_listed() -> None:
+    """An upload that failed is gone, and a thread that still reports it brings it back no more."""
+    running = RunningIngests()
+    with suppress(ValueError), running.follow("one", "a" * 1000) as report:
+        report("index", 1, 2)
+        assert running.of_tenant("one") == [Ingest("a" * 200, "index", 1, 2)]
+        raise ValueError
+    report("index", 2, 2)
+    assert running.of_tenant("one") == []
