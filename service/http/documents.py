@@ -22,6 +22,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.retriever.document import NO_ID
+from cacheblend.service.engine.document_encoder import Progress
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
 from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
@@ -33,7 +34,7 @@ from cacheblend.service.engine.json_lines import LineLimits
 from .body import JsonRoute, read_json
 from .errors import ApiError, shortened
 from .schemas import DocumentBody, StrictModel, Text
-from .server import Progress, Server, run_call, run_document_call
+from .server import Server, run_call, run_document_call
 
 router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
