@@ -22,9 +22,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.retriever.document import NO_ID
-from cacheblend.service.engine.document_encoder import Progress
+from cacheblend.service.engine.document_encoder import Check, Progress
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
-from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKED_BYTES, FileConverter

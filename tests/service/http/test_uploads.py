@@ -22,11 +22,12 @@ from waiting import wait_until
 
 from cacheblend.base.errors import MissingExtraError
 from cacheblend.retriever import RetrieverConfig
-from cacheblend.service import EngineConfig
-from cacheblend.service.http import HttpConfig, Server, documents
+from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.document_encoder import Check
+from cacheblend.service.http import documents
 from cacheblend.service.http.auth import TenantConfig, hash_key
-from cacheblend.service.http.server import Ingest, RunningIngests
-from cacheblend.service.serving import Check
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Ingest, RunningIngests, Server
 
 multipart = pytest.importorskip("python_multipart.multipart")
 TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
