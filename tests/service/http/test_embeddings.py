@@ -14,8 +14,7 @@ from engines import QUESTION
 from waiting import wait_until
 
 from cacheblend.service import Engine
-from cacheblend.service.http import Server
-from cacheblend.service.http.server import MAX_DOCUMENT_CALLS
+from cacheblend.service.http.server import MAX_DOCUMENT_CALLS, Server
 
 TEXTS = [QUESTION, "Another text, of other words.", "  注意力机制 and naïve café 🙂 "]
 
