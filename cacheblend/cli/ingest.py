@@ -24,6 +24,7 @@ from cacheblend.service.engine.document_sources import DocumentStream, Shard, So
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.stream_size import StreamSize
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
+from cacheblend.service.engine.web_pages import WebFiles
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
@@ -100,7 +101,7 @@ def ingest(
     if vllm.vllm is not None:
         if watch or ray.ray is not None:
             raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
-        with closing(DocumentStream(sources, Shard.parse(shard), allow_private_urls=allow_private_urls)) as stream:
+        with closing(DocumentStream(sources, Shard.parse(shard), WebFiles(allow_private=allow_private_urls))) as stream:
             _ingest_into_vllm(stream, vllm, as_json=as_json)
         return
     if model is None:
@@ -114,7 +115,7 @@ def ingest(
         from cacheblend.service.engine.folder_watch import check_folders
 
         check_folders(sources, store_dir, shard)
-    stream = DocumentStream(sources, Shard.parse(shard), allow_private_urls=allow_private_urls)
+    stream = DocumentStream(sources, Shard.parse(shard), WebFiles(allow_private=allow_private_urls))
     try:
         with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
             _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)

@@ -105,16 +105,16 @@ class DocumentStream:
     Args:
         sources: see `read_documents`; beside that URLs, each of which is fetched once.
         shard: gives only the documents of this share.
-        allow_private_urls: see `WebFiles`.
+        web: fetches URLs.
 
     Attributes:
         characters: of the texts that were given so far.
         report: what was left out.
     """
 
-    def __init__(self, sources: Sequence[str], shard: Shard, *, allow_private_urls: bool = False) -> None:
+    def __init__(self, sources: Sequence[str], shard: Shard, web: WebFiles | None = None) -> None:
         self._sources, self._shard = sources, shard
-        self._web = WebFiles(allow_private=allow_private_urls)
+        self._web = web or WebFiles()
         self._goes_on = len(sources) > 1 or any(_is_many(source) for source in sources)
         self._converter = FileConverter()
         self.characters = 0

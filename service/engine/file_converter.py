@@ -1,8 +1,9 @@
 """Conversion of PDF, Office, HTML and EPUB files to text, in a process of its own with bounds of time, memory and size.
 
-The files are untrusted, and their parsers are large. The process that runs them has no network, starts no programs and writes
-no files (`_confine`); one that hangs or swells is killed, and only its file is lost. It speaks JSON lines: a path comes in, the
-parts of its text or an error go out.
+The files are untrusted, and their parsers are large. A process that hangs or swells is killed, and only its file is lost. It
+has none of the service's environment, and refuses Python's own calls for the network and for other programs (`_confine`). That
+bounds a parser, not code that takes it over: such code can do what the service's user can. The process speaks JSON lines:
+a path comes in, the parts of its text or an error go out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import IO, Any, Self
 from cacheblend.base.errors import InputError, MissingExtraError
 
 EXTRA = "documents"
+PAGE_SUFFIX = ".webpage"  # of a page that was fetched: its text is taken without its menus
 ZIPPED_SUFFIXES = (".docx", ".pptx", ".xlsx", ".epub")
 CONVERTERS = {
     ".html": "HtmlConverter",
@@ -36,7 +38,7 @@ CONVERTERS = {
     ".xlsx": "XlsxConverter",
     ".epub": "EpubConverter",
 }
-CONVERTED_SUFFIXES = (".pdf", *CONVERTERS)
+CONVERTED_SUFFIXES = (".pdf", PAGE_SUFFIX, *CONVERTERS)
 # A page or a slide of less is no document of its own: a quarter of a chunk of 512 tokens. In characters, as ids must follow
 # from the file alone, whichever model and options read it.
 SHORT_PART_CHARACTERS = 512
@@ -46,9 +48,10 @@ MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory sa
 MAX_MEMBERS = 20_000
 MAX_CHARACTERS = 32 * 2**20  # of all that comes out of a file
 MAX_CACHED_CHARACTERS = 64 * 2**20  # of what is kept between counting and ingesting
-MAX_MEMORY_BYTES = 6 * 2**30  # of address space: libraries alone reserve much
+MAX_MEMORY_BYTES = 2**30  # of address space, of which the libraries take 0.3 GiB
 TIMEOUT_S = 120.0  # a file, with the start of the process
 CHECK_EVERY_S = 0.1  # while a file is converted
+CONVERTING = threading.Lock()  # one conversion at a time in all, since each may take the memory of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,17 @@ class FileConverter:
 
     Args:
         timeout_s: of one file.
+        max_memory_bytes: of address space, of the process.
+        max_file_bytes: of one file.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        timeout_s: float = TIMEOUT_S,
+        max_memory_bytes: int = MAX_MEMORY_BYTES,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        self._timeout_s, self._max_memory_bytes, self._max_file_bytes = timeout_s, max_memory_bytes, max_file_bytes
         self._process: subprocess.Popen[str] | None = None
         self._cache = dict[tuple[str, int, int], list[TextPart]]()
         self._cached_characters = 0
@@ -89,12 +99,17 @@ class FileConverter:
             MissingExtraError: the extra `documents` is not installed.
         """
         status = path.stat()
-        if status.st_size > MAX_FILE_BYTES:
-            raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB; split it")
+        if status.st_size > self._max_file_bytes:
+            raise InputError(f"{path}: larger than {self._max_file_bytes / 2**20:g} MiB; split it")
         key = (str(path.resolve()), status.st_size, status.st_mtime_ns)
         if key in self._cache:
             return self._cache[key]
-        answer = self._ask(path, check)
+        while not CONVERTING.acquire(timeout=CHECK_EVERY_S):
+            check()
+        try:
+            answer = self._ask(path, check)
+        finally:
+            CONVERTING.release()
         if missing := answer.get("missing"):
             raise MissingExtraError(missing, EXTRA)
         if error := answer.get("error"):
@@ -113,7 +128,8 @@ class FileConverter:
         if process is None or process.poll() is not None:
             self.close()
             process = self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-m", "cacheblend.service.engine.file_converter", str(self._max_memory_bytes)],
+                env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},  # no keys, no passwords
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -213,6 +229,13 @@ def _parts(path: Path) -> Iterator[tuple[str, str]]:
     if suffix == ".pdf":
         yield from _pdf_pages(path)
         return
+    if suffix == PAGE_SUFFIX:
+        import trafilatura
+
+        if text := trafilatura.extract(path.read_bytes(), output_format="markdown", favor_recall=True):
+            yield "", text
+            return
+        suffix = ".html"  # a page of a few words, all of which are its text
     from markitdown import StreamInfo, converters
 
     # One kind's own converter: the package's choice takes what it does not know for an archive, and unpacks that.
@@ -280,18 +303,20 @@ def _answer(path: Path) -> dict[str, Any]:
     return {"parts": parts}
 
 
-def _confine() -> None:
-    """Take from this process what no document needs: the network, other programs, files to write, endless memory."""
+def _confine(max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
+    """Refuse what no document needs: Python's calls for the network and other programs, bytes in files, more memory."""
 
     def refuse(event: str, _: tuple[object, ...]) -> None:
         if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "os.system", "os.exec", "subprocess.Popen"):
             raise PermissionError(f"{event}: a document asked for what it may not have")
 
+    with suppress(OSError):  # Linux: where memory is short, this process goes, not the service
+        Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(ImportError, ValueError, OSError):  # as a system has them
         resource: Any = importlib.import_module("resource")
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     sys.addaudithook(refuse)
 
 
@@ -301,9 +326,10 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print
     logging.disable()
     # Before the bounds: what these need to begin is not of a document.
-    with suppress(ModuleNotFoundError):
-        importlib.import_module("markitdown")
-    _confine()
+    for name in ("markitdown", "trafilatura"):
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    _confine(int(sys.argv[1]))
     for line in sys.stdin:
         answers.write(json.dumps(_answer(Path(json.loads(line)))) + "\n")
         answers.flush()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from cacheblend.base.errors import ConfigError, InputError, ServiceError
 from cacheblend.base.options import option
@@ -40,10 +37,10 @@ class VllmConfig:
         if self.vllm is None:
             return
         try:
-            parts = urlsplit(self.vllm)
-        except ValueError:  # brackets without an address in them, say
-            parts = urlsplit("")
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+            parts = httpx.URL(self.vllm)
+        except httpx.InvalidURL:
+            parts = httpx.URL()
+        if parts.scheme not in ("http", "https") or not parts.host:
             raise ConfigError("vllm", self.vllm, "an address such as http://localhost:8000")
 
     @property
@@ -91,49 +88,38 @@ def upload_documents(
         InputError: it refuses the key.
     """
     started, taken, chunks, computed, tokens = time.monotonic(), 0, 0, 0, 0
-    for done, document in enumerate(documents, 1):
-        answer, why = _post(config, {"documents": [{"title": document.title, "text": document.text}]})
-        if why:
-            faults[document.id] = f"{document.id}: {why}"
-        else:
-            taken, chunks, computed = taken + 1, chunks + int(answer["chunks"]), computed + int(answer["stored_chunks"])
-            tokens += int(answer["tokens"]) if answer["stored_chunks"] else 0
-        on_progress(done, tokens)
+    headers = {"Authorization": f"Bearer {config.vllm_api_key}"} if config.vllm_api_key else {}
+    with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:  # without redirects: the key is for this host
+        for done, document in enumerate(documents, 1):
+            answer, why = _post(client, config, document)
+            if why:
+                faults[document.id] = f"{document.id}: {why}"
+            else:
+                taken, chunks, computed = taken + 1, chunks + int(answer["chunks"]), computed + int(answer["stored_chunks"])
+                tokens += int(answer["tokens"]) if answer["stored_chunks"] else 0
+            on_progress(done, tokens)
     seconds = time.monotonic() - started
     return UploadReport(documents=taken, chunks=chunks, computed=computed, already_stored=chunks - computed, seconds=seconds)
 
 
-def _post(config: VllmConfig, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _post(client: httpx.Client, config: VllmConfig, document: Document) -> tuple[dict[str, Any], str]:
     """The answer, and why the document is refused; empty where it is not."""
-    headers = {"Content-Type": "application/json"}
-    if config.vllm_api_key:
-        headers["Authorization"] = f"Bearer {config.vllm_api_key}"
-    request = urllib.request.Request(config.route, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            found = json.load(answer)
-        if not {"chunks", "stored_chunks", "tokens"} <= found.keys():
-            raise ServiceError(f"{config.route} is not the route of CacheBlendConnector; it answers {str(found)[:200]}")
-        return found, ""
-    except urllib.error.HTTPError as error:
-        why = _message(error)
-        if error.code in REFUSED_DOCUMENT:
-            return {}, why
-        if error.code in (401, 403):
-            raise InputError(f"{config.vllm} refuses the key ({error.code}); give --vllm-api-key") from error
-        if error.code in (404, 405):
-            raise ServiceError(
-                f"{config.vllm} has no {ROUTE}: start vLLM with CacheBlendConnector and VLLM_PLUGINS=cacheblend"
-            ) from error
-        raise ServiceError(f"{config.vllm} answers {error.code}: {why}") from error
-    except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
-        why = str(getattr(error, "reason", "") or error or type(error).__name__)
+        answer = client.post(config.route, json={"documents": [{"title": document.title, "text": document.text}]})
+        found = answer.json() if answer.is_success or answer.status_code in REFUSED_DOCUMENT else {}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        why = str(error) or type(error).__name__
         raise ServiceError(f"{config.vllm} does not answer ({why}); is it running?") from error
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """What an error's body says, as OpenAI's errors do."""
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return str(error.reason)
+    status = answer.status_code
+    if answer.is_success and isinstance(found, dict) and {"chunks", "stored_chunks", "tokens"} <= found.keys():
+        return found, ""
+    if answer.is_success:
+        raise ServiceError(f"{config.route} is not the route of CacheBlendConnector; it answers {str(found)[:200]}")
+    if status in REFUSED_DOCUMENT:
+        error = found.get("error") if isinstance(found, dict) else None
+        return {}, str(error.get("message") if isinstance(error, dict) else answer.reason_phrase)
+    if status in (401, 403):
+        raise InputError(f"{config.vllm} refuses the key ({status}); give --vllm-api-key")
+    if status in (404, 405):
+        raise ServiceError(f"{config.vllm} has no {ROUTE}: start vLLM with CacheBlendConnector and VLLM_PLUGINS=cacheblend")
+    raise ServiceError(f"{config.vllm} answers {status}: {answer.text[:200] or answer.reason_phrase}")

@@ -149,7 +149,6 @@ def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch:
     Files that cannot be used are listed once, and those that were mended meanwhile are no faults at the end.
     """
     pytest.importorskip("watchfiles", reason="needs the extra rag")
-    monkeypatch.setattr("cacheblend.service.engine.folder_watch.QUIET_MS", 50)
     monkeypatch.chdir(tmp_path)
     folder, record = tmp_path / "notes", run.store / "watched.json"
     folder.mkdir()

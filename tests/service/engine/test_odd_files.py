@@ -262,7 +262,7 @@ def test_a_file_alone_must_be_right(office: Path) -> None:
         stream.measure()
 
 
-def test_bombs_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bombs_and_long_files_are_refused(tmp_path: Path) -> None:
     """An archive that unpacks to more than the limit is not unpacked; one that takes too long loses only itself."""
     pytest.importorskip("markitdown", reason="needs the extra documents")
     path = tmp_path / "bomb.docx"
@@ -276,15 +276,38 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         assert "some words" in converter.convert(tmp_path / "fine.docx")[0].text
         docx(tmp_path / "late.docx", "other words")
         assert converter._process is not None
-        converter._process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(converter, "_timeout_s", 0.1)
-        with pytest.raises(InputError, match=r"not read within 0\.1 s"):
+        converter._process.send_signal(signal.SIGKILL)
+        with pytest.raises(InputError, match="its reader ended"):
             converter.convert(tmp_path / "late.docx")
-        monkeypatch.setattr(converter, "_timeout_s", 60.0)
         assert "other words" in converter.convert(tmp_path / "late.docx")[0].text
-    monkeypatch.setattr(file_converter, "MAX_FILE_BYTES", 10)
-    with FileConverter() as converter, pytest.raises(InputError, match="larger than"):
+    with FileConverter(timeout_s=0.001) as converter, pytest.raises(InputError, match=r"not read within 0\.001 s"):
+        converter.convert(tmp_path / "fine.docx")
+    with FileConverter(max_file_bytes=10) as converter, pytest.raises(InputError, match="larger than"):
         converter.convert(path)
+
+
+def test_a_file_that_needs_much_memory_is_refused(tmp_path: Path) -> None:
+    """A sheet of 2 kB with one cell in its last column of its last row is refused at the memory limit, and the next is read."""
+    book = pytest.importorskip("openpyxl", reason="needs the extra documents").Workbook()
+    book.active["XFD1048576"] = "x"
+    book.save(tmp_path / "bomb.xlsx")
+    docx(tmp_path / "fine.docx", "some words")
+    with FileConverter(timeout_s=600) as converter:
+        with pytest.raises(InputError, match="needs more memory than a file may have"):
+            converter.convert(tmp_path / "bomb.xlsx")
+        assert "some words" in converter.convert(tmp_path / "fine.docx")[0].text
+
+
+def test_conversions_take_turns(tmp_path: Path) -> None:
+    """While one converter works, another waits, and its caller may give up."""
+    pytest.importorskip("markitdown", reason="needs the extra documents")
+    docx(tmp_path / "fine.docx", "some words")
+
+    def gone() -> None:
+        raise LookupError
+
+    with file_converter.CONVERTING, FileConverter() as converter, pytest.raises(LookupError):
+        converter.convert(tmp_path / "fine.docx", gone)
 
 
 def test_a_conversion_that_nobody_waits_for_ends(tmp_path: Path) -> None:
