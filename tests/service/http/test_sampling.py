@@ -92,8 +92,8 @@ def test_choices_are_checked_once(engine: Engine) -> None:
         body = {"messages": [{"role": "user", "content": QUESTION}], "num_chunks": 2, "n": 3, "max_tokens": 3}
         answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
         assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1  # greedy
-        wait_until(lambda: server.scheduler.quality("").evaluated > 0)
-        assert server.scheduler.quality("").evaluated == 1
+        wait_until(lambda: server.scheduler.quality("")["evaluated"] > 0)
+        assert server.scheduler.quality("")["evaluated"] == 1
 
 
 def test_logprobs(engine: Engine, openai_client: openai.OpenAI) -> None:

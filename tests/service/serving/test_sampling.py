@@ -1,0 +1,54 @@
+"""Grammars of JSON schemas: one that is too complex is refused before it costs anybody's time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cacheblend.base.errors import InputError
+from cacheblend.service import Engine
+from cacheblend.service.serving.sampling import GrammarCompiler, written_out
+
+
+@pytest.mark.parametrize(
+    ("pattern", "characters"),
+    [
+        ("abc", 3),
+        ("(ab{2}){4}", 12),
+        ("a{2}{3}", 6),
+        ("a*{3}", 3),
+        ("a{2,5}b{3,}c{,4}", 12),
+        ("a{ 2 , 5 }", 5),
+        (r"[(a{9}\]]{3}\{9}", 6),
+        (")a{2}(", 3),
+        ("((a{1000}){1000}){1000}", 10**9),
+        ("a{" + "9" * 5000 + "}", 999_999_999),
+    ],
+)
+def test_written_out(pattern: str, characters: int) -> None:
+    """Nested repetitions multiply, those one after the other add up; classes and escapes are one character."""
+    assert written_out(pattern) == characters
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"},
+        {"type": "object", "patternProperties": {"(a{200}){200}": {"type": "string"}}},
+        {"anyOf": [{"type": "string", "pattern": f"{letter}{{6000}}"} for letter in "ab"]},
+    ],
+)
+def test_patterns_that_repeat_too_much_are_refused(engine: Engine, schema: dict[str, Any]) -> None:
+    """Wherever they stand in the schema, and however they are nested."""
+    pytest.importorskip("llguidance")
+    with pytest.raises(InputError, match="pattern repeats too much"):
+        GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer).json(schema)
+
+
+def test_an_ordinary_pattern(engine: Engine) -> None:
+    """A pattern of a date has a grammar, whose first mask is there."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$"}
+    grammar = GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer).json(schema)
+    assert any(grammar.matcher().compute_bitmask())
