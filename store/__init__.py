@@ -14,7 +14,6 @@ from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError, S
 from .catalog import CatalogEntry, StoredDocument
 from .chunk import ChunkKV, KVHandle, LayerPair
 from .config import StoreConfig
-from .eviction import NamespaceShare
 from .key import ChunkKey, context_digest
 from .kv_store import KVStore
 from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root
@@ -37,7 +36,6 @@ __all__ = [
     "KVHandle",
     "KVStore",
     "LayerPair",
-    "NamespaceShare",
     "Placement",
     "PrefixBlocks",
     "PrefixRun",

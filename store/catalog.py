@@ -154,13 +154,6 @@ class Catalog:
         rows = self.database.rows("SELECT bytes FROM totals WHERE namespace = ?", namespace)
         return int(rows[0][0]) if rows else 0
 
-    def recent_namespaces(self, limit: int) -> list[str]:
-        """The namespaces but for "" whose entries were used last, the least recently used first."""
-        if not limit or not self.database.rows("SELECT 1 FROM totals WHERE namespace != '' LIMIT 1"):
-            return []  # there are no others as a rule, and to look through all entries takes a while
-        query = "SELECT namespace FROM entries WHERE namespace != '' GROUP BY namespace ORDER BY max(used_ns) DESC LIMIT ?"
-        return [namespace for (namespace,) in reversed(self.database.rows(query, limit))]
-
     def touch(self, digest: str) -> None:
         """Note that an entry is used now."""
         used_ns = self.now_ns()
@@ -218,27 +211,19 @@ class Catalog:
         if self._touched:
             self.change()
 
-    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable[str]]:
-        """Entries that no pinned document has, the least recently used first.
-
-        Args:
-            only: the namespace to take them from; None for all.
-            spare: namespaces to take none from.
-
-        """
+    def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[str]]:
+        """Entries that no pinned document has, the least recently used first; see `EvictingTier`."""
         self.save_uses()
-        spare = () if only is not None else tuple(spare)
-        where = "namespace = ?" if only is not None else f"namespace NOT IN ({', '.join('?' * len(spare))})"
         query = (
-            f"SELECT used_ns, digest, namespace, bytes FROM entries WHERE pinned = 0 AND {where} "
-            "AND (used_ns, digest) > (?, ?) ORDER BY used_ns, digest LIMIT ?"
+            "SELECT used_ns, digest, bytes FROM entries WHERE pinned = 0 AND coalesce(namespace = ?, TRUE) "
+            "AND coalesce(namespace != ?, TRUE) AND (used_ns, digest) > (?, ?) ORDER BY used_ns, digest LIMIT ?"
         )
         last = (-1, "")
         while True:
-            page = self.database.rows(query, *(spare if only is None else (only,)), *last, _PAGE)
-            for used_ns, digest, namespace, entry_bytes in page:
+            page = self.database.rows(query, only, spare, *last, _PAGE)
+            for used_ns, digest, entry_bytes in page:
                 last = (used_ns, digest)
-                yield Evictable(digest, namespace, entry_bytes)
+                yield Evictable(digest, entry_bytes)
             if len(page) < _PAGE:
                 return
 

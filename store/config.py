@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheblend.base.checks import GIB, MIB, check_bytes, check_share, check_whole, is_number
+from cacheblend.base.checks import GIB, MIB, check_bytes, check_whole, is_number
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
-from .eviction import NamespaceShare, RecentNamespaces, TierBudget
 from .remote import RemoteAddress
 from .tiers import CACHE_TIERS, NVME, RAM
 
@@ -29,11 +28,6 @@ class StoreConfig:
             it displaces goes.
         cache_budgets: bytes of further tiers of copies, by their names in `CACHE_TIERS`; they stand between RAM and NVMe, the
             fastest first.
-        ram_shares: bytes of the RAM budget that single namespaces may hold, or have reserved.
-        nvme_shares: the same of the NVMe budget.
-        recent_share: 0..1 of each budget, reserved for each namespace that the shares do not name, as long as it is among those
-            used last: so many of them as fit beside what the shares reserve. 0 reserves nothing for them.
-
         remote: where further machines' entries are, behind NVMe: `redis://host:6379/0`, `rediss://` with TLS, `unix:///path`,
             `s3://bucket/prefix`, `gs://`, `az://` or `file:///folder`. No text shows it, since it may hold a password.
         remote_secret: of the deployment; with it objects have names that nobody else can compute, and bytes that nobody else
@@ -42,8 +36,8 @@ class StoreConfig:
             service with tenants sets it.
 
     Raises:
-        ConfigError: an empty directory name, a number of bytes that is not a positive integer, an unknown tier, a share outside
-            0..1, or shares that reserve more than the budget; by the store, direct reads on a file system without them.
+        ConfigError: an empty directory name, a number of bytes that is not a positive integer, or an unknown tier; by the
+            store, direct reads on a file system without them.
     """
 
     directory: str | os.PathLike[str] = "cacheblend-store/kv"
@@ -52,9 +46,6 @@ class StoreConfig:
         50 * GIB, "Bytes of KV on disk, headers included; the least recently used is evicted. Each process applies its own."
     )
     cache_budgets: Mapping[str, int] = field(default_factory=dict)
-    ram_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
-    nvme_shares: Mapping[str, NamespaceShare] = field(default_factory=dict)
-    recent_share: float = 0.0
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
@@ -97,7 +88,6 @@ class StoreConfig:
             if name not in further:
                 raise ConfigError("cache_budgets", name, f"one of the tiers {', '.join(further) or '(none is registered)'}")
             check_bytes(f"cache_budgets[{name!r}]", budget_bytes)
-        check_share("recent_share", self.recent_share)
         self.remote_address()
         self._check_secret()
         if self.remote_tenant is not None and (not isinstance(self.remote_tenant, str) or not self.remote_tenant):
@@ -107,14 +97,6 @@ class StoreConfig:
         if self.remote_ttl_s is not None:
             check_whole("remote_ttl_s", self.remote_ttl_s)
         check_bytes("remote_queue_bytes", self.remote_queue_bytes)
-        for name, budget in self.budgets().items():
-            if budget.unreserved_bytes < 0:
-                reserved_bytes = budget.bytes - budget.unreserved_bytes
-                raise ConfigError(
-                    f"{name}_shares",
-                    dict(budget.shares),
-                    f"reserve at most the tier's {budget.bytes} bytes; got {reserved_bytes}",
-                )
 
     def remote_address(self) -> RemoteAddress | None:
         """Where the remote tier is; None for none."""
@@ -144,14 +126,6 @@ class StoreConfig:
             raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")
         self.read_secret()
 
-    def budgets(self) -> dict[str, TierBudget]:
-        """Each tier's budget, the fastest tier first, with one memory of which namespaces were used last."""
-        plain = {
-            RAM: TierBudget(self.ram_budget_bytes, self.ram_shares),
-            **{name: TierBudget(budget_bytes) for name, budget_bytes in self.cache_budgets.items()},
-            NVME: TierBudget(self.nvme_budget_bytes, self.nvme_shares),
-        }
-        budgets = {name: replace(one, recent_bytes=int(one.bytes * self.recent_share)) for name, one in plain.items()}
-        # As many namespaces as fit into every tier, and a use in any counts for all.
-        recent = RecentNamespaces(min(budget.recent_limit for budget in budgets.values()))
-        return {name: replace(budget, recent=recent) for name, budget in budgets.items()}
+    def budgets(self) -> dict[str, int]:
+        """Bytes of each tier, the fastest tier first."""
+        return {RAM: self.ram_budget_bytes, **self.cache_budgets, NVME: self.nvme_budget_bytes}

@@ -285,7 +285,7 @@ class KVStore:
         """What the tiers hold, and hits, misses and evictions since this object was made."""
         self._check_open()
         counts = self._counts
-        tiers = {one.name: TierStats(*one.size(), one.budget.bytes, counts[one.name], one.evictions) for one in self._tiers}
+        tiers = {one.name: TierStats(*one.size(), one.budget_bytes, counts[one.name], one.evictions) for one in self._tiers}
         remote = None if self._remote is None else self._remote.stats()
         return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES], remote)
 

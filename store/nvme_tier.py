@@ -14,7 +14,7 @@ from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 from .catalog import Catalog, CatalogEntry, DocumentTable
 from .entry import EncodedEntry, EntryHeader, check_direct_reads
 from .entry_file import EntryFile, NewFile, write_files
-from .eviction import Evictable, Pins, TierBudget
+from .eviction import Evictable, Pins, select_victims
 from .layout import Journal, Reserve, StoreFolder, WriteLock
 from .tiers import NVME, read_entry
 from .write_queue import PendingWrite
@@ -34,8 +34,8 @@ class NvmeTier:
     name: ClassVar[str] = NVME
     in_memory: ClassVar[bool] = False
 
-    def __init__(self, folder: StoreFolder, budget: TierBudget, pins: Pins, *, direct_reads: bool = False) -> None:
-        self.folder, self.budget, self._pins, self._direct_reads = folder, budget, pins, direct_reads
+    def __init__(self, folder: StoreFolder, budget_bytes: int, pins: Pins, *, direct_reads: bool = False) -> None:
+        self.folder, self.budget_bytes, self._pins, self._direct_reads = folder, budget_bytes, pins, direct_reads
         if direct_reads:
             check_direct_reads(folder.root)
         self.evictions, self.damaged = 0, 0
@@ -49,11 +49,9 @@ class NvmeTier:
                 self.catalog = self.on_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
                 opened.callback(self.catalog.close)
             self.documents = DocumentTable(self.catalog.database)
-            for namespace in self.catalog.recent_namespaces(budget.recent.limit):
-                budget.record_use(namespace)
             with self.exclusive():
                 self.leftovers(remove=True)
-                if self.held_bytes() > budget.bytes:
+                if self.held_bytes() > budget_bytes:
                     self._correct_sizes()
                 self.shrink()
                 self._reserve.refill()
@@ -120,9 +118,9 @@ class NvmeTier:
         """See `EvictingTier`."""
         return self.catalog.totals()[1] if namespace is None else self.catalog.held_bytes(namespace)
 
-    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable[str]]:
+    def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[str]]:
         """See `EvictingTier`."""
-        return self.catalog.evictable(only=only, spare=spare)
+        return self.catalog.evictable(only, spare)
 
     def begin_evict(self, name: str) -> bool:
         """See `EvictingTier`."""
@@ -142,7 +140,6 @@ class NvmeTier:
             return None
         if is_use:
             self.catalog.touch(digest)
-            self.budget.record_use(file.info.key.namespace)
         return file
 
     def load(self, digest: str, *, is_use: bool = True) -> EncodedEntry | None:
@@ -176,7 +173,6 @@ class NvmeTier:
                 and self.documents.version(write.document[0]) == write.document[1]
             ]
             (namespace,) = {entry.info.key.namespace for entry in new.values()}
-            self.budget.record_use(namespace)
             headers = {digest: EntryHeader.from_entry(entry).pack() for digest, entry in new.items()}
             file_bytes = sum(len(headers[digest]) + entry.nbytes for digest, entry in new.items())
             with self._evicting(namespace, file_bytes) as victims, self.changing([*new, *victims]):
@@ -294,12 +290,11 @@ class NvmeTier:
         """Select entries to evict so that an entry of `file_bytes` fits; inside, they count as misses and cannot be pinned."""
         victims: list[str] = []
         try:
-            fits = self.budget.select_victims(self, victims, namespace, file_bytes)
+            fits = select_victims(self, victims, namespace, file_bytes)
             if not fits and namespace is not None:
-                own = f"of which namespace {namespace!r} may hold {self.budget.limit_bytes(namespace)}"
                 raise StoreFullError(
-                    f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget.bytes} ({own}) beside what is "
-                    "pinned or reserved for others; raise the budget, split the chunk, or unpin documents"
+                    f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget_bytes} beside what is pinned; "
+                    "raise the budget, split the chunk, or unpin documents"
                 )
             yield victims
             self.evictions += len(victims)

@@ -21,14 +21,13 @@ import torch
 from cacheblend.base.errors import ConfigError, StoreError
 
 from .chunk import LayerPair, check_shape
-from .eviction import Evictable, HeldBytes
+from .eviction import Evictable, HeldBytes, select_victims
 from .key import length_prefixed
 
 if TYPE_CHECKING:
     from cacheblend.base.memory import Bytes
 
     from .chunk import EncodedLayer
-    from .eviction import TierBudget
 
 BLOCK_TOKENS = 16
 BLOCK_FORMAT = 1
@@ -249,10 +248,10 @@ class PrefixBlocks:
 
     The layers of one window, and those of full attention, are held and evicted apart: after a prefix a full layer needs all of
     its blocks, a layer with a window those in the window. The least recently used goes first, and of a chain that was used at
-    once its tail goes before its parents; what is in use, and within its namespace's reserve, stays.
+    once its tail goes before its parents; parts in use stay. A namespace with over half of the budget evicts its own first.
 
     Args:
-        budget: keys and values held at most, in all and by namespace.
+        budget_bytes: of keys and values held at most.
         windows: each layer's sliding window; None for full attention.
         model: fingerprint of the model.
 
@@ -260,29 +259,27 @@ class PrefixBlocks:
         ConfigError: a budget that is not above 0.
     """
 
-    def __init__(self, budget: TierBudget, windows: Sequence[int | None], model: str) -> None:
-        if budget.bytes <= 0:
-            raise ConfigError("budget.bytes", budget.bytes, "give a number of bytes above 0")
-        self._budget, self._windows, self._model = budget, tuple(windows), model
+    def __init__(self, budget_bytes: int, windows: Sequence[int | None], model: str) -> None:
+        if budget_bytes <= 0:
+            raise ConfigError("budget_bytes", budget_bytes, "give a number of bytes above 0")
+        self.budget_bytes, self._windows, self._model = budget_bytes, tuple(windows), model
         self._layers = {window: [at for at, other in enumerate(windows) if other == window] for window in windows}
         self._lock = threading.Lock()
         self._parts: dict[_Name, _Part] = {}
         self._idle: OrderedDict[_Name, None] = OrderedDict()  # held and not in use; the first one goes first
         self.held_bytes = HeldBytes()
-        self._oldest: Iterator[_Name] = iter(())  # of the insert under way
+        self._walks: dict[object, Iterator[_Name]] = {}  # over idle parts, of the insert under way
         self._lookups = self._hits = self._evictions = 0
 
     @contextmanager
-    def match(self, token_ids: Sequence[int], chains: Sequence[BlockChain], namespace: str = "") -> Iterator[PrefixRun | None]:
+    def match(self, token_ids: Sequence[int], chains: Sequence[BlockChain]) -> Iterator[PrefixRun | None]:
         """The longest run of blocks that `token_ids` begin with; None for none. Nothing of it is evicted inside the context.
 
         Args:
             token_ids: the tokens that may be matched: at most all but the prompt's last one, whose logits are wanted.
             chains: of the prompt; a block is taken from the first of them that has it.
-            namespace: whose prompt it is: that names no block (the chains' extra keys must), but counts as its use.
         """
         with self._lock:
-            self._budget.record_use(namespace)
             digests = self._longest(chains, len(token_ids) // BLOCK_TOKENS)
             self._lookups += 1
             self._hits += bool(digests)
@@ -308,7 +305,7 @@ class PrefixBlocks:
             digests: of the prompt's blocks, from its start.
             first: the blocks before it were found by `match`, and their KV is not at hand.
             read: gives `k_HTD`, rotated, and `v_HTD` of a layer's positions from a start to a stop; they are copied.
-            namespace: whose blocks they are, and in whose share they count.
+            namespace: whose blocks they are; the chains' extra keys name it too.
 
         Returns:
             How many of the prompt's blocks, from its start, are held now.
@@ -316,10 +313,8 @@ class PrefixBlocks:
         names: list[_Name] = []
         reader = BlockReader(read, len(digests))
         with self._lock:
-            self._budget.record_use(namespace)
             done = 0
-            # One walk for all blocks: who lends nothing to the first of them lends nothing to the others.
-            self._oldest = iter(list(self._idle))
+            self._walks = {}
             for index, digest in enumerate(digests):
                 if not self._hold(index, digest, reader if index >= first else None, namespace, names):
                     break
@@ -331,7 +326,7 @@ class PrefixBlocks:
         """What is held, and what happened."""
         with self._lock:
             parts, lookups, hits = len(self._parts), self._lookups, self._hits
-            return PrefixStats(parts, self.held_bytes(), self._budget.bytes, lookups, hits, self._evictions)
+            return PrefixStats(parts, self.held_bytes(), self.budget_bytes, lookups, hits, self._evictions)
 
     def _longest(self, chains: Sequence[BlockChain], most: int) -> list[bytes]:
         """Hashes of the longest run that all kinds of layers have what they need of."""
@@ -380,14 +375,15 @@ class PrefixBlocks:
             names.append(name)
         return True
 
-    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable[_Name]]:
-        """See `EvictingTier`; for `insert`, under its lock, whose walk over all namespaces goes on where it stood."""
-        spared = frozenset(spare)
-        for name in self._oldest if only is None else list(self._idle):
+    def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[_Name]]:
+        """See `EvictingTier`; for `insert`, under its lock. It walks once for all blocks: no part becomes idle meanwhile."""
+        if (only, spare) not in self._walks:
+            self._walks[only, spare] = iter(list(self._idle))
+        for name in self._walks[only, spare]:
             if name in self._idle:
                 part = self._parts[name]
-                if part.namespace == only or (only is None and part.namespace not in spared):
-                    yield Evictable(name, part.namespace, part.kv_L2HTD.nbytes)
+                if only in (None, part.namespace) and part.namespace != spare:
+                    yield Evictable(name, part.kv_L2HTD.nbytes)
 
     def begin_evict(self, name: _Name) -> bool:
         """See `EvictingTier`."""
@@ -396,7 +392,7 @@ class PrefixBlocks:
     def _make_room(self, namespace: str, nbytes: int) -> bool:
         """Drop what must go for a part."""
         victims: list[_Name] = []
-        if not self._budget.select_victims(self, victims, namespace, nbytes):
+        if not select_victims(self, victims, namespace, nbytes):
             return False
         for name in victims:
             self._drop(name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from .entry import EncodedEntry
-from .eviction import AdmissionFilter, Evictable, HeldBytes, Pins, TierBudget
+from .eviction import AdmissionFilter, Evictable, HeldBytes, Pins, select_victims
 
 
 class RamTier:
@@ -17,13 +17,13 @@ class RamTier:
     name: ClassVar[str] = "ram"
     in_memory: ClassVar[bool] = True
 
-    def __init__(self, budget: TierBudget, pins: Pins) -> None:
-        self.budget, self._pins = budget, pins
+    def __init__(self, budget_bytes: int, pins: Pins) -> None:
+        self.budget_bytes, self._pins = budget_bytes, pins
         self.evictions = 0
         self.held_bytes = HeldBytes()
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, EncodedEntry] = OrderedDict()
-        self._recent_reads = AdmissionFilter(budget.bytes)
+        self._recent_reads = AdmissionFilter(budget_bytes)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._entries
@@ -38,7 +38,6 @@ class RamTier:
             entry = self._entries.get(digest)
             if entry is not None:
                 self._entries.move_to_end(digest)
-                self.budget.record_use(entry.info.key.namespace)
             return entry
 
     def put(self, entry: EncodedEntry) -> bool:
@@ -48,9 +47,8 @@ class RamTier:
             if digest in self._entries:
                 self._entries.move_to_end(digest)
                 return True
-            self.budget.record_use(namespace)
             victims: list[str] = []
-            if not self.budget.select_victims(self, victims, namespace, entry.nbytes):
+            if not select_victims(self, victims, namespace, entry.nbytes):
                 return False
             for victim in victims:
                 self._drop(victim)
@@ -66,7 +64,7 @@ class RamTier:
         copies and evicts nothing.
         """
         again = self._recent_reads.admits(digest, entry_bytes)
-        return entry_bytes <= self.budget.bytes and (again or self.held_bytes() + entry_bytes <= self.budget.bytes)
+        return entry_bytes <= self.budget_bytes and (again or self.held_bytes() + entry_bytes <= self.budget_bytes)
 
     def discard(self, digest: str) -> None:
         """See `CacheTier`: who reads the entry keeps its memory."""
@@ -87,13 +85,11 @@ class RamTier:
     def close(self) -> None:
         """See `KVTier`: nothing to do."""
 
-    def evictable(self, *, only: str | None = None, spare: Sequence[str] = ()) -> Iterator[Evictable[str]]:
+    def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[str]]:
         """See `EvictingTier`; for `put`, under its lock."""
-        spared = frozenset(spare)
         for digest, entry in self._entries.items():
-            namespace = entry.info.key.namespace
-            if namespace == only or (only is None and namespace not in spared):
-                yield Evictable(digest, namespace, entry.nbytes)
+            if only in (None, entry.info.key.namespace) and entry.info.key.namespace != spare:
+                yield Evictable(digest, entry.nbytes)
 
     def begin_evict(self, name: str) -> bool:
         """See `EvictingTier`."""

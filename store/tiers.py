@@ -22,7 +22,7 @@ from cacheblend.base.memory import Bytes, host_bytes
 
 from .chunk import EncodedLayer, LayerPair, check_shape
 from .entry import EncodedEntry, EntryInfo
-from .eviction import Pins, TierBudget
+from .eviction import Pins
 from .key import ChunkKey
 from .ram_tier import RamTier
 
@@ -68,7 +68,7 @@ class ReadTier(Protocol):
 class KVTier(ReadTier, Protocol):
     """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
 
-    budget: TierBudget
+    budget_bytes: int
     evictions: int
 
     def __contains__(self, digest: str) -> bool:
@@ -87,7 +87,7 @@ class KVTier(ReadTier, Protocol):
 class CacheTier(KVTier, Protocol):
     """A tier of copies; made with its budget and the pins, whose entries it must not evict."""
 
-    def __init__(self, budget: TierBudget, pins: Pins) -> None: ...
+    def __init__(self, budget_bytes: int, pins: Pins) -> None: ...
 
     def put(self, entry: EncodedEntry) -> bool:
         """Hold a copy; False, and nothing evicted, where the budget less what is pinned has no room for it."""

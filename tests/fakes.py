@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.eviction import Pins, TierBudget
+from cacheblend.store.eviction import Pins
 
 
 class FakeEmbedder:
@@ -41,8 +41,8 @@ class FakeRemoteTier:
     name: ClassVar[str] = "remote"
     in_memory: ClassVar[bool] = False
 
-    def __init__(self, budget: TierBudget, pins: Pins) -> None:
-        self.budget, self._pins = budget, pins
+    def __init__(self, budget_bytes: int, pins: Pins) -> None:
+        self.budget_bytes, self._pins = budget_bytes, pins
         self.evictions = 0
         self.closed = False
         self._entries: OrderedDict[str, EncodedEntry] = OrderedDict()
@@ -61,7 +61,7 @@ class FakeRemoteTier:
     def put(self, entry: EncodedEntry) -> bool:
         self._entries[entry.info.key.digest] = entry
         for digest in list(self._entries):
-            if self.size()[1] > self.budget.bytes and not self._pins.is_pinned(digest):
+            if self.size()[1] > self.budget_bytes and not self._pins.is_pinned(digest):
                 del self._entries[digest]
                 self.evictions += 1
         return entry.info.key.digest in self._entries

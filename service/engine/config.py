@@ -21,9 +21,8 @@ from cacheblend.blend import DEFAULT_SELECTOR, ChunkContext, FusionConfig
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
-from cacheblend.store import NamespaceShare, StoreConfig
+from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS
-from cacheblend.store.eviction import RecentNamespaces, TierBudget
 
 if TYPE_CHECKING:
     from cacheblend.blend import Fusor
@@ -36,9 +35,6 @@ _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
 FAST_RATIO = 0.05
 PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": FAST_RATIO}
-# Parts of each byte budget that are reserved: for KV without a cache salt, ingested documents above all, and for each of the
-# salts used last, as many as fit beside that. What is not used of a reserve is lent to others.
-UNSALTED_SHARE, SALT_SHARE = 0.5, 0.05
 SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
 EXAMPLES_FILE = "examples.json"  # of a store folder: questions that its documents answer well
 MAX_EXAMPLES = 12
@@ -147,25 +143,8 @@ class EngineConfig:
         return replace(self.retriever, directory=Path(self.store_dir) / INDEX_FOLDER)
 
     def store_config(self) -> StoreConfig:
-        """The store's part, in the engine's folder, with parts of the budgets reserved for documents and for salts."""
-        store = self.store
-        return replace(
-            store,
-            directory=Path(self.store_dir) / KV_FOLDER,
-            ram_shares=store.ram_shares or _shares(store.ram_budget_bytes),
-            nvme_shares=store.nvme_shares or _shares(store.nvme_budget_bytes),
-            recent_share=self._salt_share,
-        )
-
-    def prefix_budget(self) -> TierBudget:
-        """What prefix blocks may hold."""
-        budget_bytes = self.prefix_budget_bytes
-        budget = TierBudget(budget_bytes, _shares(budget_bytes), int(budget_bytes * self._salt_share))
-        return replace(budget, recent=RecentNamespaces(budget.recent_limit))
-
-    @property
-    def _salt_share(self) -> float:
-        return self.store.recent_share or SALT_SHARE
+        """The store's part, in the engine's folder."""
+        return replace(self.store, directory=Path(self.store_dir) / KV_FOLDER)
 
     @property
     def profile_dir(self) -> Path:
@@ -176,10 +155,6 @@ class EngineConfig:
         """The fusor's part, at a ratio; None for r*."""
         ratio = self.loader.quality_ratio if recompute_ratio is None else recompute_ratio
         return FusionConfig(recompute_ratio=ratio, selector=self.fusion.selector or DEFAULT_SELECTOR)
-
-
-def _shares(budget_bytes: int) -> dict[str, NamespaceShare]:
-    return {UNSALTED: NamespaceShare(reserved_bytes=int(budget_bytes * UNSALTED_SHARE))}
 
 
 def remember_settings(config: EngineConfig) -> None:

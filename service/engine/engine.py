@@ -81,7 +81,7 @@ class Engine:
             self.foreground = foreground or Foreground()
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
             opened.callback(self.background.close)
-            self.prefixes = PrefixCache(self.fusor, config.prefix_budget())
+            self.prefixes = PrefixCache(self.fusor, config.prefix_budget_bytes)
             self._prefiller = Prefiller(
                 self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
             )

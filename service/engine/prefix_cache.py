@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
 from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, PrefixStats, chain_root
-from cacheblend.store.eviction import TierBudget
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -25,20 +24,20 @@ class PrefixCache:
 
     Args:
         fusor: the model.
-        budget: bytes of keys and values, in all and by namespace.
+        budget_bytes: of keys and values.
 
     Raises:
         ConfigError: a budget that is not above 0.
     """
 
-    def __init__(self, fusor: Fusor, budget: TierBudget) -> None:
+    def __init__(self, fusor: Fusor, budget_bytes: int) -> None:
         self._model = fusor.fingerprint
-        self._budget, self._windows = budget, fusor.decoder.windows
+        self._budget_bytes, self._windows = budget_bytes, fusor.decoder.windows
         self.clear()
 
     def clear(self) -> None:
         """Forget every block, and what was counted; requests that are under way keep theirs."""
-        self._blocks = PrefixBlocks(self._budget, self._windows, self._model)
+        self._blocks = PrefixBlocks(self._budget_bytes, self._windows, self._model)
 
     @contextmanager
     def find(self, token_ids: Sequence[int], limit: int, namespace: str, asked_ratio: str | None) -> Iterator[CachedPrefix]:
@@ -47,14 +46,14 @@ class PrefixCache:
         Args:
             token_ids: the prompt.
             limit: at most so many of its tokens may be reused.
-            namespace: requests of another one find none of its blocks, and it none of theirs; its blocks count in its share.
+            namespace: requests of another one find none of its blocks, and it none of theirs.
             asked_ratio: names the recompute ratio that a blended request asks for; None for one that is exact throughout.
         """
         roots = [(b"exact",)] if asked_ratio is None else [(b"exact",), (b"blended", asked_ratio.encode())]
         chains = [BlockChain(chain_root(self._model.encode(), *root), (namespace.encode(),)) for root in roots]
         for chain in chains:
             chain.extend(token_ids)
-        with self._blocks.match(token_ids[:limit], chains, namespace) as run:
+        with self._blocks.match(token_ids[:limit], chains) as run:
             yield CachedPrefix(self._blocks, namespace, chains, run)
 
     def stats(self) -> PrefixStats:

@@ -14,7 +14,6 @@ from cacheblend.base.errors import IncompatibleKVError, InputError
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader
 from cacheblend.store import BLOCK_TOKENS, BlockChain, PrefixBlocks, chain_root
-from cacheblend.store.eviction import TierBudget
 
 FAMILIES = ("llama", "llama-yarn", "mistral-window", "gemma2", "gemma3", "phi3", "qwen2-window", "qwen3")
 
@@ -47,7 +46,7 @@ def keep(fusor: Fusor, token_ids: list[int], blocks: PrefixBlocks) -> BlockChain
 
 
 def blocks_of(fusor: Fusor) -> PrefixBlocks:
-    return PrefixBlocks(TierBudget(2**28), fusor.decoder.windows, fusor.fingerprint)
+    return PrefixBlocks(2**28, fusor.decoder.windows, fusor.fingerprint)
 
 
 @pytest.mark.parametrize("loader", [False, True], ids=["resident", "loader"])

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend.store.eviction import TierBudget
 from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, chain_root
 
 HEADS, HEAD_DIM = 2, 3
@@ -54,7 +53,7 @@ def matched(blocks: PrefixBlocks, letters: str, *roots: str, extra_keys: Sequenc
 
 
 def make(windows: tuple[int | None, ...] = FULL, budget_bytes: int = MUCH) -> PrefixBlocks:
-    return PrefixBlocks(TierBudget(budget_bytes), windows, "model")
+    return PrefixBlocks(budget_bytes, windows, "model")
 
 
 def check_content(run: PrefixRun, letters: str, windows: tuple[int | None, ...]) -> None:

@@ -7,7 +7,6 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -313,7 +312,7 @@ def test_removals_on_a_full_disk(open_store, monkeypatch, freed: str, operation:
             case "delete a document":
                 store.documents.delete("a")
             case "shrink":
-                store._nvme.budget = replace(store._nvme.budget, bytes=2 * FILE_BYTES)
+                store._nvme.budget_bytes = 2 * FILE_BYTES
                 assert store._nvme.shrink()
             case "pin":
                 store.documents.pin("a")

@@ -14,7 +14,7 @@ from cacheblend.blend import KVGeometry, Prompt, Segment
 from cacheblend.loader import LayerLoader
 from cacheblend.store import CACHE_TIERS, CacheTier, ChunkKey, ChunkKV, ConfigError, KVStore, StoreConfig, tiers_in_memory
 from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.eviction import Pins, TierBudget
+from cacheblend.store.eviction import Pins
 from cacheblend.store.tiers import read_entry
 
 PAIRS = [make_chunk(seed) for seed in range(4)]
@@ -25,8 +25,8 @@ def test_every_tier_of_copies(tier_class: type[CacheTier]) -> None:
     """Each registered tier keeps within its budget, spares what is pinned, and returns the bytes that were put."""
     pins, entries = Pins(), [EncodedEntry.from_chunk(*pair) for pair in PAIRS]
     pinned = PAIRS[0][0].digest
-    tier = tier_class(TierBudget(3 * RAM_BYTES), pins)
-    assert not tier_class(TierBudget(1), pins).put(entries[0])
+    tier = tier_class(3 * RAM_BYTES, pins)
+    assert not tier_class(1, pins).put(entries[0])
     with pins.hold([pinned]):
         for entry in entries:
             tier.put(entry)

@@ -81,7 +81,7 @@ class Tenant:
 
 @contextmanager
 def serving(model_dir: Path, store_dir: Path, remote: str | None = None) -> Iterator[dict[str, Tenant]]:
-    """Two tenants on one server, with room for 40 entries each, half of it for what has no salt, a fifth for a salt."""
+    """Two tenants on one server, with room for 40 entries each."""
     store_budgets = budgets(80)
     prefix_budget_bytes = store_budgets.pop("prefix_budget_bytes")
     config = EngineConfig(
@@ -89,7 +89,7 @@ def serving(model_dir: Path, store_dir: Path, remote: str | None = None) -> Iter
         store_dir=store_dir,
         context_document_tokens=0,  # so that a text's chunks are one another's equals, whatever stands before them
         prefix_budget_bytes=prefix_budget_bytes,
-        store=StoreConfig(**store_budgets, recent_share=0.2, remote=remote, remote_secret=SECRET if remote else None),
+        store=StoreConfig(**store_budgets, remote=remote, remote_secret=SECRET if remote else None),
         retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
         fusion=FusionConfig(recompute_ratio=0.15),
     )
