@@ -101,7 +101,7 @@ class StoreFullError(StoreError):
 
 
 class BudgetTooSmallError(StoreFullError):
-    """The KV of what was ingested does not fit the byte budget at once; the message has no path."""
+    """Documents do not fit the byte budget of the index, or their KV that of the store; the message has no path."""
 
 
 class DamagedEntryError(StoreError):

@@ -22,7 +22,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cacheblend.base.errors import DamagedDocumentError, DocumentChangedError, InputError, RetrieverError, StoreFullError
+from cacheblend.base.errors import (
+    BudgetTooSmallError,
+    DamagedDocumentError,
+    DocumentChangedError,
+    InputError,
+    RetrieverError,
+    StoreFullError,
+)
 from cacheblend.base.files import is_disk_full, make_private_file
 from cacheblend.base.sqlite import prefix_end
 from cacheblend.store.layout import Reserve
@@ -141,14 +148,15 @@ class Catalog:
     Args:
         path: the file, made when missing; None keeps the tables in memory.
         settings: what the chunks and vectors depend on; fixed from the first document on.
+        budget_bytes: bytes that the tables may take; None for no bound.
 
     Raises:
         RetrieverError: the file cannot be used, is of another format, or holds documents of other settings.
         StoreFullError: the disk is full.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, str]) -> None:
-        self._path, self._settings = path, dict(settings)
+    def __init__(self, path: Path | None, settings: Mapping[str, str], budget_bytes: int | None = None) -> None:
+        self._path, self._settings, self._budget_bytes = path, dict(settings), budget_bytes
         self._where = "memory" if path is None else str(path)
         self._reserve = None if path is None else Reserve(path.with_name("reserve"))
         try:
@@ -202,7 +210,7 @@ class Catalog:
         Raises:
             DocumentChangedError: a document has none of its expected versions; nothing is added then.
             RetrieverError: the file cannot be written, or has other settings or vectors of another length.
-            StoreFullError: the disk is full.
+            StoreFullError: the disk or the budget is full; nothing is added then.
         """
         if not entries:
             with self.snapshot():
@@ -222,6 +230,7 @@ class Catalog:
                 row = (document.id, document.version, document.title, len(entry.chunks))
                 self._run(INSERT_DOCUMENT, (*row[:3], time.time(), row[3], row_checksum(*row)))
                 added += [self._insert(chunk, vector) for chunk, vector in zip(entry.chunks, entry.vectors_ND, strict=True)]
+            self.check_room()
             change = Change(added, [id_ for ids in removed.values() for id_ in ids], self.generation, frozenset(removed))
         self._refill()
         return change
@@ -242,6 +251,22 @@ class Catalog:
             change = self._remove_document(document_id)
         self._refill()
         return change
+
+    def check_room(self, more_bytes: int = 0) -> None:
+        """Refuse more bytes than the budget has room for.
+
+        Raises:
+            BudgetTooSmallError: the tables and the bytes are more than the budget.
+        """
+        if self._budget_bytes is None:
+            return
+        pragmas = ("page_count", "freelist_count", "page_size")
+        pages, free_pages, page_bytes = (self._rows(f"PRAGMA {name}")[0][0] for name in pragmas)
+        if (used_bytes := (pages - free_pages) * page_bytes) + more_bytes > self._budget_bytes:
+            raise BudgetTooSmallError(
+                f"the index has {used_bytes} bytes, with these documents more than index_budget_bytes={self._budget_bytes}; "
+                "delete documents, or raise it"
+            )
 
     def verify(self, *, repair: bool) -> IndexReport:
         """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.base.checks import is_number, is_whole
+from cacheblend.base.checks import check_bytes, is_number, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
@@ -38,6 +38,10 @@ class RetrieverConfig:
     )
     separator: str = SEPARATOR
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
+    index_budget_bytes: int | None = option(
+        None,
+        "Bytes that texts, token ids and vectors may take in the index; documents beyond them are refused. Left out, no bound.",
+    )
     retrieval: str = option(
         "hybrid",
         "How chunks are found: by meaning (dense), or by meaning and words (hybrid: BM25), the ranks of both fused.",
@@ -75,6 +79,8 @@ class RetrieverConfig:
             raise ConfigError("search_rounds", self.search_rounds, "1 or 2")
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
+        if self.index_budget_bytes is not None:
+            check_bytes("index_budget_bytes", self.index_budget_bytes)
         if self.min_score is not None and not (is_number(self.min_score) and -1 <= self.min_score <= 1):
             raise ConfigError("min_score", self.min_score, "a number from -1 to 1, or None")
         if self.reranker is not None and not (isinstance(self.reranker, str) and self.reranker.strip()):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
+from cacheblend.base.progress import Check, Progress
 
 from .catalog import Catalog, EmbeddedDocument
 from .config import RetrieverConfig
@@ -34,10 +35,6 @@ MAX_PLACES = 100_000  # that are remembered, each of a chunk
 RERANKED = 4  # candidates for each chunk that is wanted
 # Of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most.
 TITLE_TOKENS = (8, 64)
-
-
-def _go_on() -> None:
-    """Nobody stops the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,8 @@ class Retriever(IndexedDocuments):
             "tokenizer": self.splitter.fingerprint,
             "embedder": self.embedder.name,
         }
-        super().__init__(Catalog(None if config.directory is None else config.directory / INDEX_FILE, settings))
+        file = None if config.directory is None else config.directory / INDEX_FILE
+        super().__init__(Catalog(file, settings, config.index_budget_bytes))
         self._words = None if config.retrieval == "dense" else WordIndex(self._catalog)
         self._index = SyncedIndex(self._catalog, None if config.directory is None else config.directory / "index.faiss")
         self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
@@ -142,27 +140,31 @@ class Retriever(IndexedDocuments):
         """
         return self._changed(_checked(documents)[1])
 
-    def embed(
-        self,
-        documents: Iterable[Document],
-        check: Callable[[], None] = _go_on,
-        on_progress: Callable[[int, int], None] = lambda *_: None,
-    ) -> Iterator[EmbeddedDocument]:
+    def check_room(self, documents: Iterable[Document]) -> None:
+        """Refuse documents whose texts would take the index beyond its budget, before any work on them.
+
+        Raises:
+            BudgetTooSmallError: there is no room for them.
+        """
+        with self._lock:
+            self._catalog.check_room(sum(len(document.content.encode()) for document in documents))
+
+    def embed(self, documents: Iterable[Document], progress: Progress | None = None) -> Iterator[EmbeddedDocument]:
         """Split and embed documents, in groups; writes nothing, see `put`.
 
         Args:
             documents: in the order in which they come out.
-            check: called before each batch; what it raises ends the work.
-            on_progress: see `checked_between_batches`; begins anew with each group.
+            progress: follows the embedding of each group, and may end it.
 
         Raises:
             RetrieverError: the embedder cannot be used.
 
         """
-        for batch in self._batches(documents):
+        progress = progress or Progress()
+        for batch in self._batches(documents, progress.check):
             texts = [text for document, chunks in batch for text in self._embedded_texts(document, chunks)]
-            with checked_between_batches(check, on_progress):
-                check()
+            with checked_between_batches(progress.check, progress.note_windows):
+                progress.check()
                 vectors_ND = self._embed(texts)
             for document, chunks in batch:
                 yield EmbeddedDocument(document, chunks, vectors_ND[: len(chunks)])
@@ -306,11 +308,11 @@ class Retriever(IndexedDocuments):
         shorten = functools.cache(lambda text: self.splitter.beginning(text, tokens))
         return found_texts(document.id, document.title, [chunk.text for chunk in chunks], shorten)
 
-    def _batches(self, documents: Iterable[Document]) -> Iterator[list[tuple[Document, list[Chunk]]]]:
+    def _batches(self, documents: Iterable[Document], check: Check) -> Iterator[list[tuple[Document, list[Chunk]]]]:
         """Documents with their chunks, in groups of at least `BATCH_CHUNKS` chunks; a document is never parted."""
         batch: list[tuple[Document, list[Chunk]]] = []
         for document in documents:
-            batch.append((document, self.splitter.split(document)))
+            batch.append((document, self.splitter.split(document, check)))
             if sum(len(chunks) for _, chunks in batch) >= BATCH_CHUNKS:
                 yield batch
                 batch = []

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.extras import needs_extra
+from cacheblend.base.progress import Check
 
 from .config import RetrieverConfig
 from .document import Chunk, Document
@@ -82,7 +83,15 @@ class PlainTokenizer:
         """Whether one of the ids is a control token."""
         return not self._controls.isdisjoint(token_ids)
 
-    def cut(self, text: str, max_tokens: int, overlap_tokens: int = 0, *, at_sentences: bool = False) -> list[str]:
+    def cut(
+        self,
+        text: str,
+        max_tokens: int,
+        overlap_tokens: int = 0,
+        *,
+        at_sentences: bool = False,
+        check: Check = lambda: None,
+    ) -> list[str]:
         """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
 
         With `at_sentences` a piece ends where `BREAKS` says within the last half of so many tokens, the best such place, the
@@ -92,10 +101,12 @@ class PlainTokenizer:
         border into U+FFFD, and drop leading spaces with some tokenizers. Such a character goes whole to the later piece.
         Without overlap the pieces joined are exactly `text`; a text without tokens gives no piece. A long text is tokenised in
         slices of `CUT_CHARACTERS`, each from the start of the last one's last piece: at once it would take 300 bytes a byte.
+        `check` is called before each slice; what it raises ends the work.
         """
         spans: list[tuple[int, int]] = []
         start, size = 0, CUT_CHARACTERS
         while True:
+            check()
             found = self._spans(text[start : start + size], max_tokens, overlap_tokens, at_sentences)
             if start + size >= len(text):
                 spans.extend((start + first, start + end) for first, end in found)
@@ -203,8 +214,10 @@ class Splitter:
         """The first tokens of a text, as text."""
         return next(iter(self._tokenizer.cut(text, most_tokens)), "")
 
-    def split(self, document: Document) -> list[Chunk]:
+    def split(self, document: Document, check: Check = lambda: None) -> list[Chunk]:
         """Cut a document into chunks.
+
+        `check` is called between the slices of a long text, and between chunks; what it raises ends the work.
 
         Without overlap, the chunks' texts joined are exactly the document's content (title line and text). A chunk has at most
         `chunk_tokens` tokens, plus those of the separator, plus a few: it is tokenised anew, alone (a word cut in two, a
@@ -220,17 +233,13 @@ class Splitter:
             if self._separator_tokens < len(ids) <= most:  # one chunk, tokenised once: most passages that a request brings
                 return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
         at_sentences = self.config.split_at == "sentences"
-        texts = self._tokenizer.cut(content, most, self.config.chunk_overlap_tokens, at_sentences=at_sentences)
+        check()
+        texts = self._tokenizer.cut(content, most, self.config.chunk_overlap_tokens, at_sentences=at_sentences, check=check)
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
-        return [
-            Chunk(
-                document_id=document.id,
-                version=document.version,
-                position=position,
-                title=document.title,
-                text=text,
-                token_ids=tuple(self._tokenizer.ids(text + self.config.separator)),
-            )
-            for position, text in enumerate(texts)
-        ]
+        chunks: list[Chunk] = []
+        for position, text in enumerate(texts):
+            check()
+            token_ids = tuple(self._tokenizer.ids(text + self.config.separator))
+            chunks.append(Chunk(document.id, document.version, position, document.title, text, token_ids))
+        return chunks

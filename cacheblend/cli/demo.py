@@ -14,6 +14,7 @@ import typer
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import user_data_folder
+from cacheblend.base.progress import Progress
 from cacheblend.service.engine.config import EngineConfig, write_examples
 
 from . import options, terminal
@@ -97,7 +98,7 @@ def _handbook_demo(
             engine = stack.enter_context(Engine(dataclasses.replace(config, store_dir=folder)))
         setup_s = time.perf_counter() - started
         with terminal.progress_bars() as progress:
-            report = engine.ingest(documents, progress)
+            report = engine.ingest(documents, Progress(progress))
         kv_bytes = engine.store.stats().nvme.bytes
         dtype = str(engine.fusor.decoder.dtype).removeprefix("torch.")
         tokens_per_s = report.tokens / report.seconds if report.computed else None

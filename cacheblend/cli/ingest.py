@@ -165,7 +165,7 @@ def _ingest(
         remember_settings(config)
         with IngestProgress(terminal.stderr, stream, size) as progress:
             documents = stream if size != StreamSize(0, 0) else ()
-            report = engine.ingest_stream(documents, progress.update, progress.check, progress.note_batch)
+            report = engine.ingest_stream(documents, progress)
         if folders:
             _print_faults(stream.report)
             followed, stream.report.faults = _follow(engine, folders, stream.report.faults)
@@ -197,7 +197,7 @@ def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool
     size = _measured(stream)
     try:
         with IngestProgress(terminal.stderr, stream, size) as progress:
-            report = upload_documents(stream, vllm, stream.report.faults, progress.update)
+            report = upload_documents(stream, vllm, stream.report.faults, progress)
     except KeyboardInterrupt:
         _tell_interrupted()
         raise
@@ -241,7 +241,7 @@ def _ingest_on_ray(
     try:
         # What Ray says of a process that died would stand before the JSON object.
         with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
-            report = ingest(sources, config, ray, shard=Shard.parse(shard), report=found, on_progress=progress.update)
+            report = ingest(sources, config, ray, shard=Shard.parse(shard), report=found, progress=progress)
     except KeyboardInterrupt:
         _tell_interrupted()
         raise
@@ -288,7 +288,7 @@ def _follow(engine: Engine, folders: Sequence[str], told: Mapping[str, str]) -> 
     """
     from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
 
-    total, watch = IngestReport.empty(), FolderWatch(engine, folders)
+    total, watch = IngestReport(), FolderWatch(engine, folders)
     told_files = {os.path.abspath(name) for name in told}
 
     def show_report(report: FollowReport) -> None:

@@ -26,6 +26,7 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
+from cacheblend.base import progress
 from cacheblend.base.errors import InputError
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class LiveLine:
         self._opened.close()
 
 
-class IngestProgress(LiveLine):
+class IngestProgress(LiveLine, progress.Progress):
     """Documents and tokens done, the speed, and the time that is left.
 
     The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
@@ -221,38 +222,44 @@ class IngestProgress(LiveLine):
     """
 
     def __init__(self, console: Console, stream: DocumentStream | None, size: StreamSize | None) -> None:
-        super().__init__(console)
+        LiveLine.__init__(self, console)
+        progress.Progress.__init__(self)
         self._stream, self._size = stream, size
         self._skipped_characters = self._done_characters = 0
-        self._done_documents = self._done_tokens = self._tokens = 0
+        self._done_documents = self._done_tokens = 0
         self._batch_share, self._embedding = 0.0, ""
         self._started = time.monotonic()
 
-    def update(self, documents: int, tokens: int) -> None:
-        """Show what was done so far; `StreamProgress`."""
-        now, self._tokens = time.monotonic(), tokens
-        if not tokens:
-            self._skipped_characters, self._started = self._characters * (documents > 0), now
-        if documents != self._done_documents:  # a batch ended, and the next one is not read yet
-            self._done_documents, self._done_tokens = documents, tokens
-            self._done_characters = self._characters
-            self._batch_share, self._embedding = 0.0, ""
-        self.show(self.line(documents, tokens, now), now)
-
-    def note_batch(self, stage: str, done: int, total: int) -> None:
-        """Show how much of the batch is embedded or computed; see `Engine.ingest_stream`."""
+    def note(self, stage: str, done: int, total: int) -> None:
+        """Show how much of the batch is computed."""
         if stage == "precompute":
             self._batch_share = done / total
-        else:
-            self._embedding = f"embedding {done:,} of {total:,} windows"
-            self.check()
+            self._update()
+
+    def note_batch(self) -> None:
+        """Show that a batch is done."""
+        self._update()
+
+    def note_windows(self, done: int, total: int) -> None:
+        """Show how much of the batch is embedded."""
+        self._embedding = f"embedding {done:,} of {total:,} windows"
+        self.check()
 
     def check(self) -> None:
         """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
-        if self._tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
+        if self.tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
             now = time.monotonic()
-            line = self.line(self._done_documents, self._tokens, now)
-            self.show(f"{line}, {self._embedding or f'splitting {characters:,} characters'}", now)
+            self.show(f"{self.line(now)}, {self._embedding or f'splitting {characters:,} characters'}", now)
+
+    def _update(self) -> None:
+        now = time.monotonic()
+        if not self.tokens:
+            self._skipped_characters, self._started = self._characters * (self.documents > 0), now
+        if self.documents != self._done_documents:  # a batch ended, and the next one is not read yet
+            self._done_documents, self._done_tokens = self.documents, self.tokens
+            self._done_characters = self._characters
+            self._batch_share, self._embedding = 0.0, ""
+        self.show(self.line(now), now)
 
     @property
     def _characters(self) -> int:
@@ -261,8 +268,9 @@ class IngestProgress(LiveLine):
             return self._stream.characters
         return round(self._size.characters * self._done_documents / max(1, self._size.documents)) if self._size else 0
 
-    def line(self, documents: int, tokens: int, now: float) -> str:
+    def line(self, now: float) -> str:
         """The line, at a time of `time.monotonic`."""
+        documents, tokens = self.documents, self.tokens
         of = f" of {self._size.documents:,}" if self._size else ""
         parts = [f"{documents:,}{of} documents", f"{tokens:,} tokens"]
         if tokens and (seconds := now - self._started) > 0:

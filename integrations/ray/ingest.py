@@ -12,18 +12,19 @@ import pickle
 import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, DocumentChangedError, InputError
 from cacheblend.base.extras import needs_extra
+from cacheblend.base.progress import Progress
 from cacheblend.blend.models import load_tokenizer
 from cacheblend.retriever import Retriever
 from cacheblend.service.engine.config import EngineConfig, remember_settings
 from cacheblend.service.engine.document_sources import Shard, SourceReport
-from cacheblend.service.engine.documents import DocumentWriter
+from cacheblend.service.engine.documents import Documents
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.store import KVStore
 
@@ -33,8 +34,7 @@ from .source_files import SourceFile, in_groups, list_files, read_batches, schem
 if TYPE_CHECKING:
     from cacheblend.retriever import Embedder
     from cacheblend.service.engine.distributed import RayConfig
-    from cacheblend.service.engine.document_encoder import EncodedDocuments
-    from cacheblend.service.engine.ingest import StreamProgress
+    from cacheblend.service.engine.ingest import EncodedBatch
 
 logger = logging.getLogger(__name__)
 LOCAL = "local"
@@ -52,7 +52,7 @@ def ingest_on_ray(
     *,
     shard: Shard = Shard(),  # noqa: B008  # immutable
     report: SourceReport | None = None,
-    on_progress: StreamProgress | None = None,
+    progress: Progress | None = None,
     embedder: Embedder | None = None,
 ) -> IngestReport:
     """Split, index and precompute the documents of files in actors; see `DistributedIngest`.
@@ -65,7 +65,7 @@ def ingest_on_ray(
         settings: the cluster, and its part for this.
         shard: ingests only the documents of this share.
         report: takes files and documents that could not be used.
-        on_progress: called with the documents done and the tokens computed so far, after every batch.
+        progress: follows the ingest, a batch at a time.
         embedder: in place of the one that the config names; must be picklable.
 
     Raises:
@@ -76,7 +76,7 @@ def ingest_on_ray(
     # 1. Find the files, before anything is started.
     with needs_extra("ray"):
         import ray.data  # noqa: F401  # before anything is read
-    started, report = time.perf_counter(), report or SourceReport()
+    started, report, progress = time.perf_counter(), report or SourceReport(), progress or Progress()
     files = list_files(sources, report.skipped)
     config = _absolute(config)
     tokenizer = load_tokenizer(config.model)
@@ -86,12 +86,12 @@ def ingest_on_ray(
         # 2. Open index and store; of the model the tokenizer alone is loaded here.
         store = opened.enter_context(KVStore(config.store_config()))
         retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
-        writer = DocumentWriter(retriever, store, nullcontext())
+        documents = Documents(retriever, store)
         remember_settings(config)
         versions = {document.id: document.version for document in retriever.documents() if not document.damaged}
         # 3. Have batches encoded, and put each into the index as it comes.
         node = opened.enter_context(_cluster(settings))
-        total, evicted, done = IngestReport.empty(), 0, dict[str, str]()
+        total, evicted, done = IngestReport(), 0, dict[str, str]()
         deliveries = opened.enter_context(closing(_deliveries(files, config, settings, shard, versions, embedder, node)))
         for delivery in deliveries:
             report.faults.update(delivery.faults)
@@ -104,18 +104,18 @@ def ingest_on_ray(
             if not is_here and config.store.remote is None:
                 allowed = "a cluster of this machine alone, unless --remote names a tier that all machines share"
                 raise ConfigError("ray", settings.ray, allowed)
-            total += _put(delivery.encoded, writer, versions, done, report)
+            total += _put(delivery.encoded, documents, versions, done, report)
             evicted += sum(key not in store for key in delivery.encoded.distinct_keys) if is_here else 0
-            if on_progress is not None:
-                on_progress(total.documents, total.tokens)
+            progress.documents, progress.tokens = total.documents, total.tokens
+            progress.note_batch()
         if not total.documents and not report.faults:
             raise InputError(f"no documents to ingest in {', '.join(sources)}")
     return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
 
 def _put(
-    encoded: EncodedDocuments,
-    writer: DocumentWriter,
+    encoded: EncodedBatch,
+    documents: Documents,
     versions: Mapping[str, str],
     done: dict[str, str],
     report: SourceReport,
@@ -124,7 +124,7 @@ def _put(
 
     Args:
         encoded: the batch.
-        writer: puts it.
+        documents: receive it.
         versions: of the documents that the index held at the start.
         done: documents of this ingest, by id; gets those of the batch.
         report: takes the documents that are left out.
@@ -134,7 +134,7 @@ def _put(
     while True:
         before = {document.id: versions.get(document.id) for document in encoded.documents}
         try:
-            put = writer.put(encoded, before)
+            put = documents.commit(encoded, before)
             break
         except DocumentChangedError as error:
             id_ = error.document_id
@@ -143,7 +143,7 @@ def _put(
             encoded.leave_out(id_)
     assert put is not None, "no chunk was asked for"
     done |= {document.id: document.version for document in encoded.documents}
-    return IngestReport.of(encoded, put, evicted=0, seconds=0.0)
+    return put
 
 
 def _deliveries(

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError, RemoteError
+from cacheblend.base.progress import Progress
 from cacheblend.retriever import Retriever
 from cacheblend.service.engine.chunk_contexts import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor
-from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
+from cacheblend.service.engine.ingest import DocumentEncoder, EncodedBatch
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import KVStore
 
@@ -46,7 +47,7 @@ class Delivery:
         process: that did it.
     """
 
-    encoded: EncodedDocuments | None = None
+    encoded: EncodedBatch | None = None
     faults: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
@@ -91,17 +92,17 @@ class PrecomputeActor:
                 delivery = replace(delivery, error=str(error))
         return {"delivery": pickle.dumps(delivery)}
 
-    def _encode(self, batch: ReadBatch) -> EncodedDocuments:
-        watch = EncodingWatch()
+    def _encode(self, batch: ReadBatch) -> EncodedBatch:
+        progress = Progress()
         given = {document.id: document for document in batch.documents}
         changed = [document for document in given.values() if self._versions.get(document.id) != document.version]
-        encoded = self._encoder.split(batch.documents, changed, watch)
-        self._encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
+        encoded = self._encoder.split(batch.documents, changed, progress)
+        self._encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, progress)
         share(self._store, self._encoder, encoded)
         return replace(encoded, chunks={})  # which stand in `embedded` as well
 
 
-def share(store: KVStore, encoder: DocumentEncoder, encoded: EncodedDocuments) -> None:
+def share(store: KVStore, encoder: DocumentEncoder, encoded: EncodedBatch) -> None:
     """Wait until the remote tier has the KV of every chunk of a batch.
 
     What it had no room for on the way is sent now, and what the disk here has evicted meanwhile is computed again. A remote
@@ -121,7 +122,7 @@ def share(store: KVStore, encoder: DocumentEncoder, encoded: EncodedDocuments) -
                 return
             why = f"{len(lost)} chunks were evicted from the disk before the remote tier had them"
             again = replace(encoded, computed=[], tokens=0)
-            encoder.compute(again, lost, EncodingWatch())
+            encoder.compute(again, lost, Progress())
             encoded.tokens += again.tokens
         except RemoteError as error:
             why = str(error)

@@ -15,7 +15,7 @@ from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.eviction import AdmissionFilter
 
 from .chunk_contexts import ChunkEncoder
-from .document_encoder import FETCH_S
+from .ingest import FETCH_S
 
 if TYPE_CHECKING:
     from cacheblend.retriever import Retriever

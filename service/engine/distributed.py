@@ -14,9 +14,11 @@ from cacheblend.base.extras import needs_extra
 from cacheblend.base.options import option
 
 if TYPE_CHECKING:
+    from cacheblend.base.progress import Progress
+
     from .config import EngineConfig
     from .document_sources import Shard, SourceReport
-    from .ingest import IngestReport, StreamProgress
+    from .ingest import IngestReport
 
 ENTRY_POINTS = "cacheblend.ingest"
 
@@ -61,7 +63,7 @@ class DistributedIngest(Protocol):
         *,
         shard: Shard,
         report: SourceReport,
-        on_progress: StreamProgress,
+        progress: Progress,
     ) -> IngestReport:
         """Split, index and precompute the documents of files; what is stored already is skipped.
 
@@ -71,7 +73,7 @@ class DistributedIngest(Protocol):
             settings: where to compute.
             shard: ingests only the documents of this share.
             report: takes what could not be used.
-            on_progress: called with the documents done and the tokens computed so far.
+            progress: follows the ingest.
 
         Raises:
             CacheBlendError: it ended early; what was done is kept, and the same call goes on from there.

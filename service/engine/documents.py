@@ -9,26 +9,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import InputError, StoreFullError
-from cacheblend.retriever import CatalogedDocument
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError, StoreFullError
+from cacheblend.retriever import CatalogedDocument, Retriever
 from cacheblend.store import StoredDocument
 
 if TYPE_CHECKING:
-    from cacheblend.retriever import Chunk, Retriever
+    from cacheblend.base.progress import Progress
+    from cacheblend.retriever import Chunk, Document
     from cacheblend.retriever.document import ChunkPlace
     from cacheblend.retriever.index_folder import IndexedDocuments
     from cacheblend.store import ChunkKey, KVStore
 
-    from .document_encoder import EncodedDocuments
+    from .ingest import DocumentEncoder, EncodedBatch, IngestReport
 
+logger = logging.getLogger(__name__)
 LISTED = 256  # documents that are read at once for a page of a listing, and more where the page has more
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 _NUMBER = re.compile("([0-9]+)")
@@ -70,75 +73,95 @@ class DocumentStatus:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutReport:
-    """Report of `DocumentWriter.put`.
+class Documents:
+    """Documents in index and store together: added, listed, shown, pinned and deleted.
+
+    Every change holds the store's lock, so that a deletion, by this process or another, does not come between an ingest's two
+    halves.
 
     Args:
-        replaced: documents that took another's place.
-        dropped: chunks that no document has any more; their KV was removed.
+        index: holds their text; `IndexedDocuments` without a model.
+        store: holds their chunks' KV.
+        encoder: splits, embeds and precomputes; None without a model.
     """
 
-    replaced: int
-    dropped: int
+    def __init__(self, index: Retriever | IndexedDocuments, store: KVStore, encoder: DocumentEncoder | None = None) -> None:
+        self._index, self._store, self._encoder = index, store, encoder
 
-
-class DocumentWriter:
-    """Puts encoded documents into index and store together.
-
-    Args:
-        retriever: the index that takes their text.
-        store: where their chunks' KV is.
-        changing: held while documents change; see `Documents`.
-    """
-
-    def __init__(self, retriever: Retriever, store: KVStore, changing: AbstractContextManager[object]) -> None:
-        self._retriever, self._store, self._changing = retriever, store, changing
-
-    def put(
-        self, encoded: EncodedDocuments, versions: Mapping[str, str | None], needed: Collection[ChunkKey] = ()
-    ) -> PutReport | None:
-        """Add a batch of documents, in place of those of their ids, in index and store together, all at once.
+    def add(self, documents: Sequence[Document], progress: Progress, *, must_stay: bool = False) -> IngestReport:
+        """Add a batch of documents, in place of those with their ids, all at once.
 
         Args:
-            encoded: the documents, whose KV is stored.
-            versions: of each document when its encoding began; None where there was none.
+            documents: the batch.
+            progress: follows it, and may end it.
+            must_stay: whether an eviction of a chunk of the batch is an error; else its KV is computed when it is asked for.
+
+        Raises:
+            BudgetTooSmallError: the index's budget is full; or with `must_stay`, the KV of all chunks does not fit at once.
+            CacheBlendError: an error of a step, or of `progress.check`. Nothing of the documents is left then.
+        """
+        index, encoder, store = self._retriever(), self._encoder, self._store
+        assert encoder is not None, "opened without a model"
+        started = time.perf_counter()
+        # 1. Split and embed. Nothing is written before all KV is there: who gives up leaves the documents as they were.
+        versions = {document.id: index.version(document.id) for document in documents}
+        changed = index.changed(documents)
+        index.check_room(changed)
+        batch = encoder.split(documents, changed, progress)
+        try:
+            # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.
+            encoder.compute(batch, set(batch.distinct_keys) - batch.found, progress)
+            # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
+            needed = set(batch.distinct_keys) if must_stay else set(batch.found)
+            while (report := self.commit(batch, versions, needed)) is None:
+                gone = {key for key in needed if key not in store}
+                if must_stay and (lost := len(gone.intersection(batch.computed))):
+                    raise BudgetTooSmallError(
+                        f"the KV of {lost} of {len(needed)} chunks does not fit the store's byte budget beside the others'; "
+                        "raise nvme_budget_bytes, unpin or delete documents, or ingest fewer at once"
+                    )
+                encoder.compute(batch, gone, progress)
+                if not must_stay:
+                    needed -= gone  # once each: if the budget is below the corpus, they may go again
+        except CacheBlendError:  # given up by client or service, a full disk, a changed document: as if it never came
+            try:
+                store.documents.drop_unowned(batch.computed)
+            except CacheBlendError as error:
+                stay = len(batch.computed)
+                logger.warning("the KV of %d chunks of an ingest that was given up stays until it is evicted: %s", stay, error)
+            raise
+        progress.documents += len(documents)
+        return replace(report, seconds=time.perf_counter() - started)
+
+    def commit(
+        self, batch: EncodedBatch, versions: Mapping[str, str | None], needed: Collection[ChunkKey] = ()
+    ) -> IngestReport | None:
+        """Put an encoded batch into index and store together.
+
+        Args:
+            batch: documents whose KV is stored.
+            versions: of each document when its encoding began; None if there was none.
             needed: chunks whose KV must be stored still.
 
         Returns:
-            What was done; None where the KV of a needed chunk is gone, and nothing is changed then.
+            What was done; None if the KV of a needed chunk is gone, and nothing is changed then.
 
         Raises:
-            DocumentChangedError: one of them was deleted or replaced meanwhile; nothing is changed then.
+            DocumentChangedError: a document was deleted or replaced meanwhile; nothing is changed then.
             StoreError, RetrieverError: store or index cannot be written.
         """
-        with self._changing, self._store.exclusive():
+        with self._store.exclusive():
             if any(key not in self._store for key in needed):
                 return None
-            # What a document may be at the end: what it was, or what another upload of this very text has made it.
-            expected = {document.id: (versions[document.id], document.version) for document in encoded.documents}
-            replaced = self._retriever.put(list(encoded.embedded.values()), expected)
-            dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in encoded.keys.items())
-        return PutReport(replaced=replaced, dropped=dropped)
+            # The version that a document may have now: the one before, or another upload of this very text has made it.
+            expected = {document.id: (versions[document.id], document.version) for document in batch.documents}
+            replaced = self._retriever().put(list(batch.embedded.values()), expected)
+            dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in batch.keys.items())
+        return batch.report(replaced=replaced, dropped=dropped)
 
-
-class Documents:
-    """Lists, shows, pins and deletes documents in index and store together.
-
-    Args:
-        index: where their text is; `IndexedDocuments` where there is no model at hand.
-        store: where their chunks' KV is.
-        changing: held by whoever changes documents in both, so that a deletion does not come between an ingest's two halves.
-    """
-
-    def __init__(
-        self,
-        index: Retriever | IndexedDocuments,
-        store: KVStore,
-        changing: AbstractContextManager[object] | None = None,
-    ) -> None:
-        self._index, self._store = index, store
-        self._changing = changing or nullcontext()
+    def _retriever(self) -> Retriever:
+        assert isinstance(self._index, Retriever), "opened without a model"
+        return self._index
 
     def ls(self) -> list[DocumentStatus]:
         """Every document: those in the index in the order of adding, then by id those that the store alone knows."""
@@ -282,7 +305,7 @@ class Documents:
             InputError: there is no such document.
             StoreError, RetrieverError: store or index cannot be written.
         """
-        with self._changing, self._store.exclusive():
+        with self._store.exclusive():
             statuses = self._statuses(id_)
             for part in statuses:
                 self._delete(part.id)

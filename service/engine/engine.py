@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from cacheblend.base.errors import InputError
+from cacheblend.base.progress import Check, Progress
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
@@ -24,9 +24,8 @@ from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_contexts import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
-from .document_encoder import Check, Progress
-from .documents import Documents, DocumentWriter
-from .ingest import Ingester, IngestReport, StreamProgress
+from .documents import Documents
+from .ingest import DocumentEncoder, IngestReport, ingest, ingest_stream
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import Prediction, calibrated, find_calibration, find_controller, find_loss, predict_costs
@@ -66,7 +65,6 @@ class Engine:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         padding = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None)
         self._pad_token_id = int(next(padding, 0))
-        self._changing = threading.Lock()  # of the documents
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
         calibration = find_calibration(config, self.fusor, self.prompts.prefix)
         self.config = config = calibrated(config, calibration)
@@ -85,8 +83,7 @@ class Engine:
             self._prefiller = Prefiller(
                 self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
             )
-            writer = DocumentWriter(self.retriever, self.store, self._changing)
-            self._ingester = Ingester(encoder, self.retriever, self.store, writer)
+            self._documents = Documents(self.retriever, self.store, DocumentEncoder(encoder, self.retriever, self.store))
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():
                 remember_settings(config)
             self._opened = opened.pop_all()
@@ -96,7 +93,7 @@ class Engine:
     def documents(self) -> Documents:
         """The ingested documents: list, show, pin, unpin and delete."""
         self._check_open()
-        return Documents(self.retriever, self.store, self._changing)
+        return self._documents
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -129,53 +126,42 @@ class Engine:
             loss=self._loss,
         )
 
-    def ingest(
-        self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
-    ) -> IngestReport:
+    def ingest(self, documents: Iterable[Mapping[str, object]], progress: Progress | None = None) -> IngestReport:
         """Split, index and precompute documents; returns when their KV is durable. What is stored already is skipped.
 
-        The documents come, and take the place of known ones, all at once at the end. KV that was computed before an error is
-        kept for the next try; with a `ServiceError` of `check` nothing is.
+        The documents come, and take the place of known ones, all at once at the end. After an error, or a kill, nothing of them
+        is in the index.
 
         Args:
             documents: `{"id": str, "title": str, "text": str}` each; a known id with another text replaces the document.
-            on_progress: called with the stage ("index" or "precompute"), chunks or documents done, and how many in all.
-            check: called between batches; what it raises ends the work.
+            progress: follows the ingest, and may end it.
 
         Raises:
-            InputError: a document cannot be used, or its chunks are longer than the model's positions; none is ingested then.
-            StoreFullError: the disk is full, or the KV of these documents does not fit the budget at once: some of it is not
-                stored then. The texts are in the index all the same.
-            DocumentChangedError: one of the documents was deleted or replaced meanwhile; nothing of its KV is stored.
+            InputError: a document cannot be used, or its chunks are longer than the model's positions.
+            StoreFullError: the disk or the index's budget is full, or the documents' KV does not fit its budget at once.
+            DocumentChangedError: one of the documents was deleted or replaced meanwhile.
         """
         self._check_open()
-        return self._ingester.ingest(documents, on_progress, check)
+        return ingest(self._documents, documents, progress or Progress())
 
     def ingest_stream(
-        self,
-        documents: Iterable[Document | Mapping[str, object]],
-        on_progress: StreamProgress | None = None,
-        check: Check | None = None,
-        on_batch: Progress | None = None,
+        self, documents: Iterable[Document | Mapping[str, object]], progress: Progress | None = None
     ) -> IngestReport:
         """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
 
-        Where it ends early, by an error or a kill, what was done is kept, and the same call goes on from there.
+        If it ends early, by an error or a kill, the batches before are durable, and the same call goes on from there.
 
         Args:
-            documents: see `ingest`; none at all is no error.
-            on_progress: called with the documents done and the tokens computed so far, after every chunk and batch.
-            check: called between the steps of the work, also while texts are embedded; what it raises ends it.
-            on_batch: called with the stage ("embed" or "precompute"), windows or chunks of the batch that are done, and of how
-                many.
+            documents: see `ingest`; an empty stream is no error.
+            progress: see `ingest`.
 
         Raises:
-            InputError, DocumentChangedError: see `ingest`; the batches before it are ingested.
-            StoreFullError: the disk is full, or a chunk's KV is larger than the whole budget. A budget below the corpus is no
-                error: the report counts what was evicted, and a warning is logged.
+            InputError, DocumentChangedError: see `ingest`; the batches before are ingested.
+            StoreFullError: the disk or the index's budget is full, or a chunk's KV is larger than the KV's budget. A KV budget
+                below the corpus is no error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return self._ingester.ingest_stream(documents, on_progress, check, on_batch)
+        return ingest_stream(self._documents, documents, progress or Progress(), self.store)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
         """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.
@@ -362,7 +348,7 @@ class Engine:
         check_characters(sum(len(given.text) for given in brought), positions)
         for given in brought:
             check()
-            split = [given] if isinstance(given, Chunk) else self.retriever.splitter.split(given)
+            split = [given] if isinstance(given, Chunk) else self.retriever.splitter.split(given, check)
             chunks += [ScoredChunk(chunk, math.nan) for chunk in split]
         return chunks
 

@@ -28,7 +28,7 @@ RESCAN_MS = 60_000  # also without an event: network shares send none
 class FollowReport:
     """Report of following: the ingests together, documents that were deleted, and new faults by file."""
 
-    ingested: IngestReport = field(default_factory=IngestReport.empty)
+    ingested: IngestReport = field(default_factory=IngestReport)
     deleted: int = 0
     faults: dict[str, str] = field(default_factory=dict)
 

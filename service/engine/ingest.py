@@ -1,30 +1,35 @@
-"""Ingest: documents into the index, their chunks' KV into the store."""
+"""Ingest: documents on their way into index and store, a batch at a time.
+
+`Documents.add` tells the story of a batch. What it does before it changes the documents is here: `DocumentEncoder` splits,
+embeds and precomputes, so that processes without an index, such as Ray's actors, do it as the engine does.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError
+from cacheblend.base.errors import InputError, PromptTooLongError
+from cacheblend.base.progress import Progress
 from cacheblend.retriever import Document
 
-from .document_encoder import Check, DocumentEncoder, EncodingWatch, Progress
-
 if TYPE_CHECKING:
-    from cacheblend.retriever import Retriever
-    from cacheblend.store import KVStore
+    from concurrent.futures import Future
+
+    from cacheblend.retriever import Chunk, EmbeddedDocument, Retriever
+    from cacheblend.store import ChunkKey, DocumentVersion, KVStore
 
     from .chunk_contexts import ChunkEncoder
-    from .document_encoder import EncodedDocuments
-    from .documents import DocumentWriter, PutReport
+    from .documents import Documents
 
 logger = logging.getLogger(__name__)
-StreamProgress = Callable[[int, int], None]
 BATCH_DOCUMENTS = 64
+FETCH_S = 60.0  # chunks whose KV comes later from the remote tier are computed
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 
 
@@ -34,56 +39,32 @@ class IngestReport:
 
     Args:
         documents: documents given.
-        added: new ones.
-        replaced: ones whose text changed.
-        unchanged: ones that were there.
-        chunks: chunks of all of them.
+        added: documents with a new id.
+        replaced: documents with another text than before.
+        unchanged: documents that were there with the same text.
+        chunks: chunks of all documents given.
         computed: chunks whose KV was computed now.
         already_stored: chunks whose KV was stored before.
-        evicted: chunks whose KV is not stored all the same, since the budget has no room for all; of a stream, all that were
-            evicted meanwhile.
+        evicted: of a stream, entries that were evicted meanwhile, since the budget has no room for all.
         dropped: chunks of replaced documents that no document has any more; their KV was removed.
         tokens: tokens of the chunks computed now.
-        seconds: wall clock of it all.
+        seconds: wall clock of the ingest.
     """
 
-    documents: int
-    added: int
-    replaced: int
-    unchanged: int
-    chunks: int
-    computed: int
-    already_stored: int
-    evicted: int
-    dropped: int
-    tokens: int
-    seconds: float
-
-    @classmethod
-    def of(cls, encoded: EncodedDocuments, put: PutReport, *, evicted: int, seconds: float) -> IngestReport:
-        """Of a batch whose documents are in the index."""
-        chunks = len(encoded.distinct_keys)
-        return cls(
-            documents=len(encoded.documents),
-            added=len(encoded.embedded) - put.replaced,
-            replaced=put.replaced,
-            unchanged=len(encoded.documents) - len(encoded.embedded),
-            chunks=chunks,
-            computed=len(encoded.computed),
-            already_stored=chunks - len(encoded.computed),
-            evicted=evicted,
-            dropped=put.dropped,
-            tokens=encoded.tokens,
-            seconds=seconds,
-        )
-
-    @classmethod
-    def empty(cls) -> IngestReport:
-        """Of no documents."""
-        return cls(**dict.fromkeys((each.name for each in dataclasses.fields(cls)), 0))
+    documents: int = 0
+    added: int = 0
+    replaced: int = 0
+    unchanged: int = 0
+    chunks: int = 0
+    computed: int = 0
+    already_stored: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
     def __add__(self, other: IngestReport) -> IngestReport:
-        """Both in one; a chunk that both have counts twice."""
+        """Sums of both; a chunk that both have counts twice."""
         names = [each.name for each in dataclasses.fields(self)]
         return IngestReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
@@ -92,94 +73,190 @@ class IngestReport:
         return dataclasses.asdict(self)
 
 
-class Ingester:
-    """Splits, indexes and precomputes documents.
+@dataclass(slots=True)
+class EncodedBatch:
+    """A batch of documents that is ready for the index.
+
+    Args:
+        documents: the documents given.
+        embedded: by id, the documents that the index lacks in this version.
+        chunks: token ids of all chunks, by document and version.
+        keys: keys of all chunks, by document and version.
+        found: chunks whose KV was stored before.
+        computed: chunks whose KV was computed and stored now, in that order.
+        tokens: tokens of the computed chunks.
+    """
+
+    documents: Sequence[Document]
+    embedded: dict[str, EmbeddedDocument] = field(default_factory=dict)
+    chunks: dict[DocumentVersion, list[Sequence[int]]] = field(default_factory=dict)
+    keys: dict[DocumentVersion, list[ChunkKey]] = field(default_factory=dict)
+    found: set[ChunkKey] = field(default_factory=set)
+    computed: list[ChunkKey] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def distinct_keys(self) -> list[ChunkKey]:
+        """The keys of all chunks, each once."""
+        return list(dict.fromkeys(key for keys in self.keys.values() for key in keys))
+
+    def leave_out(self, id_: str) -> None:
+        """Take a document out of the batch; the KV of its chunks stays stored."""
+        self.documents = [document for document in self.documents if document.id != id_]
+        self.embedded.pop(id_, None)
+        for version in [version for version in self.keys if version[0] == id_]:
+            del self.keys[version]
+
+    def report(self, *, replaced: int, dropped: int) -> IngestReport:
+        """The counts, now that the batch is in the index."""
+        chunks = len(self.distinct_keys)
+        return IngestReport(
+            documents=len(self.documents),
+            added=len(self.embedded) - replaced,
+            replaced=replaced,
+            unchanged=len(self.documents) - len(self.embedded),
+            chunks=chunks,
+            computed=len(self.computed),
+            already_stored=chunks - len(self.computed),
+            dropped=dropped,
+            tokens=self.tokens,
+        )
+
+
+class DocumentEncoder:
+    """Splits, embeds and precomputes documents; KV that is stored is found by its key and not computed again.
 
     Args:
         encoder: names and computes chunks' KV.
-        retriever: splits and indexes.
-        store: keeps the KV.
-        writer: of both.
+        retriever: splits and embeds; it may hold none of the documents.
+        store: receives the KV.
+        fetches: whether KV of the remote tier is copied here; else it is enough that the remote tier has it.
     """
 
-    def __init__(self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore, writer: DocumentWriter) -> None:
-        self._retriever, self._store, self._writer = retriever, store, writer
-        self._encoder = DocumentEncoder(encoder, retriever, store)
+    def __init__(self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore, *, fetches: bool = True) -> None:
+        self._encoder, self._retriever, self._store, self._fetches = encoder, retriever, store, fetches
 
-    def ingest(
-        self, documents: Iterable[Mapping[str, object]], on_progress: Progress | None = None, check: Check | None = None
-    ) -> IngestReport:
-        """See `Engine.ingest`."""
-        given = [Document.of(document) for document in documents]
-        if not given:
-            raise InputError("no documents to ingest; give at least one")
-        watch = EncodingWatch(on_progress=on_progress or (lambda *_: None), check=check or (lambda: None))
-        report = self._ingest(given, watch)
-        if report.evicted:
-            raise BudgetTooSmallError(
-                f"the KV of {report.evicted} of {report.chunks} chunks is not stored: they do not fit the store's byte budget "
-                "at once, or others took their place; the texts are in the index and can be asked about; "
-                "raise nvme_budget_bytes, unpin or delete documents, or ingest fewer at once"
-            )
-        return report
+    def split(self, documents: Sequence[Document], changed: Sequence[Document], progress: Progress) -> EncodedBatch:
+        """Split all documents, embed those that the index lacks, and look their chunks' KV up. Nothing is written.
 
-    def ingest_stream(
-        self,
-        documents: Iterable[Document | Mapping[str, object]],
-        on_progress: StreamProgress | None = None,
-        check: Check | None = None,
-        on_batch: Progress | None = None,
-    ) -> IngestReport:
-        """See `Engine.ingest_stream`."""
-        started, evictions = time.perf_counter(), self._store.stats().nvme.evictions
-        report, note = on_progress or (lambda *_: None), on_batch or (lambda *_: None)
-        total, tokens = IngestReport.empty(), 0
+        Args:
+            documents: a batch.
+            changed: documents of the batch that the index lacks in this version.
+            progress: follows it.
 
-        def count(chunk_tokens: int) -> None:
-            nonlocal tokens
-            tokens += chunk_tokens
-            report(total.documents, tokens)
+        Raises:
+            PromptTooLongError: a chunk, and what it is computed after, are longer than the model's positions.
+            RetrieverError: the embedder cannot be used.
+        """
+        self._check_lengths(documents, progress)
+        batch = EncodedBatch(documents)
+        done = len(documents) - len(changed)
+        if done:
+            progress.note("index", done, len(documents))
+        for one in self._retriever.embed(changed, progress):
+            batch.embedded[one.document.id] = one
+            progress.note("index", done + len(batch.embedded), len(documents))
+        for document in {document.id: document for document in documents}.values():
+            new = batch.embedded.get(document.id)
+            chunks = new.chunks if new else self._chunks(document, progress)
+            version = (document.id, document.version)
+            batch.chunks[version] = [chunk.token_ids for chunk in chunks]
+            batch.keys[version] = self._encoder.keys_of_document(batch.chunks[version])
+        batch.found = self._stored(batch.distinct_keys)
+        return batch
 
-        watch = EncodingWatch(
-            on_progress=lambda stage, done, of: note(stage, done, of) if stage == "precompute" else None,
-            on_embedded=lambda done, of: note("embed", done, of),
-            on_computed=count,
-            check=check or (lambda: None),
-        )
-        for batch in batches(map(Document.of, documents)):
-            total += self._ingest(batch, watch)
-            report(total.documents, tokens)
-        evicted = self._store.stats().nvme.evictions - evictions
-        if evicted:
-            budget_bytes = self._store.config.nvme_budget_bytes
-            logger.warning(
-                "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes
-            )
-        return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
+    def compute(self, batch: EncodedBatch, keys: Iterable[ChunkKey], progress: Progress) -> None:
+        """Compute and store the KV of some of a batch's chunks, and note it there. All is durable at the end.
 
-    def _ingest(self, documents: Sequence[Document], watch: EncodingWatch) -> IngestReport:
-        started, encoder, store = time.perf_counter(), self._encoder, self._store
-        # 1. Split and embed. Nothing is written before all KV is there: who gives up leaves the documents as they were.
-        versions = {document.id: self._retriever.version(document.id) for document in documents}
-        encoded = encoder.split(documents, self._retriever.changed(documents), watch)
+        Raises:
+            StoreFullError: the disk is full, or a chunk's KV is larger than the budget.
+        """
+        missing, documents = set(keys), list[tuple[list[Sequence[int]], list[int]]]()
+        wanted: list[ChunkKey] = []
+        for version, of_document in batch.keys.items():
+            indexes: list[int] = []
+            for index, key in enumerate(of_document):
+                if key in missing:
+                    missing.remove(key)  # of equal chunks the first one is computed
+                    indexes.append(index)
+                    wanted.append(key)
+            documents.append((batch.chunks[version], indexes))
+        total, writes = len(batch.computed) + len(wanted), deque["Future[bool]"]()
+        progress.check()
+        for key, kv in zip(wanted, self._encoder.compute_documents(documents), strict=True):
+            batch.computed.append(key)
+            batch.tokens += len(kv.token_ids)
+            progress.tokens += len(kv.token_ids)
+            writes.append(self._store.put(key, kv, flush=False))
+            while writes and writes[0].done():
+                writes.popleft().result()  # a full disk ends the run here, not hours later
+            progress.note("precompute", len(batch.computed), total)
+            progress.check()
+        for write in writes:
+            write.result()
+
+    def _stored(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Those of some chunks whose KV is stored here, or in the remote tier."""
+        if self._fetches:
+            self._store.fetch(keys, FETCH_S)
+            self._store.flush()  # its caller notes the documents, whose KV is durable by then
+        found = [key in self._store for key in keys] if self._fetches else self._store.find(keys)
+        return {key for key, is_stored in zip(keys, found, strict=True) if is_stored}
+
+    def _chunks(self, document: Document, progress: Progress) -> Sequence[Chunk]:
+        """The chunks of a document that is in the index, or was a moment ago."""
         try:
-            # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.
-            encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, watch)
-            # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
-            needed = set(encoded.found)
-            while (put := self._writer.put(encoded, versions, needed)) is None:
-                gone = {key for key in needed if key not in store}
-                encoder.compute(encoded, gone, watch)
-                needed -= gone  # once each: where the budget is below the corpus, they may go again
-        except CacheBlendError:  # given up by client or service, a full disk, a changed document: as if it never came
-            try:
-                store.documents.drop_unowned(encoded.computed)
-            except CacheBlendError as error:
-                stay = len(encoded.computed)
-                logger.warning("the KV of %d chunks of an ingest that was given up stays until it is evicted: %s", stay, error)
-            raise
-        evicted = sum(key not in store for key in encoded.distinct_keys)
-        return IngestReport.of(encoded, put, evicted=evicted, seconds=time.perf_counter() - started)
+            chunks = self._retriever.chunks(document.id)
+        except InputError:
+            chunks = []
+        if chunks and chunks[0].version == document.version:
+            return chunks
+        return self._retriever.splitter.split(document, progress.check)
+
+    def _check_lengths(self, documents: Iterable[Document], progress: Progress) -> None:
+        """Refuse documents of which a chunk, and what it is computed after, are longer than the model's positions.
+
+        Raises:
+            PromptTooLongError: a document has such a chunk.
+        """
+        splitter, max_positions = self._retriever.splitter, self._encoder.fusor.max_positions
+        before = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
+        chunk_tokens = splitter.config.chunk_tokens
+        if max_positions is None or before + 2 * chunk_tokens <= max_positions:  # a chunk is a little over chunk_tokens
+            return
+        for document in documents:
+            longest = max(len(chunk.token_ids) for chunk in splitter.split(document, progress.check))
+            if before + longest > max_positions:
+                raise PromptTooLongError(
+                    f"document {document.id!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of "
+                    f"which {before} are for what stands before it; lower chunk_tokens={chunk_tokens}"
+                )
+
+
+def ingest(documents: Documents, given: Iterable[Mapping[str, object]], progress: Progress) -> IngestReport:
+    """Ingest documents all at once; see `Engine.ingest`."""
+    batch = [Document.of(document) for document in given]
+    if not batch:
+        raise InputError("no documents to ingest; give at least one")
+    return documents.add(batch, progress, must_stay=True)
+
+
+def ingest_stream(
+    documents: Documents, given: Iterable[Document | Mapping[str, object]], progress: Progress, store: KVStore
+) -> IngestReport:
+    """Ingest documents a batch after the other; see `Engine.ingest_stream`."""
+    started, evictions = time.perf_counter(), store.stats().nvme.evictions
+    total = IngestReport()
+    for batch in batches(map(Document.of, given)):
+        total += documents.add(batch, progress)
+        progress.note_batch()
+    evicted = store.stats().nvme.evictions - evictions
+    if evicted:
+        budget_bytes = store.config.nvme_budget_bytes
+        logger.warning(
+            "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes
+        )
+    return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
 
 def batches(documents: Iterable[Document], batch_documents: int | None = None) -> Iterator[list[Document]]:

@@ -11,9 +11,8 @@ import httpx
 
 from cacheblend.base.errors import ConfigError, InputError, ServiceError
 from cacheblend.base.options import option
+from cacheblend.base.progress import Progress
 from cacheblend.retriever import Document
-
-from .ingest import StreamProgress
 
 ROUTE = "/v1/cacheblend/documents"
 TIMEOUT_S = 3600.0  # of a document: its answer comes when the KV of all its chunks is computed, between others' requests
@@ -73,7 +72,7 @@ class UploadReport:
 
 
 def upload_documents(
-    documents: Iterable[Document], config: VllmConfig, faults: dict[str, str], on_progress: StreamProgress
+    documents: Iterable[Document], config: VllmConfig, faults: dict[str, str], progress: Progress
 ) -> UploadReport:
     """Have a running vLLM store the KV of documents' chunks; what it has stored before is not computed again.
 
@@ -81,7 +80,7 @@ def upload_documents(
         documents: taken one at a time.
         config: the vLLM.
         faults: takes the documents that it refuses, and why.
-        on_progress: called with the documents done so far, and the tokens of those of which KV was computed.
+        progress: follows the upload; `tokens` are those of documents of which KV was computed.
 
     Raises:
         ServiceError: it does not answer, or has no such route; what was done is kept, and the same call goes on from there.
@@ -97,7 +96,8 @@ def upload_documents(
             else:
                 taken, chunks, computed = taken + 1, chunks + int(answer["chunks"]), computed + int(answer["stored_chunks"])
                 tokens += int(answer["tokens"]) if answer["stored_chunks"] else 0
-            on_progress(done, tokens)
+            progress.documents, progress.tokens = done, tokens
+            progress.note_batch()
     seconds = time.monotonic() - started
     return UploadReport(documents=taken, chunks=chunks, computed=computed, already_stored=chunks - computed, seconds=seconds)
 
@@ -116,8 +116,8 @@ def _post(client: httpx.Client, config: VllmConfig, document: Document) -> tuple
     if answer.is_success:
         raise ServiceError(f"{config.route} is not the route of CacheBlendConnector; it answers {str(found)[:200]}")
     if status in REFUSED_DOCUMENT:
-        error = found.get("error") if isinstance(found, dict) else None
-        return {}, str(error.get("message") if isinstance(error, dict) else answer.reason_phrase)
+        refusal = found.get("error") if isinstance(found, dict) else None
+        return {}, str(refusal.get("message") if isinstance(refusal, dict) else answer.reason_phrase)
     if status in (401, 403):
         raise InputError(f"{config.vllm} refuses the key ({status}); give --vllm-api-key")
     if status in (404, 405):

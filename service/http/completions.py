@@ -11,7 +11,7 @@ import torch
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from cacheblend.service.engine.document_encoder import Check
+from cacheblend.base.progress import Check
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message, PromptRenderer, question_place
 from cacheblend.service.engine.request import Request as PromptRequest

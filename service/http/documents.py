@@ -21,8 +21,8 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
+from cacheblend.base.progress import Check, Progress
 from cacheblend.retriever.document import NO_ID
-from cacheblend.service.engine.document_encoder import Check, Progress
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
@@ -188,7 +188,7 @@ def _body(status: DocumentStatus) -> dict[str, Any]:
 async def _ingest_documents(request: Request, documents: Sequence[Mapping[str, object]]) -> dict[str, Any]:
     engine: Engine = request.state.engine
     name = str(documents[0].get("id") or documents[0].get("title") or "")
-    return await _upload(request, name, lambda progress, check: engine.ingest(documents, progress, check))
+    return await _upload(request, name, lambda progress: engine.ingest(documents, progress))
 
 
 async def _ingest_file(request: Request) -> dict[str, Any]:
@@ -204,10 +204,10 @@ async def _ingest_file(request: Request) -> dict[str, Any]:
         message = f"id: must have 1 to {MAX_NAME_CHARACTERS} characters, no control characters and no #"
         raise ApiError(400, message, param="id", code="invalid_value")
 
-    def ingest_file(progress: Progress, check: Check) -> IngestReport:
-        progress("read", 0, 1)
-        documents = _read_file(server, id_, name, raw, check)
-        report = engine.ingest(documents, progress, check)
+    def ingest_file(progress: Progress) -> IngestReport:
+        progress.note("read", 0, 1)
+        documents = _read_file(server, id_, name, raw, progress.check)
+        report = engine.ingest(documents, progress)
         if not name.lower().endswith(JSONL_SUFFIXES):
             read = {document["id"] for document in documents}
             for part in engine.retriever.ids(id_):  # pages of a longer file that had this id before
@@ -218,11 +218,11 @@ async def _ingest_file(request: Request) -> dict[str, Any]:
     return await _upload(request, name, ingest_file)
 
 
-async def _upload(request: Request, name: str, work: Callable[[Progress, Check], IngestReport]) -> dict[str, Any]:
+async def _upload(request: Request, name: str, work: Callable[[Progress], IngestReport]) -> dict[str, Any]:
     """Ingest when it is the tenant's turn; nothing of an upload stays whose client goes away before the answer."""
     server: Server = request.app.state.server
-    with server.ingests.follow(request.state.tenant, name) as progress:
-        report = await run_call(server.uploads, request, lambda check: work(progress, check), until_begun=True)
+    with server.ingests.follow(request.state.tenant, name) as note:
+        report = await run_call(server.uploads, request, lambda check: work(Progress(note, check)), until_begun=True)
     return {"object": "ingest_report", **report.as_dict()}
 
 

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import DeadlineError, MissingExtraError
-from cacheblend.service.engine.document_encoder import Check
+from cacheblend.base.progress import Check
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest

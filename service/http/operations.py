@@ -11,9 +11,9 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from cacheblend.base.progress import Check
 from cacheblend.retriever import checked_between_batches
 from cacheblend.service.engine.config import read_examples
-from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.engine.engine import Engine
 
 from .body import JsonRoute

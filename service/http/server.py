@@ -20,9 +20,9 @@ from fastapi import Request
 
 from cacheblend.base.errors import ClientGoneError, ServiceError
 from cacheblend.base.extras import needs_extra
+from cacheblend.base.progress import Check, Note
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
-from cacheblend.service.engine.document_encoder import Check, Progress
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.serving.calls import Call, CallPool
 from cacheblend.service.serving.config import ServingConfig
@@ -243,7 +243,7 @@ class RunningIngests:
         self._running: dict[object, tuple[str, Ingest]] = {}  # by a token of each: its tenant, and how far it is
 
     @contextmanager
-    def follow(self, tenant: str, name: str) -> Iterator[Progress]:
+    def follow(self, tenant: str, name: str) -> Iterator[Note]:
         """List an upload while the block runs; what it gives is called with the stage, how much is done, and of how much."""
         token, name = object(), name[:MAX_NAME_CHARACTERS]
 

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
+from cacheblend.base.progress import Check
 from cacheblend.base.threads import lower_priority
-from cacheblend.service.engine.document_encoder import Check
 
 from .fair_queue import FairQueue
 

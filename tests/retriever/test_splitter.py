@@ -209,3 +209,18 @@ def test_other_threads_go_on_while_a_long_text_is_tokenised() -> None:
     done.set()
     other.join()
     assert turns_meanwhile > took_s / 0.1  # of a hundred times as many that it would have alone
+
+
+def test_a_check_ends_the_splitting() -> None:
+    """A long text is checked between its slices and its chunks, so that its work can be ended."""
+    splitter, calls = Splitter(tiny_tokenizer(), RetrieverConfig(chunk_tokens=64)), list[int]()
+    document = Document("long", "", "some words of a long text. " * 30_000)
+
+    def check() -> None:
+        calls.append(len(calls))
+        if len(calls) > 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        splitter.split(document, check)
+    assert len(calls) == 6

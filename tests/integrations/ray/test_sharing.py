@@ -13,11 +13,12 @@ from fakes import FakeEmbedder
 from remote_servers import needs
 
 from cacheblend.base.errors import RemoteError
+from cacheblend.base.progress import Progress
 from cacheblend.integrations.ray import precompute_actor
 from cacheblend.integrations.ray.precompute_actor import share
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.document_encoder import DocumentEncoder, EncodedDocuments, EncodingWatch
+from cacheblend.service.engine.ingest import DocumentEncoder, EncodedBatch
 from cacheblend.store import ChunkKey, KVStore, StoreConfig
 from cacheblend.store.kv_store import SharedEntries
 
@@ -48,21 +49,21 @@ def encoder(engine: Engine) -> DocumentEncoder:
 
 
 @pytest.fixture
-def batch(encoder: DocumentEncoder) -> EncodedDocuments:
+def batch(encoder: DocumentEncoder) -> EncodedBatch:
     """Documents whose KV is computed, and in the remote tier in part."""
-    encoded = encoder.split(DOCUMENTS, DOCUMENTS, EncodingWatch())
-    encoder.compute(encoded, encoded.distinct_keys, EncodingWatch())
+    encoded = encoder.split(DOCUMENTS, DOCUMENTS, Progress())
+    encoder.compute(encoded, encoded.distinct_keys, Progress())
     return encoded
 
 
-def missing(engine: Engine, batch: EncodedDocuments, tmp_path: Path) -> int:
+def missing(engine: Engine, batch: EncodedBatch, tmp_path: Path) -> int:
     """Number of a batch's entries that the remote tier lacks."""
     with KVStore(replace(engine.store.config, directory=tmp_path / "looks")) as looks:
         return looks.find(batch.distinct_keys).count(False)
 
 
 def test_evicted_chunks_are_computed_again(
-    engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments, tmp_path: Path
+    engine: Engine, encoder: DocumentEncoder, batch: EncodedBatch, tmp_path: Path
 ) -> None:
     """A chunk that neither the disk nor the remote tier has is in the remote tier at the end, and its tokens are counted."""
     engine.store.flush_remote(10)
@@ -95,7 +96,7 @@ class RefusingStore:
 
 
 def test_a_remote_that_is_away_for_a_moment(
-    engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments, tmp_path: Path
+    engine: Engine, encoder: DocumentEncoder, batch: EncodedBatch, tmp_path: Path
 ) -> None:
     """A remote tier that refuses some calls, as a server that restarts does, ends no ingest."""
     refusing: Any = RefusingStore(engine.store, 3)
@@ -104,7 +105,7 @@ def test_a_remote_that_is_away_for_a_moment(
     assert missing(engine, batch, tmp_path) == 0
 
 
-def test_a_remote_that_stays_away(engine: Engine, encoder: DocumentEncoder, batch: EncodedDocuments) -> None:
+def test_a_remote_that_stays_away(engine: Engine, encoder: DocumentEncoder, batch: EncodedBatch) -> None:
     """After the last pause the error is raised: no document is committed whose KV is nowhere."""
     refusing: Any = RefusingStore(engine.store, 100)
     with pytest.raises(RemoteError, match="away for a moment"):

@@ -48,7 +48,7 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
 
     def distributed(_: object, config: EngineConfig, *__: object, **___: object) -> IngestReport:
         taken.append(config.kv_cache_dtype)
-        return IngestReport.empty()
+        return IngestReport()
 
     monkeypatch.setattr("cacheblend.cli.ingest.distributed_ingest", lambda: distributed)
     here = run.on_store("ingest", str(passages)).err

@@ -6,6 +6,7 @@ import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 
 from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError, StoreFullError
+from cacheblend.base.progress import Progress
 from cacheblend.retriever import Document
 from cacheblend.service import Engine
 from cacheblend.store import ChunkKV
@@ -96,7 +97,7 @@ def test_interrupted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, i
 def test_progress(open_engine: OpenEngine) -> None:
     """Progress is told for the index by documents, then for the KV by chunks, each up to its total."""
     steps: list[tuple[str, int, int]] = []
-    report = open_engine().ingest(DOCUMENTS, lambda *step: steps.append(step))
+    report = open_engine().ingest(DOCUMENTS, Progress(lambda *step: steps.append(step)))
     count = len(DOCUMENTS)
     assert steps[:count] == [("index", done, count) for done in range(1, count + 1)]
     assert steps[count:] == [("precompute", done, report.computed) for done in range(1, report.computed + 1)]
@@ -153,6 +154,30 @@ def test_budget_below_a_chunk(open_engine: OpenEngine) -> None:
     """A KV budget that holds no single chunk is an error that names the budget."""
     with pytest.raises(StoreFullError, match="nvme_budget_bytes=1000"):
         open_engine(nvme_budget_bytes=1000).ingest(DOCUMENTS)
+
+
+def test_documents_beyond_the_budget_leave_nothing(open_engine: OpenEngine) -> None:
+    """Documents whose KV does not fit at once are an error, and neither their texts nor their KV stay."""
+    engine = open_engine(nvme_budget_bytes=300_000, ram_budget_bytes=1)
+    with pytest.raises(StoreFullError, match="does not fit the store's byte budget"):
+        engine.ingest(DOCUMENTS)
+    assert (engine.documents.ls(), stored(engine)) == ([], 0)
+
+
+def test_index_budget(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts beyond the index's budget are refused before they are computed, and nothing of them stays."""
+    engine = open_engine(index_budget_bytes=100_000)
+    engine.ingest(DOCUMENTS[:1])
+    before = engine.documents.ls(), stored(engine)
+    big = {"id": "big", "text": "many words " * 10_000}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.retriever.embedder, "encode", None)
+        with pytest.raises(StoreFullError, match="index_budget_bytes=100000; delete documents"):
+            engine.ingest([big])
+    with pytest.raises(StoreFullError, match="index_budget_bytes=100000"):  # with vectors and token ids it is too much
+        engine.ingest([{"id": "half", "text": str(big["text"])[:40_000]}])
+    assert (engine.documents.ls(), stored(engine)) == before
+    engine.ingest([{"id": "small", "text": "few words"}])
 
 
 def test_budget_below_the_corpus(open_engine: OpenEngine) -> None:

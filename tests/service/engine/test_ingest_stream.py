@@ -21,6 +21,7 @@ from prompts import assert_same_kv
 from rich.console import Console
 
 from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.progress import Progress
 from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
 from cacheblend.cli.terminal import IngestProgress
@@ -57,11 +58,15 @@ def test_stream(open_engine: OpenEngine) -> None:
             given.append(str(document["id"]))
             yield document
 
-    def progress(done: int, tokens: int) -> None:
-        steps.append((done, tokens))
-        ahead.append(len(given) - done)
+    class Steps(Progress):
+        def note(self, stage: str, done: int, total: int) -> None:
+            steps.append((self.documents, self.tokens))
+            ahead.append(len(given) - self.documents)
 
-    report = engine.ingest_stream(documents(), progress)
+        def note_batch(self) -> None:
+            steps.append((self.documents, self.tokens))
+
+    report = engine.ingest_stream(documents(), Steps())
     chunks = engine.retriever.chunks()
     assert (report.documents, report.added) == (len(MANY), len(MANY))
     assert (report.computed, report.evicted) == (engine.store.stats().nvme.entries, 0)
@@ -199,6 +204,11 @@ def test_size_of_a_stream(file: Path, tmp_path: Path) -> None:
         stream.measure()
 
 
+def show(progress: IngestProgress, documents: int, tokens: int) -> None:
+    progress.documents, progress.tokens = documents, tokens
+    progress.note_batch()
+
+
 def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Speed and time left are those of the documents that were computed, not of those that were skipped."""
     now = 100.0
@@ -206,33 +216,34 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     stream = DocumentStream([str(file)], Shard())
     with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(20, 4000)) as progress:
         stream.characters = 1000
-        progress.update(5, 0)
+        show(progress, 5, 0)
         now = 110.0
         stream.characters = 2000
-        progress.update(9, 5000)
-        assert progress.line(9, 5000, now) == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
-        progress.update(10, 6000)
+        show(progress, 9, 5000)
+        assert progress.line(now) == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
+        show(progress, 10, 6000)
     assert capsys.readouterr().err == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left\n"
     with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(1, 4000)) as progress:
         stream.characters = 4000  # one long document, read at once
-        progress.update(0, 0)
+        show(progress, 0, 0)
         now += 20
         progress.check()
         now += 20
-        progress.note_batch("embed", 16, 300)
+        progress.note_windows(16, 300)
         assert capsys.readouterr().err == (
             "0 of 1 documents, 0 tokens, splitting 4,000 characters\n0 of 1 documents, 0 tokens, embedding 16 of 300 windows\n"
         )
-        progress.update(0, 0)
-        progress.note_batch("precompute", 1, 10)
-        progress.update(0, 100)
-        assert progress.line(0, 100, now + 10) == "0 of 1 documents, 100 tokens, 10 tokens/s, 0:01:30 left"
+        show(progress, 0, 0)
+        progress.tokens = 100
+        progress.note("precompute", 1, 10)
+        assert progress.line(now + 10) == "0 of 1 documents, 100 tokens, 10 tokens/s, 0:01:30 left"
     with IngestProgress(Console(stderr=True, width=200), None, StreamSize(20, 4000)) as progress:
-        progress.update(5, 900)  # of documents that others read
-        assert progress.line(5, 900, now + 10) == "5 of 20 documents, 900 tokens, 90 tokens/s, 0:00:30 left"
+        show(progress, 5, 900)  # of documents that others read
+        assert progress.line(now + 10) == "5 of 20 documents, 900 tokens, 90 tokens/s, 0:00:30 left"
     with IngestProgress(Console(stderr=True), stream, None) as progress:
-        assert progress.line(0, 0, now) == "0 documents, 0 tokens"
-        assert progress.line(1, 70, now + 10) == "1 documents, 70 tokens, 7 tokens/s"
+        assert progress.line(now) == "0 documents, 0 tokens"
+        progress.documents, progress.tokens = 1, 70
+        assert progress.line(now + 10) == "1 documents, 70 tokens, 7 tokens/s"
 
 
 def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, open_engine: OpenEngine) -> None:
@@ -242,15 +253,17 @@ def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, 
     text = "".join(chr(33 + number * number % 89) for number in range(2000))
     file.write_text(json.dumps({"id": "1", "text": text}) + "\n")
     stream, lines = DocumentStream([str(file)], Shard()), list[str]()
-    with open_engine() as engine, IngestProgress(Console(stderr=True), stream, StreamSize(1, len(text))) as progress:
 
-        def update(documents: int, tokens: int) -> None:
+    class Slow(IngestProgress):
+        def note(self, stage: str, done: int, total: int) -> None:
             nonlocal now
-            now += 10
-            progress.update(documents, tokens)
-            lines.append(progress.line(documents, tokens, now))
+            now += 10 if stage == "precompute" else 0
+            super().note(stage, done, total)
+            if stage == "precompute":
+                lines.append(self.line(now))
 
-        report = engine.ingest_stream(stream, update, progress.check, progress.note_batch)
+    with open_engine() as engine, Slow(Console(stderr=True), stream, StreamSize(1, len(text))) as progress:
+        report = engine.ingest_stream(stream, progress)
     assert report.tokens * 2 > len(text)
     assert report.computed >= 16
     at = report.computed * 3 // 4
