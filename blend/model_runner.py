@@ -37,19 +37,19 @@ class ModelRunner(Protocol):
     """
 
     @property
-    def geometry(self) -> KVGeometry: ...  # noqa: D102  # the class documents it and the four below
+    def geometry(self) -> KVGeometry: ...  # documented by the class, with the four below
 
     @property
-    def windows(self) -> Sequence[int | None]: ...  # noqa: D102
+    def windows(self) -> Sequence[int | None]: ...
 
     @property
-    def layer_types(self) -> Sequence[Hashable]: ...  # noqa: D102
+    def layer_types(self) -> Sequence[Hashable]: ...
 
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int: ...
 
     @property
-    def max_positions(self) -> int | None: ...  # noqa: D102
+    def max_positions(self) -> int | None: ...
 
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
         """Input of layer 0, (1, S, M)."""

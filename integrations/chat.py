@@ -90,7 +90,7 @@ class EngineChat:
             served.end()
 
     def answer(self, *args: Any, **options: Any) -> Done:
-        """See `stream`; the whole answer at once."""
+        """Return the complete answer."""
         *_, (_, done) = with_end(self.stream(*args, **options))
         assert done is not None
         return done

@@ -91,7 +91,7 @@ class _Generating:
         generation_kwargs: Mapping[str, Any] | None,
         streaming_callback: StreamingCallbackT | None,
     ) -> tuple[str, dict[str, Any]]:
-        """See `_answer`; the callback runs on the event loop, and one that is a coroutine is awaited before the next piece."""
+        """Call the callback on the event loop; a coroutine is awaited before the next piece."""
         callback = select_streaming_callback(self._callback, streaming_callback, requires_async=True)
         chunks = []
         async with aclosing(in_threads(self._chunks(messages, generation_kwargs))) as coming:

@@ -1,4 +1,4 @@
-"""A calibration: what `cacheblend calibrate` settles for a model on a user's documents, and its file beside the profiles.
+"""A calibration: the setting that `cacheblend calibrate` chose for a model and documents, and its file beside the profiles.
 
 {"format", "model", "prefix", "context", "selector", "ratio", "measures": {..}, "thresholds": {..}, "curve": [[ratio, KL], ..]}
 """
@@ -23,21 +23,21 @@ _MAY_BE_NONE = ("first_token_kl_low_nats", "first_token_kl_high_nats", "gold_nll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """A setting beside full recompute, over the questions of a calibration.
+    """A setting's losses against full recompute, over the questions of a calibration.
 
     Args:
-        cases: questions.
+        cases: number of questions.
         first_token_kl_nats: mean KL of the first token's distribution from full recompute's.
         first_token_kl_low_nats: lower end of its 95 % bootstrap interval; None for one case.
         first_token_kl_high_nats: upper end.
-        gold_nll_over_full_nats: mean negative log-likelihood of the right answer above full recompute's; None where no question
-            has one.
+        gold_nll_over_full_nats: mean negative log-likelihood of the right answer above full recompute's; None without right
+            answers.
         equal_greedy_tokens: mean share of full recompute's first greedy tokens, 0..1.
         compute_share: mean multiply-adds between question and first token over full prefill's, 0..1.
         ttft_s_median: seconds to the first token, stored KV in RAM.
 
     Raises:
-        ProfileError: a value that is not a finite number.
+        ProfileError: a value is not a finite number.
     """
 
     cases: int
@@ -61,11 +61,11 @@ class Thresholds:
     """The loss against full recompute that a user accepts.
 
     Args:
-        max_kl: most mean first-token KL, nats.
-        max_nll: most mean negative log-likelihood of the right answer above full recompute's, nats.
+        max_kl: limit of the mean first-token KL, nats.
+        max_nll: limit of the right answer's mean negative log-likelihood above full recompute's, nats.
 
     Raises:
-        ConfigError: a value that is no number of at least 0.
+        ConfigError: a value is not a number of at least 0.
     """
 
     max_kl: float = 0.05
@@ -78,7 +78,7 @@ class Thresholds:
                 raise ConfigError(name, value, "nats, 0 or more")
 
     def allow(self, measures: Measures) -> bool:
-        """Whether a setting's loss is accepted; the right answers count where there are any."""
+        """Whether a setting's loss is accepted; right answers count if there are any."""
         nll_nats = measures.gold_nll_over_full_nats
         return measures.first_token_kl_nats <= self.max_kl and (nll_nats is None or nll_nats <= self.max_nll)
 
@@ -89,17 +89,17 @@ class Calibration:
 
     Args:
         model: the model's fingerprint, which has the compute dtype in it.
-        prefix: see `prefix_digest`.
-        context: what chunks' KV was computed after: "default" (filler and document), "filler", "document", "head", or another
-            that was measured.
+        prefix: `prefix_digest` of the prompts.
+        context: context of the chunks' KV: "default" (filler and document), "filler", "document", "head", or another
+            measured one.
         selector: one of `SELECTORS`.
         ratio: r*, the recompute ratio, 0..1.
-        measures: of this setting.
-        thresholds: that it was chosen by. Where no setting was within them, the one of least KL was.
+        measures: this setting's losses.
+        thresholds: limits of the choice. If no setting was within them, the one of least KL was chosen.
         curve: the measured ratios of this context and selector, rising, each with its mean first-token KL in nats, of raw KV.
 
     Raises:
-        ProfileError: an unknown selector, a ratio outside 0..1, or a curve that is none.
+        ProfileError: the selector is unknown, the ratio outside 0..1, or the curve malformed.
     """
 
     model: str
@@ -130,7 +130,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Calibration:
-        """The calibration that `as_dict` gave.
+        """Make a calibration from the values of `as_dict`.
 
         Raises:
             ProfileError: the values are not a calibration's.
@@ -161,12 +161,12 @@ def calibration_path(directory: Path, *, model: str, prefix: str) -> Path:
 
 
 def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration | None:
-    """The calibration of a model after a prefix; None where none was made.
+    """Read the calibration of a model after a prefix; None if there is none.
 
     Args:
         directory: the folder of profiles.
         model: the model's fingerprint.
-        prefix: see `prefix_digest`.
+        prefix: `prefix_digest` of the prompts.
 
     Raises:
         ProfileError: the file is damaged, of another format, or of another model or prefix.
@@ -186,7 +186,7 @@ def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration
 
 
 def write_calibration(directory: Path, calibration: Calibration) -> Path:
-    """Keep a calibration, in place of an older one of the same model and prefix; gives its file.
+    """Write a calibration, in place of an older one of that model and prefix; returns its path.
 
     Raises:
         ProfileError: the folder cannot be written.

@@ -1,4 +1,4 @@
-"""The loading controller: the recompute ratio that hides behind the loading (paper §5.1), and what it learns from requests."""
+"""The loading controller: the recompute ratio that hides behind the loading (paper §5.1), corrected by measured requests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from .profile import Profile
 
 logger = logging.getLogger(__name__)
-WINDOW = 8  # requests whose median counts
+WINDOW = 8  # requests of a calibration's median
 STEP = 1.1  # a calibration moves by more than this factor, or not at all
 MAX_CORRECTION = 16.0  # the largest factor of a calibration, and the inverse of the smallest
-DELAY_ALLOWED = 0.05  # of the prefill at r*: a higher ratio costs at least its own share of the last layer, which nothing hides
-RATIO_STEP = 1000  # ratios are multiples of 1/1000, so that noise in the last digits gives equal requests one ratio
+DELAY_ALLOWED = 0.05  # share of the prefill at r*: the last layer's own recompute is hidden by nothing
+RATIO_STEP = 1000  # ratios are multiples of 1/1000, so that equal requests get equal ratios despite noise
 
 
 class TimeCalibration:
-    """A factor on predicted seconds, which moves when the median of several requests says so.
+    """A factor on predicted seconds. It moves if the median of the last `WINDOW` requests is off by more than `STEP`.
 
-    It is the same for all requests between two moves. It moves if the median of the last `WINDOW` requests is off by more
-    than `STEP`, and nothing but the order of the observations decides. One slow request moves nothing.
+    Between two moves all requests have one factor, and one slow request moves nothing. Only the observations and their order
+    decide.
     """
 
     def __init__(self) -> None:
@@ -54,18 +54,18 @@ class TimeCalibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingPlan:
-    """Choice of the controller for a request, and what it expects. Seconds are of the whole request, to the first logits.
+    """The controller's choice for a request, and its predictions: seconds of the request, to the first logits.
 
     Args:
         ratio: the recompute ratio.
-        load_s: the loading without the compute.
-        load_s_by_tier: the same by tier.
-        recompute_s: the blend at `ratio` with all KV there already.
-        prefill_s: the way that was chosen, loading beside computing, chunks precomputed first included.
+        load_s: loading without computing.
+        load_s_by_tier: `load_s` by tier.
+        recompute_s: the blend at `ratio` with all KV loaded.
+        prefill_s: the chosen way, loading beside computing, chunks precomputed first included.
         precompute_s: the missing chunks that are precomputed first.
         full_s: full prefill.
-        full_recompute: full prefill is predicted to be faster than blending, or no more than `DELAY_ALLOWED` slower than one
-            that waits for its loading, so that is what was chosen.
+        full_recompute: whether full prefill was chosen: it is predicted to be faster than blending, or no more than
+            `DELAY_ALLOWED` slower than a blend that waits for its loading.
     """
 
     ratio: float
@@ -85,21 +85,20 @@ class _Request:
     fresh: int
     exact: int
     lookahead_layers: int
-    copy_layer_s: float  # of what the fusor brings itself
+    copy_layer_s: float  # the fusor's own copies
     by_tier: dict[str, float]  # seconds of a layer
 
 
 class LoadingController:
-    """Ratio = max(r*, the ratio at which recompute just hides behind loading); full recompute where that is as fast.
+    """Ratio = max(r*, the ratio at which recompute just hides behind loading); full recompute if that is as fast.
 
-    What requests really took corrects the profile, by one factor for computing and one for each tier; see `TimeCalibration`.
-    Thread-safe.
+    Measured seconds of requests correct the profile, by one `TimeCalibration` for computing and one for each tier. Thread-safe.
 
     Args:
         config: r*, the cap and the look-ahead.
-        profile: of the model on this device.
-        schedule: that the selector follows; see `FusionConfig.schedule`.
-        copied_tiers: whose KV the fusor brings itself, between two layers and not beside them; see `copied_tiers`.
+        profile: measurements of the model on this device.
+        schedule: the selector's schedule (`FusionConfig.schedule`).
+        copied_tiers: tiers whose KV the fusor copies itself, between two layers (the function `copied_tiers`).
     """
 
     def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule, copied_tiers: Collection[str]) -> None:
@@ -128,7 +127,7 @@ class LoadingController:
         blend = self._pipeline(request, ratio)
         precompute_s = sum(map(self._recompute.prefill_s, precomputed)) * self._compute.factor
         blend_s = blend.total_s + precompute_s
-        # Beside loading that nothing hides, the exact answer may cost what a higher ratio may.
+        # If loading is not hidden, the exact answer may cost as much more as a higher ratio.
         limit_s = blend_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend_s
         full_recompute = bool(reusable) and full_s < limit_s
         loaded_layers = sum(is_read for _, is_read in self._steps(request, ratio))
@@ -148,22 +147,22 @@ class LoadingController:
         return self._recompute.prefill_s(tokens) * self._compute.factor
 
     def predict_s(self, ratio: float, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> float:
-        """Seconds of a prefill at a ratio that is asked for; 1 is full recompute. Other arguments as of `plan`."""
+        """Seconds of a prefill at a given ratio; 1 is full recompute. Other arguments as in `plan`."""
         if ratio >= 1:
             return self.full_s(reusable + fresh + exact)
         return self._pipeline(self._request(reads, reusable=reusable, fresh=fresh, exact=exact), ratio).total_s
 
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
-        """Correct the model by what a request took, once its prefill is done.
+        """Correct the predictions by a request's measured seconds, once its prefill is done.
 
-        A tier is corrected where all reads were from it (what was computed first is copied as well, from no tier). A full
-        recompute reads nothing; then what the tiers were corrected by is forgotten request by request, so that a disk that was
-        slow for a while is tried again.
+        A tier is corrected if all reads were from it (chunks that were precomputed first are copied too, from no tier). A full
+        recompute reads nothing: then the tiers' corrections fade request by request, so that a disk that was slow for a while
+        is tried again.
 
         Args:
-            plan: what was expected.
+            plan: the predictions.
             load_s: seconds in which reads were under way.
-            compute_s: seconds of computing, waits for KV apart; None where the clock does not tell them apart.
+            compute_s: seconds of computing without waits for KV; None if the clock cannot separate them.
         """
         with self._lock:
             expected_s = plan.full_s if plan.full_recompute else plan.recompute_s
@@ -192,12 +191,12 @@ class LoadingController:
         )
 
     def _factor(self, tier: str) -> float:
-        """The correction of a tier; 1 for one that neither the profile nor a request has measured."""
+        """The correction of a tier; 1 for a tier without a measurement."""
         correction = self._tiers.get(tier)
         return 1.0 if correction is None else correction.factor
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
-        """The largest ratio, from r* to the cap, at which loading is still the longer side and TTFT that of r*."""
+        """The largest ratio, from r* to the cap, at which the fusor waits for loading and TTFT is about that of r*."""
         quality = self.config.quality_ratio
         at_quality = self._pipeline(request, quality)
         if not request.reusable or not at_quality.waits_for_last:

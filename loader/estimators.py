@@ -1,4 +1,4 @@
-"""The paper's two estimators, of a request's loading and of its recompute (§5.1), and both on one clock (figure 10a)."""
+"""The paper's two estimators, for a request's loading and for its recompute (§5.1), and both on one clock (figure 10a)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 Read = tuple[str, int]
 FITS = 8
-# Without a profile, a pass through a layer is taken to cost so many rows more than it runs: its weights are read, and its
-# operations begun, whatever the rows. Measured on a CPU with models of 0.4 and 3.5 M multiply-adds a row (docs/loader.md); on
-# CUDA an estimate that is always above the most.
+# Without a profile, a pass through a layer is assumed to cost this many rows more than it runs: weights are read and operations
+# begin whatever the rows. Measured on a CPU (docs/loader.md). On CUDA the estimate exceeds MAX_FIXED_ROWS, so MAX_FIXED_ROWS
+# applies.
 FIXED_ROWS, MAX_FIXED_ROWS = 64, 256
 FIXED_MULTIPLY_ADDS = {"cpu": 66_000_000, "cuda": 60_000_000_000}
-# Multiply-adds a second of a full prefill on a device that was not measured: fewer than almost all do (two cores of a small
-# server, a GPU of ten years ago), for a remote tier that is given up too early helps nobody.
+# Multiply-adds a second of a full prefill on a device without a profile: a low guess (two cores of a small server, a GPU of ten
+# years ago), since a remote tier that is abandoned too early helps nobody.
 SLOW_MULTIPLY_ADDS_PER_S = {"cpu": 1e10, "cuda": 2e12}
 SLOW_START_S = 0.25
-WORTH_BLENDING = 0.75  # of a full prefill's work at most: an estimate is no measurement, and full recompute is exact
-NOISE = 0.02  # relative; smaller errors all count the same
+WORTH_BLENDING = 0.75  # maximum share of a full prefill's work: this is an estimate, and full recompute is exact
+NOISE = 0.02  # relative error; smaller errors have equal weights
 
 
 class LoadEstimator:
@@ -43,7 +43,7 @@ class LoadEstimator:
 
     def __init__(self, tiers: Mapping[str, TierSpeed]) -> None:
         self._tiers = dict(tiers)
-        self._slowest = min(tiers.values(), key=lambda speed: speed.bytes_per_s)  # stands for a tier that was not measured
+        self._slowest = min(tiers.values(), key=lambda speed: speed.bytes_per_s)  # serves tiers without a measurement
 
     def seconds(self, reads: Iterable[Read]) -> dict[str, float]:
         """Seconds by tier, given the tier and bytes of each read."""
@@ -57,16 +57,16 @@ class LoadEstimator:
 class RecomputeEstimator:
     """T_recompute(r) of each layer, and of a full prefill, from a profile.
 
-    The paper takes r x Prefill (footnote 5). That is off by the layer's own constant, by the rotation of every stored key, by
-    the checks, which project rows that they then drop, by layer 0, which runs whole (or only the candidates), by the last
-    layer, which runs one row, and by attention, which takes half as long for all rows as for the same number scattered. So
-    seconds of a layer that runs some rows are a + b tokens + c rows + d rows x tokens + e projected, with another d for all
-    rows, those of a whole layer 0 and of a full prefill a + b tokens + c tokens^2, with coefficients of at least 0 that fit the
-    samples best, relative to their size.
+    The paper's r x Prefill (footnote 5) leaves out the layer's own constant, the rotation of every stored key, checks (they
+    project rows and then drop them), layer 0 (it runs all tokens or only the candidates), the last layer (it runs one row), and
+    attention (contiguous rows need half the time of scattered ones). So seconds of a layer that runs some rows are a + b tokens +
+    c rows + d rows x tokens + e projected, with another d for all rows; those of a full layer 0 and of a full prefill are
+    a + b tokens + c tokens^2.
+    Coefficients are at least 0 and have the least relative errors.
 
     Args:
         profile: the samples.
-        schedule: that the selector follows; see `FusionConfig.schedule`.
+        schedule: the selector's schedule (`FusionConfig.schedule`).
     """
 
     def __init__(self, profile: Profile, schedule: Schedule) -> None:
@@ -82,15 +82,15 @@ class RecomputeEstimator:
         return float(self._prefill @ _of_length(tokens))
 
     def steps(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> list[tuple[float, bool]]:
-        """Seconds of each step of a blend whose KV is there already, and whether the step is the first to read its layer.
+        """Seconds of each step of a blend with loaded KV, and whether the step is the first to read its layer.
 
-        The steps are the layers of the question's pass, where the selector takes one, and then those of the blend.
+        The steps are the layers of the question's pass, if the selector has one, and then those of the blend.
 
         Args:
-            ratio: see `layer_s`.
-            reusable: see `layer_s`.
-            fresh: see `layer_s`.
-            exact: see `layer_s`.
+            ratio: recompute ratio.
+            reusable: tokens with stored KV that the ratio counts.
+            fresh: tokens without stored KV.
+            exact: tokens of exact segments.
         """
         asked: list[float] = []
         if self._schedule.asks and reusable and 0 < ratio < 1:
@@ -103,18 +103,18 @@ class RecomputeEstimator:
         return [*((seconds, True) for seconds in asked), *((seconds, layer >= first) for layer, seconds in blended)]
 
     def layer_s(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> list[float]:
-        """Seconds of each layer of a blend whose KV is there already; the way to the logits counts to the last.
+        """Seconds of each layer of a blend with loaded KV; the last layer's include the logits.
 
         Args:
             ratio: recompute ratio.
             reusable: tokens with stored KV that the ratio counts.
-            fresh: tokens without.
-            exact: tokens of exact segments, which only their keys are needed of.
+            fresh: tokens without stored KV.
+            exact: tokens of exact segments, of which only the KV is read.
         """
         tokens = reusable + fresh + exact
         counts = self._schedule.counts(reusable, self.layers, ratio)
         rows = counts[0] + fresh
-        whole = counts[0] in (0, reusable)  # what is fresh stands mostly after the rest, as if it were whole
+        whole = counts[0] in (0, reusable)  # fresh tokens are mostly contiguous too
         seconds = [float(self._layer_0 @ _of_length(rows) if whole else self._later @ _of_rows(tokens, rows, 0))]
         for layer, (before, kept) in enumerate(itertools.pairwise(counts), start=1):
             rows, projected = kept + fresh, before + fresh if kept < before else 0
@@ -127,12 +127,12 @@ class RecomputeEstimator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimator:
-    """Guesses of a prompt's seconds where no profile has measured them: they count rows through layers.
+    """Guesses a prompt's seconds without a profile, by counting rows through layers.
 
     Args:
-        schedule: that the selector follows; see `FusionConfig.schedule`.
-        layers: of the model.
-        row_multiply_adds: of one row through one layer.
+        schedule: the selector's schedule (`FusionConfig.schedule`).
+        layers: number of the model's layers.
+        row_multiply_adds: multiply-adds of one row through one layer.
         device_type: "cpu" or "cuda".
     """
 
@@ -142,7 +142,7 @@ class WorkEstimator:
     device_type: str
 
     def full_s(self, tokens: int) -> float:
-        """Seconds within which a full prefill is done; a rough guess, and a long one."""
+        """Generous guess of a full prefill's seconds."""
         return SLOW_START_S + self.row_multiply_adds * self.layers * tokens / SLOW_MULTIPLY_ADDS_PER_S[self.device_type]
 
     def is_short(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> bool:
@@ -150,15 +150,15 @@ class WorkEstimator:
 
         Args:
             ratio: recompute ratio.
-            reusable: tokens with stored KV that the ratio counts; none is not short, for there is nothing to choose.
-            fresh: tokens without.
+            reusable: tokens with stored KV that the ratio counts; with 0 there is no choice, and the result is False.
+            fresh: tokens without stored KV.
             exact: tokens of exact segments, which a full prefill computes as well.
-            precomputed: those of `reusable` whose KV is computed first.
+            precomputed: number of `reusable` tokens whose KV is computed first.
         """
         return bool(reusable) and self.share(ratio, reusable, fresh, exact, precomputed) > WORTH_BLENDING
 
     def share(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> float:
-        """A blend's work over a full prefill's; arguments as of `is_short`."""
+        """A blend's work over a full prefill's; arguments as in `is_short`."""
         operations = FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds
         fixed = min(FIXED_ROWS + operations, MAX_FIXED_ROWS)
         passes = [count + fresh for count in self.schedule.counts(reusable, self.layers, ratio)]
@@ -169,10 +169,10 @@ class WorkEstimator:
 
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> NDArray[np.float64]:
-    """Coefficients (F,) of at least 0 with the smallest relative errors; 0 for every feature where nothing was measured.
+    """Coefficients (F,) of at least 0 with the smallest relative errors; zeros without measurements.
 
-    Errors count by their size, not its square, by weights that are worked out again from the last fit: a sample that something
-    else slowed down does not bend the others.
+    Errors count by their size and not by its square, through weights from the previous fit: a sample that other
+    work slowed down does not bend the fit.
     """
     width = len(features[0]) if features else len(_of_rows(0, 0, 0))
     found = np.zeros(width)
@@ -187,7 +187,7 @@ def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> NDArra
 
 
 def _least_squares(a_SF: NDArray[np.float64], b_S: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The x of at least 0 for which `a_SF @ x` is nearest `b_S`; there are few, so each choice of those not 0 is solved."""
+    """The x of at least 0 for which `a_SF @ x` is nearest `b_S`; every subset of the few features is solved."""
     best, best_error = np.zeros(a_SF.shape[1]), np.inf
     for size in range(1, min(a_SF.shape[1], len(b_S)) + 1):
         for chosen in itertools.combinations(range(a_SF.shape[1]), size):
@@ -200,7 +200,7 @@ def _least_squares(a_SF: NDArray[np.float64], b_S: NDArray[np.float64]) -> NDArr
 
 
 def _fit_lengths(samples: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
-    """`fit` by length. Of one measured length, seconds are proportional to it: a constant would promise the same of any."""
+    """`fit` by length. With one measured length, seconds are proportional to it: a constant would fit every length alike."""
     lengths = [tokens for tokens, _ in samples]
     if len(set(lengths)) == 1:
         return np.array([0.0, statistics.median(seconds for _, seconds in samples) / lengths[0], 0.0])
@@ -226,7 +226,7 @@ class Pipeline:
 
     Args:
         total_s: from the start to the end of the last layer.
-        waits_for_last: the fusor is at the last layer before its KV is: loading is the longer side.
+        waits_for_last: whether the fusor reaches the last layer before its KV: loading is the longer side.
     """
 
     total_s: float
@@ -239,7 +239,7 @@ class Pipeline:
         Args:
             load_s: seconds to load each layer.
             compute_s: seconds to compute it once it is there.
-            lookahead_layers: how many layers may be there that the fusor has not taken yet.
+            lookahead_layers: number of loaded layers that may wait for the fusor.
         """
         loaded = done = 0.0
         taken: list[float] = []

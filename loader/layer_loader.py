@@ -1,7 +1,7 @@
 """Layer-wise prefetch: stored KV of layer i+1 is read while layer i is computed (paper §5, §6).
 
-Threads read every file's layer straight into the layer's final buffer. On a CPU, what is in RAM already is copied by the fusor
-when it comes to the layer; on CUDA, threads bring both through pinned memory on a copy stream.
+Threads read every file's layer straight into the layer's final buffer. On a CPU the fusor copies entries in RAM when it comes
+to the layer; on CUDA, threads bring both through pinned memory on a copy stream.
 
 Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 """
@@ -39,15 +39,15 @@ class LoaderConfig:
     """Bounds of the loader's threads and defaults of the loading controller.
 
     Args:
-        lookahead_bytes: how many bytes of whole layers the loader may hold ready ahead of the fusor; one layer always.
-        reads_in_flight: how many reads the loader has under way at once, each in a thread; on a CPU of files only.
+        lookahead_bytes: bytes of layers that the loader may hold ahead of the fusor; one layer always.
+        reads_in_flight: number of concurrent reads, each in a thread; on a CPU of files only.
         quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1); `FusionConfig`'s default.
-            An engine takes the ratio of its store's calibration (`cacheblend calibrate`) where this one is at its default, and
-            no more than `max_ratio`; to have the default itself, set `FusionConfig.recompute_ratio`.
-        max_ratio: the controller never asks for more, however long the loading takes.
+            If it has its default, an engine uses the ratio of its store's calibration (`cacheblend calibrate`), at most
+            `max_ratio`; to use the default itself, set `FusionConfig.recompute_ratio`.
+        max_ratio: the controller's limit, however long the loading takes.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value is outside its range.
     """
 
     lookahead_bytes: int = 256 * MIB
@@ -63,11 +63,11 @@ class LoaderConfig:
             raise ConfigError("max_ratio", self.max_ratio, f"a number from quality_ratio ({self.quality_ratio}) to 1")
 
     def lookahead_layers(self, layer_bytes: int) -> int:
-        """Layers of so many bytes that may be ready ahead of the fusor."""
+        """Number of layers of `layer_bytes` that may be ready ahead of the fusor."""
         return max(1, self.lookahead_bytes // max(1, layer_bytes))
 
 
-THREADS = DaemonThreads("layer-loader")  # of all loaders
+THREADS = DaemonThreads("layer-loader")  # shared by all loaders
 
 
 class LayerRead(NamedTuple):
@@ -80,12 +80,12 @@ class LayerRead(NamedTuple):
 
 
 class LayerLoader:
-    """Loads a prompt's stored KV ahead of the fusor: layer by layer, one read a chunk and layer, several under way at once.
+    """Loads a prompt's stored KV ahead of the fusor: layer by layer, one read a chunk and layer, several at once.
 
-    On a CPU what is in memory already is copied by who waits for the layer, with all of the processors that it computes with:
-    a thread that copied ahead would take one from computing, for longer.
+    On a CPU the fusor's thread copies entries in memory, with all of its processors: a thread that copied ahead would occupy
+    one of them for longer (docs/adr/012).
 
-    A `LayerSource` for `Fusor.fuse`: segments may bring KV of any tier and KV in memory, mixed. The
+    A `LayerSource` for `Fusor.fuse`: segments may have KV of any tier and KV in memory, mixed. The
     paper's three calls are `fetch_kv` and `synchronize` here, and `Decoder.run_rows` (`prefill_layer`) in the fusor. An error
     while loading is raised by `synchronize`; closing stops the threads. Use it as a context manager, inside the stores' pin.
 
@@ -115,14 +115,14 @@ class LayerLoader:
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes that were read from each tier, and from "memory" that is no store's, up to now."""
+        """Bytes read so far from each tier, and from "memory" that belongs to no store."""
         counts: Counter[str] = Counter()
         for read in tuple(self._done):
             counts[read.kv.tier] += read.kv.layer_bytes(read.layer)
         return dict(counts)
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """Begin to load; see `LayerSource.start`.
+        """Begin to load, as `LayerSource.start` says.
 
         Raises:
             FusionCancelledError: the loader was closed before.
@@ -151,14 +151,15 @@ class LayerLoader:
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
-        """Load one chunk's layer to its place in the prompt's (the paper's `fetch_kv`); several threads call it at once.
+        """Load one layer of a chunk to its place in the prompt's layer (the paper's `fetch_kv`); several threads call it at
+        once.
 
         Args:
-            kv: the chunk's.
-            layer: which.
-            buffer: the layer of the whole prompt, on the device.
+            kv: the chunk's KV.
+            layer: index of the layer.
+            buffer: buffer of the prompt's layer, on the device.
             start: the chunk's first position.
-            stop: the one after its last.
+            stop: the position after its last.
         """
         if self._is_copy(kv, self._geometry):
             kv.copy_layer(layer, buffer.whole.kv_21HND[:, 0, :, start:stop])
@@ -166,7 +167,7 @@ class LayerLoader:
             self._staging.load(kv, layer, buffer, start, stop)
 
     def waits_for_device(self, kv: KVHandle) -> bool:
-        """Whether loading a chunk's layer means to wait for a device, so that threads do it ahead."""
+        """Whether loading a chunk's layer waits for a device, so that threads do it ahead."""
         return not kv.in_memory
 
     def _is_copy(self, kv: KVHandle, geometry: KVGeometry) -> bool:
@@ -225,20 +226,20 @@ class LayerLoader:
             warnings.warn("a LayerLoader was not closed; use it as a context manager", ResourceWarning, stacklevel=2)
 
     def _may_read(self) -> bool:
-        """Whether a thread has something to do: a read within the look-ahead, or to end."""
+        """Whether a thread has work: a read within the look-ahead, or its own end."""
         return self._over() or self._reads[self._next_read].layer < self._consumed + self._lookahead
 
     def _over(self) -> bool:
         return self._stopped or self._error is not None or self._next_read == len(self._reads)
 
     def _allocate(self, layer: int) -> None:
-        """Memory for a layer; one that no thread reads anything of is ready with it, before others' copies are issued."""
+        """Allocate a layer's buffer; a layer without reads is ready at once, before other layers' copies are issued."""
         self._buffers[layer] = self._staging.buffer(self._tokens)
         if not self._missing[layer]:
             self._ready[layer] = self._staging.finish(self._buffers[layer])
 
     def _copy(self, layer: int) -> None:
-        """Copy what is in memory of a layer, in this thread."""
+        """Copy a layer's entries that are in memory, in this thread."""
         with self._changed:
             if self._stopped or self._error is not None or not self._copies[layer]:
                 return
@@ -249,17 +250,17 @@ class LayerLoader:
                 self.fetch_kv(read.kv, layer, buffer, read.start, read.stop)
             self._done += self._copies[layer]
         except BaseException as error:
-            self._error = error  # threads read no further
+            self._error = error  # threads stop reading
             raise
         finally:
             with self._changed:
                 self._end()
 
     def _read_on(self) -> bool:
-        """Make reads in this thread while the look-ahead allows it; False where there is none left.
+        """Read in this thread while the look-ahead allows it; False when no read is left.
 
-        What is done is entered and the next read taken under one lock: between the two another would take it, and this thread
-        wait for it.
+        A finished read is entered and the next one begun under one lock: between two locks another thread would get it, and
+        this thread would wait.
         """
         with self._changed:
             read = self._take()
@@ -267,7 +268,7 @@ class LayerLoader:
             failed: BaseException | None = None
             try:
                 self.fetch_kv(read.kv, read.layer, self._buffers[read.layer], read.start, read.stop)
-            except BaseException as error:  # travels to the fusor, which raises it
+            except BaseException as error:  # the fusor's thread raises it
                 failed = error
             with self._changed:
                 self._enter(read, failed)
@@ -282,7 +283,7 @@ class LayerLoader:
         return self._reads[self._next_read - 1]
 
     def _enter(self, read: LayerRead, failed: BaseException | None) -> None:
-        """Enter a read that is done; the layer is ready with its last."""
+        """Enter a finished read; after its last read the layer is ready."""
         self._end()
         if failed is not None:
             self._error = self._error or failed
@@ -308,14 +309,14 @@ class LayerLoader:
 
 
 def copied_tiers(device: torch.device) -> Collection[str]:
-    """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, none ahead: on a CPU what is in its memory."""
+    """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, not ahead: on a CPU those in memory."""
     return tiers_in_memory() if device.type == "cpu" else ()
 
 
 def _read_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:
-    """Run a thread of a loader, until nothing is left to be read.
+    """Run a thread of a loader until no read is left.
 
-    It holds the loader only while it reads, so that one that was dropped unclosed is collected, and warns.
+    It references the loader only while it reads, so that a loader that was dropped unclosed is collected and warns.
     """
 
     def may_go_on() -> bool:

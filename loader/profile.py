@@ -1,4 +1,4 @@
-"""A profile: what a model costs on a device and a tier on its disk; measured once, kept as JSON (paper §5.1)."""
+"""A profile: measured costs of a model on a device and of the tiers on its disk, stored as JSON (paper §5.1)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class PrefillSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSample:
-    """One layer of a blend over stored KV that was there already.
+    """One layer of a blend over loaded KV.
 
     Args:
         layer: its index; layer 0 runs every row.
-        tokens: of the whole prompt.
-        rows: that went through attention and MLP.
-        projected: rows whose fresh K and V were projected to be compared; 0 where the layer did not check.
-        seconds: it took.
+        tokens: the prompt's tokens.
+        rows: rows that went through attention and MLP.
+        projected: rows whose fresh K and V were projected for comparison; 0 if the layer did not check.
+        seconds: measured time.
     """
 
     layer: int
@@ -48,11 +48,11 @@ class LayerSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpeed:
-    """Cost of reading from a tier, its checksum and the way to the layer's place on the device included.
+    """Cost of reading from a tier, including the checksum and the copy to the layer's place on the device.
 
     Args:
-        read_s: seconds of a read of no bytes, with as many in flight as the loader has.
-        bytes_per_s: throughput of the bytes themselves.
+        read_s: constant seconds of a read, with the loader's number of reads in flight.
+        bytes_per_s: throughput beyond that.
     """
 
     read_s: float
@@ -72,8 +72,8 @@ class Profile:
 
     Args:
         model: the model's fingerprint, which has the compute dtype in it.
-        device: see `describe_device`.
-        torch_version: of the build that was measured.
+        device: name of the device, from `describe_device`.
+        torch_version: version of the measured build.
         layers: layers of the model.
         layer_token_bytes: bytes of one token's raw KV in one layer.
         prefill: full prefills, of at least one length.
@@ -82,7 +82,7 @@ class Profile:
         tiers: speed by tier: "ram", "nvme", and "remote" where the store has one.
 
     Raises:
-        ProfileError: a measurement that cannot be, or none.
+        ProfileError: a measurement is impossible or missing.
     """
 
     model: str
@@ -110,7 +110,7 @@ class Profile:
             raise ProfileError(f"a profile of {self.device} has a count of {min(counts)}; every count is at least 1")
 
     def check(self, *, model: str, device: str) -> None:
-        """Refuse what was measured elsewhere.
+        """Refuse a profile that was measured elsewhere.
 
         Raises:
             ProfileError: the profile is of another model, device or torch.
@@ -136,7 +136,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """The profile that `as_dict` gave.
+        """Make a profile from the values of `as_dict`.
 
         Raises:
             ProfileError: the values are not a profile's.
@@ -188,12 +188,12 @@ def _numbers(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_profile(directory: Path, *, model: str, device: str) -> Profile | None:
-    """The profile of a model on a device; None where none was made.
+    """Read the profile of a model on a device; None if there is none.
 
     Args:
         directory: the folder of profiles.
         model: the model's fingerprint.
-        device: as `describe_device` names it.
+        device: name of the device, from `describe_device`.
 
     Raises:
         ProfileError: the file is damaged, or was measured elsewhere.
@@ -207,7 +207,7 @@ def read_profile(directory: Path, *, model: str, device: str) -> Profile | None:
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a file, wherever it was measured.
+    """Read the profile in a file, wherever it was measured.
 
     Raises:
         ProfileError: the file is missing or damaged.
@@ -216,7 +216,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def write_profile(directory: Path, profile: Profile) -> Path:
-    """Keep a profile, in place of an older one of the same model and device; gives its file.
+    """Write a profile, in place of an older one of that model and device; returns its path.
 
     Raises:
         ProfileError: the folder cannot be written.
@@ -227,7 +227,7 @@ def write_profile(directory: Path, profile: Profile) -> Path:
 
 
 def read_object(path: Path, command: str) -> dict[str, Any]:
-    """The JSON object in a file that `cacheblend command` keeps.
+    """Read the JSON object in a file that `cacheblend COMMAND` wrote.
 
     Raises:
         ProfileError: the file is missing or damaged.
@@ -242,7 +242,7 @@ def read_object(path: Path, command: str) -> dict[str, Any]:
 
 
 def write_object(path: Path, values: Mapping[str, Any], what: str) -> None:
-    """Write a JSON object as a whole, in place of what the file held; its folder is made when missing.
+    """Replace a file by a JSON object in one step; its folder is made if missing.
 
     Raises:
         ProfileError: the folder cannot be written.

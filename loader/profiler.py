@@ -42,15 +42,13 @@ def measure_tiers(
     chunk_tokens: int,
     repeats: int,
 ) -> dict[str, TierSpeed]:
-    """Speed of the tiers "ram" and "nvme", from loads of prompts with nothing beside them.
+    """Measure the tiers "ram" and "nvme" by loading prompts of two chunk sizes, without computing.
 
-    Prompts have chunks of two sizes.
-
-    NVMe is read with the page cache dropped, as after a start; what a running store reads from the cache is faster.
+    NVMe is read with the page cache dropped, as after a start; a running store reads faster from the cache.
 
     Args:
-        geometry: of the model's KV.
-        directory: a folder on the disk to measure; what is written there is removed.
+        geometry: shape of the model's KV.
+        directory: a folder on the disk to measure; files written there are removed.
         config: reads in flight and look-ahead.
         chunk_tokens: the larger chunk size; the smaller is an eighth of it.
         repeats: loads of each size; the median counts.
@@ -68,7 +66,7 @@ def measure_tiers(
 
 
 def _chunks(geometry: KVGeometry, tokens: int, model: str) -> tuple[LayerPair, list[list[int]], list[ChunkKey]]:
-    """KV of one layer, which all layers of all chunks share, and the chunks' ids and keys."""
+    """KV of one layer, shared by all layers of all chunks, and the chunks' ids and keys."""
     shape = (geometry.kv_heads, tokens, geometry.head_dim)
     keys_HTD, values_HTD = (torch.randn(shape, dtype=torch.float32).to(geometry.dtype) for _ in "kv")
     ids = [[number] * tokens for number in range(CHUNKS)]
@@ -76,7 +74,7 @@ def _chunks(geometry: KVGeometry, tokens: int, model: str) -> tuple[LayerPair, l
 
 
 def _speed(read_bytes: list[int], seconds: list[float]) -> TierSpeed:
-    """The line through both sizes; without a constant where that would be below 0."""
+    """The line through both sizes; without a constant if that would be negative."""
     small, large, small_s, large_s = read_bytes[0], read_bytes[-1], seconds[0], seconds[-1]
     if small == large or large_s / large >= small_s / small:
         return TierSpeed(read_s=0.0, bytes_per_s=large / large_s)
@@ -120,7 +118,7 @@ def _load_s(store: KVStore, keys: list[ChunkKey], geometry: KVGeometry, config: 
 
 
 def drop_page_cache(paths: Iterable[Path]) -> None:
-    """Have the system forget its copies of files that are on disk; does nothing on macOS, which cannot."""
+    """Drop files from the system's page cache; macOS cannot, and this does nothing there."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in paths:
@@ -134,7 +132,7 @@ def drop_page_cache(paths: Iterable[Path]) -> None:
 LENGTHS = (256, 1024, 4096)
 RATIOS = (0.05, 0.15, 0.5, 1.0)
 QUESTION_TOKENS = 32
-# The first layers of a blend show all that later ones do: layer 0 runs whole, layer 1 projects every row and drops most,
+# Layers of a blend that are timed; later ones repeat them: layer 0 runs all rows, layer 1 projects every row and drops many,
 # layer 2 does not check, layer 3 does again.
 LAYERS_TIMED = 5
 logger = logging.getLogger(__name__)
@@ -155,24 +153,24 @@ def measure_profile(
     repeats: int = 3,
     on_progress: Progress | None = None,
 ) -> Profile:
-    """Measure a model on its device, and the tiers of the disk that a folder is on. Takes seconds to minutes.
+    """Measure a model on its device, and the tiers of the disk that a folder is on, in seconds to minutes.
 
-    Medians of `repeats` turns after one warm-up, the device synchronised; a turn measures every length and ratio once, so that
-    what slows the machine for seconds does not slow all measurements of one length. Lengths beyond the model's positions are
-    cut. Of the default lengths none is measured that is longer than one whose full prefill took more than `PATIENCE_S`.
+    The results are medians of `repeats` rounds after one warm-up, with the device synchronised. A round measures every length
+    and ratio once, so that a disturbance of seconds does not slow all measurements of one length. Lengths beyond the model's
+    positions are cut. Default lengths stop after one whose full prefill exceeded `PATIENCE_S`.
 
     Args:
         fusor: the model.
-        directory: a folder on the disk of the store; what is written there is removed.
+        directory: a folder on the disk of the store; files written there are removed.
         config: reads in flight and look-ahead of the loader.
         chunk_tokens: size of the reads.
-        lengths: prompt lengths in tokens; None for `LENGTHS`, as far as the patience goes.
+        lengths: prompt lengths in tokens; None for `LENGTHS`.
         ratios: recompute ratios.
-        repeats: how often each is measured.
-        on_progress: called with "profile", measurements done, and in all.
+        repeats: number of measurements of each.
+        on_progress: called with "profile", measurements done, and measurements in all.
 
     Raises:
-        ConfigError: no length or ratio, or one outside its range.
+        ConfigError: a length or ratio is missing or outside its range.
     """
     patience_s = PATIENCE_S if lengths is None else float("inf")
     lengths = LENGTHS if lengths is None else lengths
@@ -220,16 +218,14 @@ def measure_profile(
 
 
 class _OneLayer:
-    """A source whose every layer is the same memory on the device, there at once: only the compute is timed."""
+    """A source that returns one buffer on the device for every layer, at once: only computing is timed."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """See `LayerSource.start`."""
         self._whole = LayerKV.empty(geometry, len(prompt))
         for x_1HND in (self._whole.k_1HND, self._whole.v_1HND):
             x_1HND.normal_()
 
     def synchronize(self, layer: int) -> LayerKV:
-        """See `LayerSource.synchronize`."""
         return self._whole
 
 
@@ -271,7 +267,7 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
 
 
 def _medians(turns: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Each sample with the median of its seconds in all turns."""
+    """Each sample with the median of its seconds over all rounds."""
     return tuple(
         replace(same[0], seconds=statistics.median(sample.seconds for sample in same)) for same in zip(*turns, strict=True)
     )

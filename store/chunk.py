@@ -1,4 +1,4 @@
-"""KV of a run of tokens: `KVHandle`, what every kind of it offers, and `ChunkKV`, one chunk's KV in memory, position-free.
+"""KV of a run of tokens: `KVHandle`, the interface of every kind, and `ChunkKV`, one chunk's position-free KV in memory.
 
 Shapes: H KV heads, T tokens of the chunk, D head size, B bytes of a head's vector.
 """
@@ -19,7 +19,7 @@ LayerPair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class EncodedLayer(NamedTuple):
-    """A layer in its codec's form on the CPU, not to be written to, and what decodes it on any device to `k_HTD`, `v_HTD`."""
+    """A layer in its codec's form on the CPU, read-only, and the function that decodes it on any device to `k_HTD`, `v_HTD`."""
 
     tensor: torch.Tensor
     decode: Callable[[torch.Tensor], LayerPair]
@@ -30,11 +30,11 @@ class KVHandle(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The T token ids that the KV is of."""
+        """The T token ids of the KV."""
 
     @property
     def prefix_ids(self) -> Sequence[int]:
-        """The token ids that stood before them when it was computed."""
+        """The token ids of the prefix that the KV was computed after."""
 
     @property
     def model(self) -> str | None:
@@ -50,11 +50,11 @@ class KVHandle(Protocol):
 
     @property
     def rotated(self) -> bool:
-        """Whether the keys have their rotary embedding, so that they are right at the prompt's start alone."""
+        """Whether the keys have their rotary embedding, so that they are right only at the prompt's start."""
 
     @property
     def tier(self) -> str:
-        """Name of the tier that holds it; "memory" for none."""
+        """Name of the tier that holds it; "memory" if none does."""
 
     @property
     def in_memory(self) -> bool:
@@ -67,7 +67,7 @@ class KVHandle(Protocol):
         """Bytes that are loaded for one layer."""
 
     def read_layer(self, layer: int) -> LayerPair:
-        """`k_HTD` and `v_HTD` of one layer, not to be written to.
+        """`k_HTD` and `v_HTD` of one layer, read-only.
 
         Raises:
             DamagedEntryError: a stored entry's bytes are not the ones that were written.
@@ -75,7 +75,7 @@ class KVHandle(Protocol):
         """
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """Read one layer to CPU memory, in this thread alone; raises as `read_layer` does.
+        """Read one layer to CPU memory, in this thread only; raises as `read_layer` does.
 
         Args:
             layer: its index.
@@ -89,17 +89,17 @@ class KVHandle(Protocol):
         """Copy one layer to a tensor on any device, by all of PyTorch's threads; raises as `read_layer` does."""
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        """One layer as it is stored, to be decoded elsewhere; None where that is the keys and values themselves.
+        """One layer as it is stored, to be decoded elsewhere; None if it is stored as plain keys and values.
 
         Raises as `read_layer` does.
         """
 
 
 def check_shape(what: str, layer: int, needed: tuple[int, ...], to_2HTB: Bytes) -> None:
-    """Refuse memory of another shape than the layer's bytes.
+    """Refuse memory whose shape differs from the layer's bytes.
 
     Raises:
-        InputError: so.
+        InputError: the shapes differ.
     """
     if to_2HTB.shape != needed:
         raise InputError(f"layer {layer} of {what} has bytes {needed}, and the memory for it {to_2HTB.shape}")
@@ -158,7 +158,6 @@ class ChunkKV:
 
     @property
     def num_layers(self) -> int:
-        """See `KVHandle`."""
         return len(self.layers)
 
     @property
@@ -167,30 +166,26 @@ class ChunkKV:
         return sum(map(self.layer_bytes, range(len(self.layers))))
 
     def layer_bytes(self, layer: int) -> int:
-        """See `KVHandle`."""
         return sum(x_HTD.nbytes for x_HTD in self.layers[layer])
 
     def read_layer(self, layer: int) -> LayerPair:
-        """See `KVHandle`: the layer's own tensors, on their device."""
+        """The layer's own tensors, on their device."""
         return self.layers[layer]
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """See `KVHandle`."""
         kv_heads, head_dim = self.heads(layer)
         needed = (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize)
         check_shape(f"the KV of {len(self.token_ids)} tokens", layer, needed, to_2HTB)
         for to_HTB, x_HTD in zip(to_2HTB, self.layers[layer], strict=True):
             x_HTD = x_HTD.detach().cpu()
-            # A copy by PyTorch would give this thread a team of its own for parallel regions, which slows everybody else's.
+            # A copy by PyTorch would start an OpenMP team for this thread, which slows all other threads' parallel regions.
             np.copyto(to_HTB, host_bytes(x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()))
 
     def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
-        """See `KVHandle`."""
         for to_HTD, x_HTD in zip(to_2HTD, self.layers[layer], strict=True):
             to_HTD.copy_(x_HTD)
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        """See `KVHandle`."""
         return None
 
 

@@ -1,7 +1,7 @@
 """Codecs: the keys and values of one layer as the one tensor that is stored, and back.
 
-A codec is one small class with this interface, in a file of its own and entered in `codecs.py`. What it needs beside the values
-(scales, say) it packs into the same tensor, so that a layer stays one contiguous read.
+A codec is a small class in this file, entered in `CODECS`. It packs scales into the tensor of the values, so that a layer stays
+one contiguous read.
 
 Shapes: H KV heads, T tokens, D head size.
 """
@@ -48,10 +48,10 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """What the key of an entry says."""
+        """The codec's name, which is part of an entry's key."""
 
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        """What `encode` fills for such a layer: a file that says otherwise is damaged."""
+        """Shape of the tensor that `encode` fills for such a layer: a file of another shape is damaged."""
 
     def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
         """Fill the stored tensors of L layers of one shape, contiguous on the CPU; computed where keys and values are.
@@ -61,7 +61,7 @@ class Codec(Protocol):
             encoded: `(L, *encoded_shape)`.
 
         Raises:
-            InputError: values that the codec cannot hold.
+            InputError: the codec cannot hold a value.
 
         """
 
@@ -70,7 +70,7 @@ class Codec(Protocol):
 
 
 def packed_shape(parts: Sequence[EncodedShape]) -> EncodedShape:
-    """The shape of what `pack` fills with such parts."""
+    """Shape of the tensor that `pack` fills with such parts."""
     size = sum(part.nbytes for part in parts)
     return EncodedShape(torch.uint8, (-(-size // _ALIGNMENT) * _ALIGNMENT,))
 
@@ -109,23 +109,21 @@ def as_float32(codec: str, k_HTD: torch.Tensor, v_HTD: torch.Tensor, largest: fl
 
 
 class RawCodec:
-    """Stores `(2, H, T, D)`: keys, then values. See `Codec`."""
+    """Stores `(2, H, T, D)`: keys, then values."""
 
     name = "raw"
 
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        """See `Codec`."""
         return EncodedShape(layer.dtype, (2, layer.kv_heads, layer.tokens, layer.head_dim))
 
     def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        """See `Codec`. All layers in one operation; see `host_bytes` for what many cost."""
+        """Fill the tensors in one operation: each operation releases the interpreter, and returns late beside busy threads."""
         with torch.no_grad():
             torch.stack(
                 [x_HTD if x_HTD.is_cpu else x_HTD.cpu() for pair in layers for x_HTD in pair], out=encoded.flatten(0, 1)
             )
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        """See `Codec`."""
         return encoded[0], encoded[1]
 
 
@@ -134,20 +132,18 @@ _TINY = 2.0**-126  # the least normal float32
 
 
 class Fp8Codec:
-    """Stores scales float32 `(2, H)`, then values float8 `(2, H, T, D)`: keys, then values. See `Codec`.
+    """Stores scales float32 `(2, H)`, then values float8 `(2, H, T, D)`: keys, then values.
 
-    A value keeps a relative error of at most 2**-4; one below 2**-14 of its head's largest, an absolute one of
-    2**-18 of that.
+    A value's relative error is at most 2**-4; below 2**-14 of its head's largest value, the absolute error is at most 2**-18 of
+    that.
     """
 
     name = "fp8_e4m3"
 
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        """See `Codec`."""
         return packed_shape(self._parts(layer))
 
     def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        """See `Codec`."""
         for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
             self._encode(k_HTD, v_HTD, layer)
 
@@ -159,7 +155,6 @@ class Fp8Codec:
         pack((scale_2H, codes_2HTD), encoded)
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        """See `Codec`."""
         scale_2H, codes_2HTD = unpack(encoded, self._parts(layer))
         k_HTD, v_HTD = codes_2HTD.float().mul_(scale_2H[:, :, None, None]).to(layer.dtype)
         return k_HTD, v_HTD
@@ -173,7 +168,7 @@ _INT8_LARGEST = 127
 
 
 class Int8Codec:
-    """Stores scales float32 of keys `(H, 1, D)` and values `(H, T, 1)`, then int8 `(2, H, T, D)`. See `Codec`.
+    """Stores scales float32 of keys `(H, 1, D)` and values `(H, T, 1)`, then int8 `(2, H, T, D)`.
 
     An error is at most 1/254 of the largest value that shares the scale.
     """
@@ -181,11 +176,9 @@ class Int8Codec:
     name = "int8"
 
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        """See `Codec`."""
         return packed_shape(self._parts(layer))
 
     def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        """See `Codec`."""
         for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
             self._encode(k_HTD, v_HTD, layer)
 
@@ -197,7 +190,6 @@ class Int8Codec:
         pack((k_scale_H1D, v_scale_HT1, codes_2HTD.to(torch.int8)), encoded)
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        """See `Codec`."""
         k_scale_H1D, v_scale_HT1, codes_2HTD = unpack(encoded, self._parts(layer))
         return (codes_2HTD[0] * k_scale_H1D).to(layer.dtype), (codes_2HTD[1] * v_scale_HT1).to(layer.dtype)
 
@@ -217,20 +209,18 @@ _HALF_TINY = 2.0**-24
 
 
 class Int4Codec:
-    """Stores float16 floor and step of keys `(2, H, G, D)` and values `(2, H, T, G)`, then bytes `(H, T, D)`. See `Codec`.
+    """Stores float16 floor and step of keys `(2, H, G, D)` and values `(2, H, T, G)`, then bytes `(H, T, D)`.
 
-    A byte holds a key in its low half and a value in its high half. An error is at most half a step, 1/30 of what the group
-    spans, and the rounding of the floor to float16.
+    A byte holds a key in its low half and a value in its high half. An error is at most half a step (1/30 of the group's span)
+    plus the rounding of the floor to float16.
     """
 
     name = "int4"
 
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        """See `Codec`."""
         return packed_shape(self._parts(layer))
 
     def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        """See `Codec`."""
         for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
             self._encode(k_HTD, v_HTD, layer)
 
@@ -241,7 +231,6 @@ class Int4Codec:
         pack((k_range_2HGD, v_range_2HTG, k_codes_HTD | v_codes_HTD << 4), encoded)
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        """See `Codec`."""
         k_range_2HGD, v_range_2HTG, codes_HTD = unpack(encoded, self._parts(layer))
         k_HTD = _dequantise(k_range_2HGD, codes_HTD & _INT4_LARGEST, 1)
         v_HTD = _dequantise(v_range_2HTG, codes_HTD >> 4, 2)

@@ -1,13 +1,13 @@
 """On-disk layout of a store's folder: its marker, journal, lock and reserve.
 
-store.json           marker: what this folder is, and its format version
-catalogue.sqlite     which entries there are
+store.json           marker: kind and format version of the folder
+catalogue.sqlite     the entries
 lock                 held by the process that changes files or catalog
 journal              the entries that it is changing; empty between changes
 entries/ab/abcd...   one file an entry, in folders by the first two digits of its key
-reserve              room that is given up where the disk is too full for a removal
-writing/             files that are being written; left over there after a crash
-damaged/             files whose bytes were not the ones written, set aside; the last few, outside the budget
+reserve              room that is freed when the disk is too full for a removal
+writing/             files that are being written; a crash leaves some there
+damaged/             files whose bytes were not the ones written; the last few, outside the budget
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IGNORED = ("lost+found", f"{_MARKER}.")  # the root of a fresh file system is a
 
 
 def holds_store(root: Path) -> bool:
-    """Whether a folder was made by `StoreFolder`; looks, and makes nothing."""
+    """Whether a folder was made by `StoreFolder`; changes nothing."""
     return (root / _MARKER).is_file()
 
 
@@ -76,11 +76,11 @@ class StoreFolder:
             raise write_error(root, error) from error
 
     def entry_path(self, digest: str) -> Path:
-        """Where the entry's file is."""
+        """Path of an entry's file."""
         return self._entries / digest[:2] / digest
 
     def new_entry_paths(self, digests: Iterable[str]) -> list[Path]:
-        """Where entries' files are to be; makes their folders."""
+        """Paths for entries' files; makes their folders."""
         paths = [self.entry_path(digest) for digest in digests]
         missing = [folder for folder in {path.parent for path in paths} if not folder.is_dir()]
         try:
@@ -99,7 +99,7 @@ class StoreFolder:
                 yield from (path for path in sorted(folder.iterdir()) if path.is_file())
 
     def set_aside(self, path: Path) -> None:
-        """Move a damaged file away, for whoever wants to see what happened to it; drops the oldest of such files."""
+        """Move a damaged file to `damaged`, for inspection; drops the oldest such files."""
         with suppress(FileNotFoundError):
             os.replace(path, self.damaged / path.name)
             os.utime(self.damaged / path.name)
@@ -120,11 +120,11 @@ class StoreFolder:
         sync_folder(self.root)
 
     def _has_the_rest(self) -> bool:
-        """Whether a folder is a store but for its marker; the catalog's own version says whether it can be read."""
+        """Whether the folder has everything of a store except a valid marker; the catalog has a version of its own."""
         return self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()
 
     def _is_damaged_marker(self) -> bool:
-        """Whether the marker says nothing that any version wrote, in a folder that has all else."""
+        """Whether no version can have written the marker, in a folder with everything else of a store."""
         if not self._has_the_rest():
             return False
         try:
@@ -156,10 +156,10 @@ _DIGITS = 64  # of a digest
 
 
 class Journal:
-    """A file with the digests of the change under way, empty between changes; used under the store's lock alone.
+    """A file with the digests of the change under way, empty between changes; used only under the store's lock.
 
-    It is written before anything else is, and not synced: a killed process leaves it whole. After a power cut it may be gone,
-    and files without a row stay until `verify` finds them.
+    It is written before anything else, and not synced: a killed process leaves it complete. After a power cut it may be
+    missing, and files without a row stay until `verify` finds them.
 
     Raises:
         StoreDirectoryError: the file cannot be opened for writing.
@@ -174,7 +174,7 @@ class Journal:
             raise write_error(path, error) from error
 
     def begin(self, digests: Sequence[str]) -> None:
-        """Note the digests. Where the disk has no room for them, the change goes on without: removals must work then."""
+        """Note the digests. On a full disk the change continues without them, since removals must work then."""
         rest, offset = "".join(f"{digest}\n" for digest in digests).encode(), 0
         try:
             while rest:
@@ -190,7 +190,7 @@ class Journal:
         os.ftruncate(self._fd, 0)
 
     def unfinished(self) -> list[str]:
-        """The digests of a change that was not ended; nothing had changed yet where the last one is cut off."""
+        """The digests of an unfinished change; if the last one is cut off, nothing had changed yet."""
         if not (size := os.fstat(self._fd).st_size):
             return []
         lines = os.pread(self._fd, size, 0).decode(errors="replace").splitlines()
@@ -204,8 +204,8 @@ class Journal:
 class WriteLock:
     """A re-entrant lock on a file; a context manager. The system frees it when its process dies.
 
-    Files and catalog change only under it, so that neither is ever seen between the two, and what a journal or the folder
-    of files being written holds when it is taken was left by a crash.
+    Files and catalog change only under it, so that nobody sees one change without the other. A journal or files in `writing`
+    that exist when the lock is acquired were left by a crash.
 
     Raises:
         StoreDirectoryError: the file cannot be opened for writing.
@@ -243,11 +243,11 @@ class WriteLock:
         os.close(self._fd)
 
 
-RESERVE_BYTES = 512 * 1024  # SQLite's log of a removal or a pin has room in it: a page of 4 KiB a changed page of the catalog
+RESERVE_BYTES = 512 * 1024  # room for SQLite's log of a removal or a pin: 4 KiB for each changed page of the catalog
 
 
 class Reserve:
-    """A file that holds nothing but its place. To be used by one process at a time.
+    """A file that only occupies disk space. Used by one process at a time.
 
     Args:
         path: the file; made by `refill`.
@@ -258,14 +258,14 @@ class Reserve:
         self._path = path
 
     def refill(self) -> None:
-        """Take the room again; where the disk has none for it, a later call does."""
+        """Occupy the room again; if the disk has none, a later call will."""
         try:
             if self._path.exists() and self._path.stat().st_size == RESERVE_BYTES:
                 return
             fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(fd, 0)
-                rest = memoryview(os.urandom(RESERVE_BYTES))  # a hole, or zeros where the disk compresses, would take no room
+                rest = memoryview(os.urandom(RESERVE_BYTES))  # a hole, or zeros on a compressing disk, would occupy no room
                 while rest:
                     rest = rest[os.write(fd, rest) :]
                 os.fsync(fd)
@@ -273,10 +273,10 @@ class Reserve:
                 os.close(fd)
         except OSError:
             with suppress(OSError):
-                self._path.unlink(missing_ok=True)  # half of it would only take what others need
+                self._path.unlink(missing_ok=True)  # half a reserve would only occupy room
 
     def release(self) -> bool:
-        """Give the room up; False where there was none."""
+        """Free the room; False if there was none."""
         try:
             self._path.unlink()
         except OSError:

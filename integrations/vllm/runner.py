@@ -141,21 +141,18 @@ class VllmRunner:
         self.ranks, self.rank = int(get_tensor_model_parallel_world_size()), int(get_tensor_model_parallel_rank())
 
     def empty_cache(self) -> DynamicCache:
-        """See `ModelRunner.empty_cache`."""
         return DynamicCache(config=self._hf_config)
 
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
-        """See `ModelRunner.embed`."""
         hidden_SM: torch.Tensor = self._model.embed_input_ids(token_ids_S)
         return torch.stack([hidden_SM, torch.zeros_like(hidden_SM)])
 
     def logits(self, hidden_2SM: torch.Tensor) -> torch.Tensor:
-        """See `ModelRunner.logits`."""
         logits_1V: torch.Tensor = self._model.compute_logits(_normed(self._base.norm, hidden_2SM[:, -1:]))
         return logits_1V[0].float()
 
     def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
-        """See `ModelRunner.reduce`: the sum over all ranks."""
+        """Sum over all ranks."""
         if self.ranks == 1:
             return heads_sum_N
         total_N: torch.Tensor = get_tp_group().all_reduce(heads_sum_N)
@@ -186,7 +183,7 @@ class VllmRunner:
         return k_HTD, v_HTD
 
     def rotary(self, positions_N: torch.Tensor, hidden_2SM: torch.Tensor) -> dict[Hashable, CosSin]:
-        """See `ModelRunner.rotary`; from the tables of vLLM's rotary modules, in the model's dtype as they compute."""
+        """Cosines and sines from the tables of vLLM's rotary modules, in the model's dtype."""
         pairs: dict[Hashable, CosSin] = {}
         for kind, rope in self._ropes.items():
             cos_NX, sin_NX = rope.cos_sin_cache.to(positions_N.device, self._dtype)[positions_N].chunk(2, dim=-1)
@@ -194,7 +191,7 @@ class VllmRunner:
         return pairs
 
     def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """See `ModelRunner.rotate`: the halves of the rotary part are turned, what stands after it is left.
+        """Rotate the halves of the rotary part of each head; the numbers after it are unchanged.
 
         In float32 and rounded once, as vLLM's kernels do.
         """
@@ -208,7 +205,6 @@ class VllmRunner:
         return turned
 
     def project_kv(self, layer: int, hidden_2SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ModelRunner.project_kv`."""
         block, capture, normed_SM = self._unrotated[layer], _Capture(), _normed(self._layers[layer].input_layernorm, hidden_2SM)
         positions_S = torch.zeros(len(normed_SM), dtype=torch.long, device=normed_SM.device)
         with self._stubs[layer].running(capture):
@@ -218,7 +214,6 @@ class VllmRunner:
     def run_rows(
         self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
-        """See `ModelRunner.run_rows`."""
         pieces: list[torch.Tensor] = []
         done = 0
         for piece in rows.split(ROWS_AT_ONCE):
@@ -233,13 +228,12 @@ class VllmRunner:
     def run_question(
         self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
-        """See `ModelRunner.run_question`."""
         return self._run(self._fused_layers[layer], layer, hidden_2SM, rows.on_device_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `ModelRunner.run_isolated`; a sequence alone is run as vLLM's own prefill runs it."""
+        """A single sequence runs as in vLLM's own prefill."""
         device = self.geometry.device
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
@@ -268,7 +262,6 @@ class VllmRunner:
         yield _apart(k_1HND), _apart(v_1HND)
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix:
-        """See `ModelRunner.share`."""
         positions_P = torch.arange(len(prefix_ids), device=self.geometry.device)
         rotary = self.rotary(positions_P, torch.empty(0))
         every = zip(self.layer_types, self.run_isolated([prefix_ids]), strict=True)

@@ -44,10 +44,10 @@ class Ranks(Protocol):
     """Processes that hold a model's heads together; `VllmRunner` is one of them."""
 
     @property
-    def ranks(self) -> int: ...  # noqa: D102
+    def ranks(self) -> int: ...
 
     @property
-    def rank(self) -> int: ...  # noqa: D102
+    def rank(self) -> int: ...
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         """Of each flag, whether it is set on all ranks."""

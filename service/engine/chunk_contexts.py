@@ -39,13 +39,13 @@ class ContextModel(Protocol):
     """Model as far as a context depends on it; a `Fusor` has it. Of `model` the folder is read, `name_or_path`."""
 
     @property
-    def tokenizer(self) -> Any: ...  # noqa: D102  # see the class
+    def tokenizer(self) -> Any: ...  # see the class
 
     @property
-    def max_positions(self) -> int | None: ...  # noqa: D102
+    def max_positions(self) -> int | None: ...
 
     @property
-    def model(self) -> Any: ...  # noqa: D102
+    def model(self) -> Any: ...
 
 
 def chunk_context(fusor: ContextModel, filler: str, document_tokens: int, prefix_tokens: int = 0) -> ChunkContext:
