@@ -59,7 +59,7 @@ class RecomputeEstimator:
 
     The paper's r x Prefill (footnote 5) leaves out the layer's own constant, the rotation of every stored key, checks (they
     project rows and then drop them), layer 0 (it runs all tokens or only the candidates), the last layer (it runs one row), and
-    attention (contiguous rows need half the time of scattered ones). So seconds of a layer that runs some rows are a + b tokens +
+    attention (contiguous rows need half the time of scattered ones). So seconds of a layer with some rows are a + b tokens +
     c rows + d rows x tokens + e projected, with another d for all rows; those of a full layer 0 and of a full prefill are
     a + b tokens + c tokens^2.
     Coefficients are at least 0 and have the least relative errors.
