@@ -23,8 +23,8 @@ from .fusion import Fusion
 from .generation import OnToken, continue_from
 from .layer_passes import SharedPrefix
 from .layer_source import LayerKV, LayerSource, ResidentLayers
+from .loading import DTypeOption, load_model, load_tokenizer
 from .model_runner import LayerSink, ModelRunner
-from .models import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import FusionResult, LayerReport, Prompt, Segment
 from .selection import FusionConfig

@@ -13,12 +13,11 @@ import json
 import logging
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
@@ -40,9 +39,6 @@ ORIGIN = "origin.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
-_COUNTS = ("expert_count", "attention.key_length", "attention.sliding_window")
-_STRING, _ARRAY = 8, 9  # kinds of GGUF values; those of fixed length:
-_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _FOLDER_ALONE = "use the model's own folder (config.json and safetensors) instead of the GGUF file"
 
 
@@ -51,14 +47,12 @@ class GGUFHeader:
     """Header of a GGUF file.
 
     Attributes:
-        architecture: llama.cpp's name of the family.
         dtype: the dtype to run in: the file's own where it holds plain floats, bfloat16 where it is quantised.
         has_tokenizer: a vocabulary is in the file.
         pre_tokenizer: llama.cpp's name for how text is split before merging; "" where there is none.
         rope_factors: what each frequency of its rope is divided by; empty where it is not scaled.
     """
 
-    architecture: str
     dtype: str
     has_tokenizer: bool
     pre_tokenizer: str
@@ -108,10 +102,11 @@ def convert_gguf(path: Path) -> Path:
     same = models_folder().glob(converted_folder("*", digest).name)  # the file may have been converted under another name
     folder = next(filter(is_converted, same), converted_folder(path.stem, digest))
     if not is_converted(folder):
-        logger.warning("converting %s once, which takes a minute or so; it is kept in %s", path, folder)
+        stage = {"stage": "converting the model"}
+        logger.warning("converting %s once into %s, in a minute or so", path, folder, extra=stage)
         with new_folder(folder) as partial:
             if partial is not None:
-                convert_into(partial, path, {"file": path.name, "gguf_sha256": digest}, _log_tenths)
+                convert_into(partial, path, {"file": path.name, "gguf_sha256": digest})
     return folder
 
 
@@ -137,7 +132,8 @@ def new_folder(target: Path) -> Iterator[Path | None]:
                 partial.mkdir()
                 yield partial
                 for file in partial.iterdir():
-                    _sync(file)
+                    with file.open("rb") as opened:
+                        os.fsync(opened.fileno())
                 sync_folder(partial)
                 shutil.rmtree(target, ignore_errors=True)  # of an older format
                 partial.rename(target)
@@ -150,18 +146,8 @@ def new_folder(target: Path) -> Iterator[Path | None]:
         ) from error
 
 
-def _log_tenths(done: int, total: int) -> None:
-    """Log how far a conversion is, ten times: a stage of what the command line or the service begins with."""
-    if done * 10 // total > (done - 1) * 10 // total:
-        logger.info("converting the model: %d of %d tensors", done, total, extra={"stage": "converting the model"})
-
-
-def convert_into(
-    folder: Path, path: Path, origin: Mapping[str, object], on_progress: Callable[[int, int], None] = lambda *_: None
-) -> None:
+def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None:
     """Write a GGUF file's model and tokenizer into a folder that transformers loads, with `origin` beside them.
-
-    `on_progress` is called with the tensors that were read, and how many there are.
 
     Raises:
         InputError, UnsupportedModelError: see `read_header`; or the file lacks weights.
@@ -172,10 +158,9 @@ def convert_into(
         raise InputError(_no_tokenizer(path))
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
-        with _counted_tensors(on_progress):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(path.parent), **source, dtype=torch.float32, output_loading_info=True
-            )
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(path.parent), **source, dtype=torch.float32, output_loading_info=True
+        )
     except Exception as error:  # whatever shapes and values that do not fit run into
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); {_FOLDER_ALONE}") from error
     model, report = loaded
@@ -197,29 +182,6 @@ def convert_into(
             if not beside:
                 raise
     (folder / ORIGIN).write_text(json.dumps({"format": FORMAT, **origin}, indent=2), encoding="utf-8")
-
-
-@contextmanager
-def _counted_tensors(on_progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Count the tensors that transformers reads: where it would show a bar of its own there is no other way to hear of them."""
-
-    def counted(tensors: Sequence[Any], **_: object) -> Iterator[Any]:
-        for done, tensor in enumerate(tensors, 1):
-            yield tensor
-            on_progress(done, len(tensors))
-
-    from transformers import modeling_gguf_pytorch_utils
-
-    reading: Any = modeling_gguf_pytorch_utils
-    bar = getattr(reading, "tqdm", None)
-    if bar is None:  # a version that reads otherwise
-        yield
-        return
-    reading.tqdm = counted
-    try:
-        yield
-    finally:
-        reading.tqdm = bar
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
@@ -265,33 +227,28 @@ def read_header(path: Path) -> GGUFHeader:
         UnsupportedModelError: an architecture outside `ARCHITECTURES`, or a detail that transformers does not read from GGUF.
     """
     check_packages()
-    from gguf import GGUFReader
-
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise InputError(f"{path} is not a GGUF file: it does not begin with GGUF; give a GGUF file or a model directory")
     try:
-        _check_counts(path)
-        reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items() if not _is_long(field)}
+        reader = _bounded_reader(path)
+        # Long fields are vocabularies, which take seconds to read and are not needed.
+        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= 16}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        architecture, parts = str(fields.get("general.architecture", "")), int(fields.get("split.count", 1))
+        reasons = list(_unread(architecture, fields, set(tensors)))
     except Exception as error:  # numpy, struct and unicode errors of all kinds, by where it was cut
         raise InputError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); fetch it again") from error
-    architecture = str(fields.get("general.architecture", ""))
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{path} holds a model of architecture {architecture!r}; from GGUF these can be blended: {', '.join(ARCHITECTURES)}"
         )
-    for name in fields.keys() & {"split.count", *(f"{architecture}.{count}" for count in _COUNTS)}:
-        if not isinstance(fields[name], int):
-            raise InputError(f"{path} is damaged ({name} is {str(fields[name])[:60]!r}); fetch it again")
-    if int(fields.get("split.count", 1)) > 1:
-        raise InputError(f"{path} is one part of {fields['split.count']}; join them with llama-gguf-split --merge")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    for reason in _unread(architecture, fields, set(tensors)):
-        raise UnsupportedModelError(f"{path}: {reason}, which transformers does not read from GGUF; {_FOLDER_ALONE}")
+    if parts > 1:
+        raise InputError(f"{path} is one part of {parts}; join them with llama-gguf-split --merge")
+    if reasons:
+        raise UnsupportedModelError(f"{path}: {reasons[0]}, which transformers does not read from GGUF; {_FOLDER_ALONE}")
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return GGUFHeader(
-        architecture=architecture,
         dtype="float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
         has_tokenizer="tokenizer.ggml.tokens" in reader.fields,
         pre_tokenizer=str(fields.get("tokenizer.ggml.pre", "")),
@@ -299,48 +256,17 @@ def read_header(path: Path) -> GGUFHeader:
     )
 
 
-def _check_counts(path: Path) -> None:
-    """Refuse a header that promises more than the file holds: GGUFReader would make that many values, without end or memory.
+def _bounded_reader(path: Path) -> Any:
+    """GGUFReader's view of a file, where a count beyond its end is an error: the reader itself would fill memory."""
+    from gguf import GGUFReader
 
-    Raises:
-        ValueError: so.
-    """
-    with path.open("rb") as file:
-        (version,) = struct.unpack("<4xI", _take(file, 8))
-        order = "<" if version & 0xFFFF else ">"
-        _, fields = struct.unpack(f"{order}QQ", _take(file, 16))
-        for _ in range(fields):
-            _skip_value(file, order, _STRING)
-            (kind,) = struct.unpack(f"{order}I", _take(file, 4))
-            _skip_value(file, order, kind)
+    class BoundedReader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if len(found := super()._get(offset, dtype, count, override_order)) < count:
+                raise ValueError("it promises more than it has")
+            return found
 
-
-def _skip_value(file: BinaryIO, order: str, kind: int) -> None:
-    if kind == _STRING:
-        _skip(file, *struct.unpack(f"{order}Q", _take(file, 8)))
-    elif kind == _ARRAY:
-        item, count = struct.unpack(f"{order}IQ", _take(file, 12))
-        if item in _VALUE_BYTES:
-            _skip(file, _VALUE_BYTES[item] * count)
-        else:
-            for _ in range(count):
-                _skip_value(file, order, item)
-    elif kind in _VALUE_BYTES:
-        _skip(file, _VALUE_BYTES[kind])
-    else:
-        raise ValueError(f"{kind} is no kind of value")
-
-
-def _take(file: BinaryIO, count: int) -> bytes:
-    if len(found := file.read(count)) < count:
-        raise ValueError("it ends within its header")
-    return found
-
-
-def _skip(file: BinaryIO, count: int) -> None:
-    if count > os.fstat(file.fileno()).st_size - file.tell():
-        raise ValueError(f"it promises {count:,} bytes more than it has")
-    file.seek(count, os.SEEK_CUR)
+    return BoundedReader(path)
 
 
 def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> Iterator[str]:
@@ -379,10 +305,6 @@ def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
         raise UnsupportedModelError(f"{path}: its rope is scaled, and not as Llama 3's is; {_FOLDER_ALONE}")
 
 
-def _is_long(field: Any) -> bool:
-    return len(field.data) > 16  # vocabularies, which take seconds and are not needed
-
-
 def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any]) -> Any:
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), **source)
@@ -400,8 +322,3 @@ def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any]) -> Any
 
 def _no_tokenizer(path: Path) -> str:
     return f"{path} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json beside it"
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())

@@ -35,7 +35,8 @@ from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
 from cacheblend.blend.fidelity import first_token_kl_nats
-from cacheblend.blend.models import DEFAULT_MODEL, load_tokenizer
+from cacheblend.blend.loading import load_tokenizer
+from cacheblend.blend.models import DEFAULT_MODEL
 from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
 from cacheblend.eval.data.request import Example, Passage

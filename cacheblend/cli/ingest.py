@@ -230,7 +230,7 @@ def _ingest_on_ray(
         with closing(DocumentStream(sources, Shard.parse(shard))) as stream:
             size = _measured(stream)
     with terminal.shown_stages():
-        from cacheblend.blend.models import kv_geometry, load_tokenizer
+        from cacheblend.blend.loading import kv_geometry, load_tokenizer
         from cacheblend.service.engine.config import torch_dtype
 
         config = settings.make(EngineConfig, model=model, store_dir=store_dir)

@@ -44,7 +44,7 @@ def get(
         return
     state = "fetched" if fetched else "is there already"
     terminal.stdout.print(f"{name} {state}: {model.folder}", highlight=False, soft_wrap=True)
-    terminal.stdout.print(f"licence: {model.licence} ({model.licence_url})", highlight=False, soft_wrap=True)
+    terminal.stdout.print(f"licence: {model.licence.name} ({model.licence.url})", highlight=False, soft_wrap=True)
 
 
 def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
@@ -57,7 +57,7 @@ def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
 
     if not model.is_fetched:
         size = f"{model.download_bytes / 1e6:,.0f} MB"
-        terms = f"{model.licence} ({model.licence_url})"
+        terms = f"{model.licence.name} ({model.licence.url})"
         terminal.stderr.print(f"{model.name}: {size} to download; {terms}", highlight=False, soft_wrap=True)
     with terminal.progress_bars() as progress:
         return fetch_model(model, accept_licence=accept_licence, on_progress=progress)
@@ -89,8 +89,8 @@ def _row(model: KnownModel) -> dict[str, Any]:
         "name": model.name,
         "family": model.family,
         "parameters": model.parameters,
-        "licence": model.licence,
-        "licence_url": model.licence_url,
+        "licence": model.licence.name,
+        "licence_url": model.licence.url,
         "sha256": model.gguf_sha256,
         "download_bytes": model.download_bytes,
         "fetched": fetched,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from cacheblend.base.errors import CacheBlendError, ConfigError, DocumentChangedError, InputError
 from cacheblend.base.extras import needs_extra
 from cacheblend.base.progress import Progress
-from cacheblend.blend.models import load_tokenizer
+from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Retriever
 from cacheblend.service.engine.config import EngineConfig, remember_settings
 from cacheblend.service.engine.document_sources import Shard, SourceReport

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import ChunkContext
 from cacheblend.blend.families import fingerprint_directory
-from cacheblend.blend.models import NO_CODE, load_tokenizer
+from cacheblend.blend.loading import NO_CODE, load_tokenizer
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.prompt import PromptRenderer

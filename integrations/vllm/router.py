@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from cacheblend.base.errors import CacheBlendError, InputError, PromptTooLongError
-from cacheblend.blend.models import load_tokenizer
+from cacheblend.blend.loading import load_tokenizer
 from cacheblend.blend.precompute import ChunkContext
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
 from cacheblend.retriever.config import SEPARATOR

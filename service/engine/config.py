@@ -26,7 +26,7 @@ from cacheblend.store.codecs import CODECS
 
 if TYPE_CHECKING:
     from cacheblend.blend import Fusor
-    from cacheblend.blend.models import DTypeOption
+    from cacheblend.blend.loading import DTypeOption
 
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")

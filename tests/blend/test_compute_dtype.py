@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from cacheblend.blend import Fusor, models
-from cacheblend.blend.models import choose_dtype, relative_time
+from cacheblend.blend import Fusor, loading
+from cacheblend.blend.loading import choose_dtype, relative_time
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -23,7 +23,7 @@ def test_on_a_cpu(
     checkpoint: torch.dtype | None, relative: float, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 16-bit checkpoint keeps its dtype where the CPU was measured to be faster in it; all else is float32."""
-    monkeypatch.setattr(models, "relative_time", lambda _: relative)
+    monkeypatch.setattr(loading, "relative_time", lambda _: relative)
     assert choose_dtype(checkpoint, CPU) is chosen
 
 
@@ -47,7 +47,7 @@ def test_the_cpu_is_measured_once() -> None:
 @pytest.mark.parametrize("named", [FULL, BRAIN])
 def test_a_checkpoint_that_is_loaded(named: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With "auto" a model computes in what its config names where that is fast; with a dtype named, in that."""
-    monkeypatch.setattr(models, "relative_time", lambda _: 0.3)
+    monkeypatch.setattr(loading, "relative_time", lambda _: 0.3)
     tiny_model("llama", dtype=named).save_pretrained(tmp_path)
     assert Fusor.from_pretrained(str(tmp_path), dtype="auto").decoder.dtype is named
     assert Fusor.from_pretrained(str(tmp_path)).decoder.dtype is FULL

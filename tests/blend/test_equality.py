@@ -12,7 +12,7 @@ from prompts import BOS, chunk, draw_ids, largest_difference, rag_prompt
 from tiny_models import CONFIGS, WINDOW, tiny_model
 
 from cacheblend.blend import FusionConfig, Fusor, Segment
-from cacheblend.blend.models import kv_geometry
+from cacheblend.blend.loading import kv_geometry
 
 pytestmark = pytest.mark.contract
 

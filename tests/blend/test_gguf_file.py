@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import re
 import shutil
 import threading
 from pathlib import Path
@@ -23,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor, UnsupportedModelError, gguf_file
 from cacheblend.blend.gguf_file import ARCHITECTURES, convert_gguf, is_converted, new_folder
-from cacheblend.blend.models import load_tokenizer
+from cacheblend.blend.loading import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +58,6 @@ def test_the_conversion_is_made_once(llama_file: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gguf_file, "convert_into", lambda *_: pytest.fail("converted again"))
     llama_file = llama_file.rename(llama_file.with_name("other.gguf"))
     assert Fusor.from_pretrained(str(llama_file)).fingerprint == first
-
-
-def test_a_conversion_says_how_far_it_is(llama_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A long conversion is a stage that is logged ten times at the most, the last time with all tensors."""
-    with caplog.at_level(logging.INFO, "cacheblend"):
-        gguf_file.convert_gguf(llama_file)
-    said = [record.getMessage() for record in caplog.records if getattr(record, "stage", "") == "converting the model"]
-    done, total = map(int, re.findall(r"\d+", said[-1]))
-    assert done == total
-    assert 1 < len(said) <= 10
 
 
 def test_the_model_is_an_ordinary_one(llama_file: Path) -> None:
@@ -129,14 +117,14 @@ def test_a_header_that_promises_more_than_there_is(llama_file: Path, kind: str) 
         at = raw.index(name) + len(name) + 4
     raw[at : at + 8] = (2**40).to_bytes(8, "little")
     llama_file.write_bytes(raw)
-    with pytest.raises(InputError, match=r"tiny\.gguf is truncated or damaged .*bytes more than it has"):
+    with pytest.raises(InputError, match=r"tiny\.gguf is truncated or damaged"):
         gguf_file.read_header(llama_file)
 
 
 def test_a_detail_of_another_kind(tmp_path: Path) -> None:
     """A text where a number belongs is damage, not an unforeseen error."""
     path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), "llama", expert_count="many")
-    with pytest.raises(InputError, match=r"m\.gguf is damaged \(llama\.expert_count is 'many'\)"):
+    with pytest.raises(InputError, match=r"m\.gguf is truncated or damaged .*'many'"):
         gguf_file.read_header(path)
 
 

@@ -19,7 +19,7 @@ from vllm_engines import FAMILIES, VOCAB, MakeModel, OpenServed, Served, first_l
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
-from cacheblend.blend.models import load_tokenizer
+from cacheblend.blend.loading import load_tokenizer
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.plugin import KERNELS
 from cacheblend.integrations.vllm.router import CHAT, PromptMarker
