@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
+
+    from .prompt import FusionResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A blended prompt beside the same prompt prefilled in full.
+
+    Args:
+        agreement: see `equal_tokens_share`.
+        first_token_kl_nats: see the function.
+        relative_kv_error: see the function.
+    """
+
+    agreement: float
+    first_token_kl_nats: float
+    relative_kv_error: float
+
+
+def compare(full: FusionResult, full_ids: Sequence[int], blended: FusionResult, blended_ids: Sequence[int]) -> Comparison:
+    """Compare two prefills of a prompt, and their first greedy tokens; see `equal_tokens_share` for those."""
+    return Comparison(
+        agreement=equal_tokens_share(full_ids, blended_ids),
+        first_token_kl_nats=first_token_kl_nats(full.logits, blended.logits),
+        relative_kv_error=relative_kv_error(blended.cache, full.cache),
+    )
 
 
 def relative_kv_error(cache: DynamicCache, full: DynamicCache) -> float:

@@ -13,29 +13,13 @@ from statistics import fmean
 from typing import Any
 
 from cacheblend.blend import FusionResult, Fusor, NextToken, Segment, SequenceKV
-from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats, relative_kv_error
+from cacheblend.blend.fidelity import Comparison, compare
 from cacheblend.service.engine.request import sampling_options
 
 from .config import ServingConfig
 from .served_request import ServedRequest
 
-MAX_SAMPLED = 2  # prompts whose KV waits for its evaluation, running requests included; a long prompt's KV is large
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A blended prompt beside the same prompt prefilled in full.
-
-    Args:
-        agreement: share of full prefill's first greedy tokens that blending draws too, before the first that differs, 0..1.
-        first_token_kl_nats: Kullback-Leibler divergence of the first token's distribution, full from blended.
-        relative_kv_error: squared difference of the prompt's KV over its squared size (paper §4.1).
-    """
-
-    agreement: float
-    first_token_kl_nats: float
-    relative_kv_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +28,25 @@ class ShadowReport:
 
     Args:
         tenant: whose request it was.
-        outcome: "compared", "dropped" (`MAX_SAMPLED` prompts waited already) or "failed".
-        comparison: None if nothing was compared.
+        comparison: None if the comparison failed.
         full_recompute: the guard's state after it; see `QualityGuard`.
     """
 
     tenant: str
-    outcome: str
     comparison: Comparison | None
     full_recompute: bool
+
+    @property
+    def outcome(self) -> str:
+        """Either "compared" or "failed"."""
+        return "failed" if self.comparison is None else "compared"
 
 
 class QualityGuard:
     """Switches one tenant to full recompute if its blended prompts agree too little with full prefill. Not thread-safe.
 
-    While prompts are recomputed in full, sampled ones are blended in the shadow. The guard judges by full windows only, and
-    after a switch the window begins anew.
+    While prompts are recomputed in full, sampled ones are blended in the shadow. The guard judges full windows, and a switch
+    begins a new one.
 
     Args:
         floor: least mean agreement of a window, 0..1; 0 never switches.
@@ -94,66 +81,59 @@ class QualityGuard:
 
 
 class ShadowEvaluation:
-    """Compares sampled requests with full prefill, a layer or a token at a time, and has a guard for each tenant.
+    """Compares sampled requests with full prefill, and has a guard for each tenant.
 
-    `status` is thread-safe; everything else belongs to the scheduler's thread.
+    One request at a time is sampled, since its prompt's KV waits for the comparison. `status` is thread-safe; everything else
+    belongs to the scheduler's thread.
 
     Args:
         config: share, floor, window and tokens.
-        observer: called with every sampled request's report. Must return at once.
+        observer: called with every report. Must return at once.
     """
 
     def __init__(self, config: ServingConfig, observer: Callable[[ShadowReport], None]) -> None:
         self._config, self._observer = config, observer
         self._lock = threading.Lock()
         self._guards: dict[str, QualityGuard] = {}
-        self._waiting: deque[ServedRequest] = deque()
-        self._now: tuple[ServedRequest, Generator[object, None, Comparison | None]] | None = None
+        self._sampled: ServedRequest | None = None  # from its prefill to the end of its comparison
+        self._steps: Generator[object, None, Comparison | None] | None = None
 
     @property
     def has_work(self) -> bool:
-        """Whether an evaluation waits or has begun."""
-        return self._now is not None or bool(self._waiting)
+        """Whether a comparison waits or has begun."""
+        return self._steps is not None
 
-    def admit(self, request: ServedRequest, running_sampled: int) -> None:
-        """Draw whether a request is sampled, and switch it to full recompute if the guard says so.
-
-        Args:
-            request: about to be prefilled.
-            running_sampled: running requests that are sampled.
-        """
+    def admit(self, request: ServedRequest) -> None:
+        """Sample some requests before their prefill, and switch all to full recompute if the guard says so."""
         if request.prepared.method != "blend" or request.own_ratio:
             return
-        request.sampled = random.random() < self._config.guard_share
         if self._guard(request.tenant).full_recompute:
             request.prepared = replace(request.prepared, method="full_recompute")
-        if request.sampled and running_sampled + len(self._waiting) + (self._now is not None) >= MAX_SAMPLED:
-            request.sampled = False
-            self._report(request.tenant, "dropped")
+        if self._sampled is None and not request.is_follower and random.random() < self._config.guard_share:
+            request.sampled, self._sampled = True, request
 
-    def add(self, request: ServedRequest) -> None:
-        """Queue a sampled request that is answered; a blended prompt without stored KV is equal to full prefill already."""
-        if request.prepared.method == "blend" and not request.prepared.fused.reusable_tokens:
-            request.prepared.release()
-        else:
-            self._waiting.append(request)
+    def leave(self, request: ServedRequest, *, answered: bool) -> None:
+        """A request ended; if it is sampled and was answered, its comparison waits from now on."""
+        if request is self._sampled:
+            # A blended prompt without stored KV is full prefill.
+            is_same = answered and request.prepared.method == "blend" and not request.prepared.fused.reusable_tokens
+            self._steps = self._compare(request) if answered and not is_same else None
+            if self._steps is None:
+                self.close()
 
     def step(self) -> None:
-        """Run a layer, or a token, of an evaluation; there must be one."""
-        if self._now is None:
-            request = self._waiting.popleft()
-            self._now = request, self._evaluate(request)
-        request, steps = self._now
+        """Run a layer, or a token, of the comparison; there must be one."""
+        assert self._steps is not None
         try:
-            next(steps)
+            next(self._steps)
+            return
         except StopIteration as done:
-            self._end()
             if done.value is not None:
-                self._record(request, done.value)
+                self._record(done.value)
         except Exception:  # no client waits for it
-            self._end()
             logger.exception("a request could not be compared with full prefill")
-            self._report(request.tenant, "failed")
+            self._record(None)
+        self.close()
 
     def status(self, tenant: str) -> dict[str, Any]:
         """See `QualityGuard.status`."""
@@ -162,23 +142,18 @@ class ShadowEvaluation:
             return guard.status()
 
     def close(self) -> None:
-        """Drop the evaluations that wait or have begun, and free what they hold."""
-        while self._waiting:
-            self._waiting.popleft().prepared.release()
-        if self._now is not None:
-            self._now[1].close()
-            self._end()
-
-    def _end(self) -> None:
-        if self._now is not None:
-            self._now[0].prepared.release()
-            self._now = None
+        """Drop the comparison, and free what it holds."""
+        if self._steps is not None:
+            self._steps.close()
+        if self._sampled is not None:
+            self._sampled.prepared.release()
+        self._sampled = self._steps = None
 
     def _guard(self, tenant: str) -> QualityGuard:
         with self._lock:
             return self._guards.setdefault(tenant, QualityGuard(self._config.guard_floor, self._config.guard_window))
 
-    def _evaluate(self, request: ServedRequest) -> Generator[object, None, Comparison | None]:
+    def _compare(self, request: ServedRequest) -> Generator[object, None, Comparison | None]:
         """Prefill the prompt in the way that it was not served, and compare; None if blending reused nothing."""
         engine, served = request.engine, request.prepared
         if served.method == "blend":
@@ -192,31 +167,24 @@ class ShadowEvaluation:
                 return None
         greedy = {**served.sampling, **sampling_options(0.0, 1.0)}
         full_ids, blended_ids = yield from _first_tokens(engine.fusor, (full, blended), self._config.guard_tokens, greedy)
-        return Comparison(
-            agreement=equal_tokens_share(full_ids, blended_ids),
-            first_token_kl_nats=first_token_kl_nats(full.logits, blended.logits),
-            relative_kv_error=relative_kv_error(blended.cache, full.cache),
-        )
+        return compare(full, full_ids, blended, blended_ids)
 
-    def _record(self, request: ServedRequest, comparison: Comparison) -> None:
-        guard = self._guard(request.tenant)
-        served_in_full = request.prepared.method != "blend"
+    def _record(self, comparison: Comparison | None) -> None:
+        assert self._sampled is not None
+        tenant, blended = self._sampled.tenant, self._sampled.prepared.method == "blend"
+        guard = self._guard(tenant)
         with self._lock:
-            switched = served_in_full is guard.full_recompute and guard.record(comparison)
+            switched = comparison is not None and blended is not guard.full_recompute and guard.record(comparison)
         if switched:
             logger.warning(
                 "the quality guard of %s: blended answers agree %s with full prefill's (guard_floor=%g); prompts are %s",
-                f"tenant {request.tenant!r}" if request.tenant else "the service",
+                f"tenant {tenant!r}" if tenant else "the service",
                 "too little" if guard.full_recompute else "again",
                 self._config.guard_floor,
                 "recomputed in full" if guard.full_recompute else "blended",
             )
-        self._report(request.tenant, "compared", comparison)
-
-    def _report(self, tenant: str, outcome: str, comparison: Comparison | None = None) -> None:
-        report = ShadowReport(tenant, outcome, comparison, self._guard(tenant).full_recompute)
         try:
-            self._observer(report)
+            self._observer(ShadowReport(tenant, comparison, guard.full_recompute))
         except Exception:  # requests go on
             logger.exception("the observer of shadow evaluations failed")
 

@@ -234,7 +234,7 @@ class Scheduler:
                     return None
                 self._running.append(request)
             try:
-                self._shadow.admit(request, sum(one.sampled for one in self._running))
+                self._shadow.admit(request)
                 request.begin()
                 return request
             except Exception as error:
@@ -281,14 +281,13 @@ class Scheduler:
     def _finish(self, running: ServedRequest) -> None:
         try:
             how: Done | Failed = running.finish()
-            if running.sampled:
-                self._shadow.add(running)
         except Exception as error:
             how = Failed(error)
         self._leave(running, how)
 
     def _leave(self, running: ServedRequest, how: Done | Failed | None) -> None:
         running.end()
+        self._shadow.leave(running, answered=isinstance(how, Done))
         with self._changed:
             self._running.remove(running)
             self._left = time.perf_counter()
