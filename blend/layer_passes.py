@@ -1,12 +1,12 @@
 """Passes of rows through a layer: a blend's rows, isolated sequences, and the question over stored KV.
 
-Isolated encoding is a packed batch: sequences that do not see each other, without padding. All but attention works token by
-token; attention is called once for every run of sequences of one length. The KV of a prefix that all of them stand after is
-computed once and attended to by each.
+Isolated encoding is a packed batch: sequences that do not see each other, without padding. Everything but attention works token
+by token; attention is called once for every run of sequences of equal length. The KV of a prefix that all sequences follow is
+computed once, and each sequence attends to it.
 
-The question's pass tells which tokens are worth recomputing. A stored token's error reaches the answer through attention, so
-every token's weight in the attention of the prompt's last token is added up over heads and layers. ProphetKV and QCFuse add up
-the weights of all the question's tokens; the last one's gave a lower KL to full prefill (docs/benchmarks.md).
+The question's pass scores tokens for recomputation. A stored token's error reaches the answer through attention, so
+every token's weight in the attention of the prompt's last token is summed over heads and layers. ProphetKV and QCFuse sum
+the weights of all question tokens; the last token's weights gave a lower KL to full prefill (docs/what-did-not-work.md).
 
 Shapes: B sequences of a run, T tokens of each, N tokens of all or of the prompt, P tokens of a shared prefix, H KV heads,
 G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = S x G, K tokens whose KV is known, D head size.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LayerPass(Protocol):
-    """Keys, values and attention of one pass of rows through one layer; handed down as a keyword argument."""
+    """Keys, values and attention of one pass of rows through one layer; passed down as a keyword argument."""
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Stands in for `Cache.update`."""
@@ -43,7 +43,7 @@ class LayerPass(Protocol):
 
 
 class RowsPass:
-    """Rows of a prompt through one layer: fresh KV is scattered into the whole layer, attention has the exact mask.
+    """Rows of a prompt through one layer: fresh KV is scattered into the layer's buffer, attention has the exact mask.
 
     With `scatter=False` the layer already holds the rows' fresh KV.
     """
@@ -52,7 +52,7 @@ class RowsPass:
         self._whole, self._rows, self._window, self._scatter = whole, rows, window, scatter
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatter the rows' keys and values; hand back the layer's."""
+        """Scatter the rows' keys and values; return the layer's."""
         if self._scatter:
             self._whole.put(self._rows.on_device_S, k_1HSD, v_1HSD)
         return self._whole.k_1HND, self._whole.v_1HND
@@ -66,7 +66,7 @@ class RowsPass:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Sequences of one length that stand one after the other, from row `start` on."""
+    """Consecutive sequences of equal length, from row `start` on."""
 
     start: int
     sequences: int
@@ -74,17 +74,17 @@ class Run:
 
     @property
     def rows(self) -> slice:
-        """Where its tokens stand."""
+        """The rows of its tokens."""
         return slice(self.start, self.start + self.sequences * self.tokens)
 
     def part(self, x_1HND: torch.Tensor) -> torch.Tensor:
-        """Its own queries, keys or values, (B, H, T, D); a view."""
+        """The run's queries, keys or values, (B, H, T, D); a view."""
         kv_heads, _, head_dim = x_1HND.shape[1:]
         return x_1HND[0, :, self.rows].view(kv_heads, self.sequences, self.tokens, head_dim).transpose(0, 1)
 
 
 def runs(lengths: Sequence[int]) -> Iterator[Run]:
-    """The runs of sequences of these lengths; few where equal lengths are neighbours."""
+    """The runs of sequences of these lengths; sort by length to have few."""
     start = 0
     for tokens, group in groupby(lengths):
         run = Run(start, len(list(group)), tokens)
@@ -94,7 +94,7 @@ def runs(lengths: Sequence[int]) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefix:
-    """The KV of what every sequence of a pass stands after: a pair a layer, keys rotated, each (1, H, P, D) on the device."""
+    """KV of the prefix that every sequence of a pass follows: a pair a layer, keys rotated, (1, H, P, D) on the device."""
 
     tokens: int
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -112,16 +112,16 @@ def prefix_mask(run: Run, prefix_tokens: int, window: int | None, dtype: torch.d
 
 
 class IsolatedPass:
-    """Sequences through one layer, by the model's own attention; keeps the keys as they are before RoPE.
+    """Sequences through one layer, by the model's own attention; records the keys before RoPE.
 
-    The layer is run with the identity rotation, so that keys arrive here unrotated whatever the family's projections look
-    like, and queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
+    The layer runs with the identity rotation, so that keys arrive here unrotated whatever the family's projections are, and
+    queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
 
     Args:
-        rotate: turns queries and keys to their positions.
-        attention: that of the implementation which the model was loaded with.
-        masks: the runs, and what each one's attention is masked with.
-        prefix: the layer's keys and values of a shared prefix; None for none.
+        rotate: rotates queries and keys to their positions.
+        attention: the attention function of the model's own implementation.
+        masks: the runs, and the attention mask of each.
+        prefix: the layer's keys and values of a shared prefix; None for no prefix.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class IsolatedPass:
         self.k_1HND, self.v_1HND = torch.empty(0), torch.empty(0)
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the position-free keys and the values."""
+        """Record the position-free keys and the values."""
         self.k_1HND, self.v_1HND = k_1HSD, v_1HSD
         return k_1HSD, v_1HSD
 
@@ -156,16 +156,16 @@ class IsolatedPass:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
-# Of a longer question its last tokens ask. They cost what as many recomputed tokens do.
+# Only the last MAX_QUESTION_TOKENS question tokens run the question pass; each costs as much as a recomputed token.
 MAX_QUESTION_TOKENS = 64
 MAX_START_TOKENS = 256
 
 
 def question_rows(prompt: Prompt) -> torch.Tensor:
-    """Sorted positions (S,) that the pass runs: the question's, which stand after the last reusable token, or else the last.
+    """Sorted positions (S,) of the question pass: the question's tokens after the last reusable one, at least the last token.
 
-    What stands fresh at the prompt's start runs too: without the first token, where attention rests that looks at nothing, the
-    weights mean little. So much of it as is not exact: the choice is the same whether a prefix of the prompt was cached or not.
+    Fresh tokens at the prompt's start run too: the attention sink (first token) must be among the rows, or the weights are
+    meaningless. Exact tokens need not run: the choice is equal whether or not a prefix of the prompt was cached.
     """
     reusable = prompt.reusable_N.nonzero()[:, 0]
     first = int(reusable[-1]) + 1 if len(reusable) else 0
@@ -175,12 +175,12 @@ def question_rows(prompt: Prompt) -> torch.Tensor:
 
 
 class Question:
-    """The rows of the question's pass through all layers, and the masks of their attention, made once a kind of layer.
+    """The rows of the question's pass through all layers, and their attention masks, made once for each kind of layer.
 
     Args:
-        rows: the positions that run, see `question_rows`.
-        unread_N: boolean (N,), where no KV is known yet: cache misses. The rows' own KV is known.
-        device: of the keys.
+        rows: the positions from `question_rows`.
+        unread_N: boolean (N,), true where no KV is known yet: cache misses. The rows' own KV is known.
+        device: device of the keys.
     """
 
     def __init__(self, rows: Rows, unread_N: torch.Tensor, device: torch.device) -> None:
@@ -197,7 +197,7 @@ class Question:
 
         Args:
             window: the layer's sliding window; None for none.
-            dtype: of the scores.
+            dtype: dtype of the scores.
         """
         kind = window, dtype
         if kind not in self._blocks:
@@ -221,8 +221,8 @@ class QuestionPass:
     """The question's rows through one layer over stored KV.
 
     Args:
-        whole: the layer's KV, keys rotated; the question's own is put into it.
-        question: the rows, and what they see.
+        whole: the layer's KV, keys rotated; the question's own KV is put into it.
+        question: the rows and their masks.
         window: the layer's sliding window; None for none.
 
     Attributes:
@@ -234,7 +234,7 @@ class QuestionPass:
         self.attention_N = torch.zeros(whole.k_1HND.shape[2], device=whole.k_1HND.device)
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the rows' keys and values into the layer; hand back what is known of it."""
+        """Put the rows' keys and values into the layer; return the layer's known KV."""
         self._whole.put(self._question.rows.on_device_S, k_1HSD, v_1HSD)
         k_1HND, v_1HND, readable_K = self._whole.k_1HND, self._whole.v_1HND, self._question.readable_K
         if readable_K is None:

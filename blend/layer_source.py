@@ -1,4 +1,4 @@
-"""Sources of a prompt's stored KV, layer by layer, and the memory that layers lie in.
+"""Sources of a prompt's stored KV, layer by layer, and the layers' buffers.
 
 Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 """
@@ -17,9 +17,8 @@ from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 if TYPE_CHECKING:
     from .prompt import Prompt
 
-# Room after a prompt for what is generated, which then needs no copy of the prompt's KV; as much again when that is full.
-GROWTH_TOKENS = 128
-LAYERS = BufferPool(256 * 2**20, slack=2)  # a prompt of half the length takes another's memory as well
+GROWTH_TOKENS = 128  # room after a prompt for generated tokens, which then need no copy of its KV; extended by as many
+LAYERS = BufferPool(256 * 2**20, slack=2)  # a prompt of half the length can reuse a buffer
 
 
 def empty_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -32,7 +31,7 @@ def empty_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape, dtype and place of one layer's keys, and of its values."""
+    """Shape, dtype and device of one layer's keys, and of its values."""
 
     layers: int
     kv_heads: int
@@ -47,10 +46,10 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """One layer's keys and values of the whole prompt, on the model's device: one tensor, so that a chunk's are one copy.
+    """One layer's keys and values of a prompt, on the model's device, in one tensor, so that a chunk is one copy.
 
-    As it comes from a source, cached positions hold stored values (keys not yet rotated, but for a `PrefixRun`'s) and the
-    others are not initialised. `memory_21HCD` has room after them, C > N positions in all, for what is generated.
+    As a source returns it, cached positions hold stored values (keys not yet rotated, except a `PrefixRun`'s) and the
+    others are not initialised. `memory_21HCD` has C > N positions: room after the prompt for generated tokens.
     """
 
     kv_21HND: torch.Tensor
@@ -86,20 +85,20 @@ class LayerKV:
 
 
 class LayerSource(Protocol):
-    """Brings the stored KV of a prompt's segments, layer by layer, from 0 up."""
+    """Loads the stored KV of a prompt's segments, layer by layer, from 0 up."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """Begin. Without `reuse_layer_0` only exact segments are read at layer 0: the others' tokens all run through it."""
+        """Begin to load. Without `reuse_layer_0` layer 0 reads only exact segments: all other tokens run through it."""
 
     def synchronize(self, layer: int) -> LayerKV:
-        """Wait until this layer's KV is on the device, and hand it over (the paper's `synchronize`, §6)."""
+        """Wait until this layer's KV is on the device, and return it (the paper's `synchronize`, §6)."""
 
 
 def check_shape(prompt: Prompt, geometry: KVGeometry) -> None:
-    """Refuse KV of another shape than the model's: what is loaded is bytes.
+    """Refuse KV of another shape than the model's, since loading copies bytes.
 
     Raises:
-        IncompatibleKVError: another number of layers, of heads, head size or dtype.
+        IncompatibleKVError: number of layers, heads, head size or dtype differ.
     """
     needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
     for start, _, kv in prompt.cached():
@@ -112,10 +111,10 @@ def check_shape(prompt: Prompt, geometry: KVGeometry) -> None:
 
 
 class ResidentLayers:
-    """A source that copies a layer when it is asked for, reading nothing ahead: for KV in memory."""
+    """A source for KV in memory, which copies a layer at its `synchronize`."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """See `LayerSource.start`.
+        """Check the KV's shape.
 
         Raises:
             IncompatibleKVError: a chunk's KV does not have the model's shape.

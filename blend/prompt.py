@@ -1,4 +1,4 @@
-"""A prompt: segments of token ids, some with KV computed before; and the blended prompt, with its cache and first logits.
+"""A prompt: segments of token ids, some with stored KV; and the blended prompt, with its KV cache and first logits.
 
 Shapes: H KV heads, T tokens of a segment, N tokens of the prompt, L layers, D head size, V vocabulary.
 """
@@ -24,15 +24,15 @@ class Segment:
     """A run of the prompt's tokens.
 
     Args:
-        token_ids: the segment's token ids. A chunk is tokenised once, alone, its trailing separator included; the prompt is
-            the concatenation of the segments' ids, never a re-tokenised string.
-        kv: the chunk's KV, computed elsewhere. Without it the segment is fresh: recomputed whole, in context.
-        exact: `kv` is what full prefill gives at this very place (a cached prefix). It is never recomputed and stands outside
+        token_ids: the segment's token ids. A chunk is tokenised once, by itself, its trailing separator included; the prompt
+            is the concatenation of the segments' ids, never a re-tokenised string.
+        kv: the chunk's KV, computed elsewhere. Without it the segment is fresh: all of it is computed in the prompt.
+        exact: whether `kv` equals full prefill's at this place (a cached prefix). It is never recomputed and does not count in
             the ratio; allowed only as an unbroken run at the prompt's start.
 
     Raises:
         InputError: `exact` without `kv`, or rotated keys that are not `exact`.
-        IncompatibleKVError: the KV is of other tokens.
+        IncompatibleKVError: the KV belongs to other tokens.
 
     """
 
@@ -55,10 +55,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Segments laid end to end, and which absolute positions are of which kind.
+    """Segments laid end to end, and the kind of every absolute position.
 
-    `exact_tokens` positions at the start are exact; `reusable_N` and `fresh_N` are boolean masks of the rest; `offset_N` is
-    each token's index in its segment. The last position always runs, since its output gives the logits.
+    `exact_tokens` positions at the start are exact; `reusable_N` and `fresh_N` are boolean masks of the others; `offset_N` is
+    each token's index in its segment. The last position always runs, since the logits need its output.
     """
 
     segments: tuple[Segment, ...]
@@ -74,7 +74,7 @@ class Prompt:
         """Lay the segments end to end; empty segments vanish.
 
         Raises:
-            InputError: no tokens, an exact segment after another kind, or nothing but exact segments.
+            InputError: there are no tokens, an exact segment follows another kind, or all segments are exact.
 
         """
         kept = tuple(segment for segment in segments if segment.token_ids)
@@ -104,7 +104,7 @@ class Prompt:
 
     @property
     def reusable_tokens(self) -> int:
-        """How many tokens the recompute ratio counts."""
+        """Number of tokens that the recompute ratio counts."""
         return int(self.reusable_N.sum())
 
     def cached(self, *, exact_only: bool = False) -> list[tuple[int, int, KVHandle]]:
@@ -116,7 +116,7 @@ class Prompt:
         ]
 
     def runs_to_rotate(self, *, exact_only: bool = False) -> list[tuple[int, int]]:
-        """(start, stop) of the positions whose KV is read with keys that are not rotated yet, adjoining segments joined."""
+        """(start, stop) of positions whose stored keys are not rotated yet, adjoining segments joined."""
         runs: list[tuple[int, int]] = []
         for start, stop, kv in self.cached(exact_only=exact_only):
             if kv.rotated:
@@ -161,13 +161,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerReport:
-    """One layer of a fusion, as it finished.
+    """One finished layer of a fusion.
 
     Args:
         layer: its index.
-        recomputed: how many rows went through attention and MLP.
+        recomputed: number of rows that went through attention and MLP.
         wait_s: seconds that the fusor waited for the layer's stored KV, or copied it from RAM.
-        compute_s: seconds of its own work, on the host's clock (a GPU may still be at it).
+        compute_s: seconds of computing, on the host's clock (a GPU may still compute).
 
     """
 
@@ -179,22 +179,22 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusionResult:
-    """The KV cache of a whole prompt and the logits after it. N tokens, L layers, V vocabulary.
+    """A prompt's KV cache and the logits after it. N tokens, L layers, V vocabulary.
 
     Args:
-        logits: float32 (V,), of the token after the prompt.
+        logits: float32 (V,), for the token after the prompt.
         cache: `DynamicCache` of the prompt; sliding layers hold what Hugging Face's hold.
         token_ids: the N token ids.
         recomputed: per layer, a sorted LongTensor of the absolute positions that went through attention and MLP.
         projected: per layer, the positions whose K and V are fresh in `cache`; contains `recomputed`.
         deviation: float32 (N,), the KV deviation (paper §4.1) of each reusable token that was a candidate at the first layer
             that measured it; 0 elsewhere.
-        reusable_tokens: how many tokens the ratio counts; `exact_tokens` and fresh ones apart.
-        exact_tokens: how many tokens stand in exact segments.
+        reusable_tokens: number of tokens that the ratio counts; exact and fresh ones do not.
+        exact_tokens: number of tokens in exact segments.
         layers: a report a layer.
-        memory: per layer that of the keys and values in `cache`, (2, 1, H, C, D) with room after the prompt for one sequence
-            to grow; None where `cache` has a copy, no items where there is no room. See `take_memory`.
-        selection: a report a layer of the pass that the selection took, before the first of `layers`; empty without one.
+        memory: per layer the buffer of the keys and values in `cache`, (2, 1, H, C, D) with room after the prompt for one
+            sequence to grow; None if `cache` has a copy; empty if there is no room.
+        selection: a report for each layer of the selector's own pass, before `layers`; empty without such a pass.
 
     """
 
@@ -211,9 +211,9 @@ class FusionResult:
     selection: tuple[LayerReport, ...] = ()
 
     def take_memory(self) -> list[torch.Tensor | None]:
-        """`memory`, for the first who asks; nothing for others: two sequences after one prompt need room of their own.
+        """`memory` for the first caller, an empty list for others: two sequences after one prompt need separate room.
 
-        To be asked by one thread at a time.
+        Call it from one thread at a time.
         """
         taken = self.memory[:]
         self.memory.clear()
@@ -226,12 +226,12 @@ class FusionResult:
 
     @property
     def selection_rows(self) -> tuple[int, ...]:
-        """Rows that the selection's own pass ran, a layer each; empty without one."""
+        """Rows of the selector's own pass, for each of its layers; empty without such a pass."""
         return tuple(report.recomputed for report in self.selection)
 
     @property
     def recomputed_ratio(self) -> float:
-        """Share of the reusable tokens recomputed, in the mean over layers 1 and up; 0 where none is reusable."""
+        """Share of the reusable tokens that was recomputed, in the mean over layers 1 and up; 0 without reusable tokens."""
         fresh = len(self.token_ids) - self.exact_tokens - self.reusable_tokens
         later = self.recomputed[1:]
         if not self.reusable_tokens or not later:
