@@ -8,6 +8,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?=
+DATA ?= data
 LOWEST := .venv-lowest/bin
 RAY := .venv-ray/bin
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -68,7 +69,7 @@ format: $(BIN)/.installed
 	$(BIN)/ruff format .
 
 bench: $(BIN)/.installed
-	$(BIN)/python scripts/bench_fusor.py
+	$(BIN)/python scripts/bench_all.py --data $(DATA) $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-lowest .venv-ray .venv-vllm .demo build dist *.egg-info

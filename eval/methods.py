@@ -13,6 +13,8 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Protocol
 
+import torch
+
 from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
@@ -21,6 +23,7 @@ from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.prompt import PromptTokens
 from cacheblend.service.engine.request import FirstTokenClock
 from cacheblend.store import ChunkKV
+from cacheblend.store.codecs import CODECS, LayerShape
 
 from .method_plan import CONTEXTS, FULL_REUSE, SELECTOR_OF_METHOD, PlannedMethod
 
@@ -62,6 +65,7 @@ class ResidentRequest:
         contexts: what chunks' KV is computed after.
         cached_chunks: per chunk whether its KV was there before the request came.
         cached_prefix_chunks: how many leading chunks a prefix cache has, as some other request left them.
+        codec: that chunks' KV was stored with.
     """
 
     def __init__(
@@ -71,11 +75,12 @@ class ResidentRequest:
         contexts: StoredContexts,
         cached_chunks: Sequence[bool],
         cached_prefix_chunks: int,
+        codec: str = "raw",
     ) -> None:
         self.request = request
         self._fusor, self._contexts = fusor, contexts
         self._cached_chunks, self._cached_prefix_chunks = tuple(cached_chunks), cached_prefix_chunks
-        self._chunk_kv: dict[str, tuple[ChunkKV | None, ...]] = {}
+        self._codec, self._chunk_kv = codec, dict[str, tuple[ChunkKV | None, ...]]()
 
     @property
     def prompt(self) -> PromptTokens:
@@ -108,8 +113,26 @@ class ResidentRequest:
             which = sorted(set(places.values()))
             kvs = dict(zip(which, self._fusor.precompute_document(texts[document], prefix_ids, which, context), strict=True))
             for index, place in places.items():
-                found[index] = kvs[place]
+                found[index] = self._after_storing(kvs[place])
         return tuple(found)
+
+    def _after_storing(self, kv: ChunkKV) -> ChunkKV:
+        """Encode a chunk's KV as the store does, and decode it."""
+        if self._codec == "raw":
+            return kv
+        codec, layers = CODECS[self._codec], []
+        for k_HTD, v_HTD in kv.layers:
+            layer = LayerShape(*k_HTD.shape, k_HTD.dtype)
+            stored = codec.encoded_shape(layer)
+            encoded = torch.empty((1, *stored.shape), dtype=stored.dtype)
+            codec.encode([(k_HTD, v_HTD)], encoded)
+            layers.append(codec.decode(encoded[0].to(k_HTD.device), layer))
+        return replace(kv, layers=layers)
+
+    def stored_bytes(self, kv: ChunkKV, first_layer: int = 0) -> int:
+        """Bytes of KV in the store, from a layer up."""
+        codec = CODECS[self._codec]
+        return sum(codec.encoded_shape(LayerShape(*k.shape, k.dtype)).nbytes for k, _ in kv.layers[first_layer:])
 
     @cached_property
     def head_kv(self) -> ChunkKV | None:
@@ -241,9 +264,9 @@ class Blend(Method):
     def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:
         """The chunks' KV from layer 1 up, layer 0 too where not all of its tokens ran, and the head's."""
         ran_layer_0 = len(fused.recomputed[0]) == len(fused.token_ids) - fused.exact_tokens
-        chunks = [kv for kv in resident.chunk_kv(self._context) if kv is not None]
-        loaded = sum(k.nbytes + v.nbytes for kv in chunks for k, v in kv.layers[1 if ran_layer_0 else 0 :])
-        return loaded + (0 if resident.head_kv is None else resident.head_kv.nbytes)
+        first_layer = 1 if ran_layer_0 else 0
+        loaded = sum(resident.stored_bytes(kv, first_layer) for kv in resident.chunk_kv(self._context) if kv is not None)
+        return loaded + (0 if resident.head_kv is None else resident.stored_bytes(resident.head_kv))
 
 
 class FullRecompute(Method):

@@ -83,6 +83,7 @@ class RunOptions(options.OptionGroup):
         str, typer.Option(help=f"Comma-separated: what stored KV was computed after, of {', '.join(CONTEXTS)}.")
     ] = CONTEXTS[0]
     max_tokens: MaxTokens = None
+    kv_cache_dtype: Annotated[str, typer.Option(help="Codec that chunks' KV is stored with.")] = "raw"
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time."),
@@ -230,6 +231,7 @@ def _config(source: RequestSource, run: RunOptions, settings: options.Settings) 
         ratios=tuple(options.numbers("ratios", run.ratios)),
         contexts=tuple(options.listed(run.contexts)),
         max_new_tokens=run.max_tokens,
+        kv_cache_dtype=run.kv_cache_dtype,
         device=str(engine.resolve_device()),
         dtype=engine.dtype,
         allow_unverified=engine.allow_unverified,

@@ -18,6 +18,7 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.eval.method_plan import CONTEXTS, METHODS, PlannedMethod, plan_methods
 from cacheblend.service.engine.config import DTYPES, check_max_tokens
+from cacheblend.store.codecs import CODECS
 
 if TYPE_CHECKING:
     from cacheblend.blend import Fusor
@@ -184,6 +185,7 @@ class EvalConfig:
         ratios: recompute ratios, 0..1, of the methods that take one.
         contexts: what the stored KV was computed after, of `CONTEXTS`, for the methods that reuse it.
         max_new_tokens: most tokens of an answer; None takes the data set's.
+        kv_cache_dtype: the codec that chunks' KV is stored with.
         device: a torch device.
         dtype: auto, float32, bfloat16 or float16.
         allow_unverified: take a model of an unverified family if the built-in check passes.
@@ -198,14 +200,16 @@ class EvalConfig:
     ratios: tuple[float, ...] = (DEFAULT_RATIO,)
     contexts: tuple[str, ...] = CONTEXTS[:1]
     max_new_tokens: int | None = None
+    kv_cache_dtype: str = "raw"
     device: str = "cpu"
     dtype: str = "auto"
     allow_unverified: bool = False
 
     def __post_init__(self) -> None:
         self.planned()
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        for field, value, allowed in (("dtype", self.dtype, DTYPES), ("kv_cache_dtype", self.kv_cache_dtype, CODECS)):
+            if value not in allowed:
+                raise ConfigError(field, value, f"one of {', '.join(allowed)}")
         if self.max_new_tokens is not None:
             check_max_tokens(self.max_new_tokens)
 

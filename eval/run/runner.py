@@ -108,7 +108,7 @@ class CaseRunner:
 
     def _resident(self, request: Request) -> ResidentRequest:
         cached, prefix = self._history.cached(request.prompt.chunks)
-        return ResidentRequest(self._fusor, request, self._contexts, cached, prefix)
+        return ResidentRequest(self._fusor, request, self._contexts, cached, prefix, self._config.kv_cache_dtype)
 
     def _reference(self, request: Request) -> _Reference:
         full = self._fusor.prefill(request.prompt.token_ids)

@@ -1,0 +1,153 @@
+"""Measure the five tables of docs/benchmarks.md, and write them between their markers `<!-- bench:NAME -->` there.
+
+    python scripts/bench_all.py --data DIR                # some hours on two cores, nothing beside it
+    python scripts/bench_all.py --data DIR --quick        # a few cases of each in minutes, printed and not written
+    python scripts/bench_all.py --data DIR --table ttft   # one table; may be repeated
+
+DIR holds the files of the data sets, see docs/evaluation.md. The tables are made of what other commands print as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cacheblend.blend import DEFAULT_RATIO
+from cacheblend.blend.models import DEFAULT_MODEL
+from cacheblend.eval.data import DATA_SETS
+from cacheblend.eval.run.folder import commit
+from cacheblend.store.codecs import CODECS
+
+SCRIPTS = Path(__file__).parent
+SEARCH, PAGE = SCRIPTS / "measure_retrieval.py", SCRIPTS.parent / "docs" / "benchmarks.md"
+SETS = {"squad_shared": (6, 100), "musique_dev": (12, 40), "2wikimqa_dev": (12, 89)}  # passages of a prompt, cases
+RATIOS = (0.05, 0.1, DEFAULT_RATIO, 0.2, 0.3, 0.5)
+WAYS = ("dense", "hybrid", "hybrid, 2 rounds")
+TABLES = ("quality", "ttft", "ratio", "ingest", "retrieval")
+KL, NLL = "first_token_kl_nats", "gold_nll_over_full_nats"
+
+
+def run(*command: object) -> dict[str, Any]:
+    """Run a Python command, and return the JSON object on its last line."""
+    done = subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.PIPE)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def table(header: str, rows: Iterable[Sequence[object]]) -> str:
+    """Write a table in Markdown; bars part the header's cells."""
+    lines = [header.split("|"), ["---"] * (header.count("|") + 1), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+class Bench:
+    """The tables, of some models over the data sets in a folder; a quick bench has a few cases and one repeat of everything."""
+
+    def __init__(self, data: Path, models: Sequence[str], is_quick: bool) -> None:
+        self.data, self.models, self.is_quick = data, models, is_quick
+
+    def few(self, number: int, quick: int = 2) -> int:
+        """How many cases or repeats there are."""
+        return quick if self.is_quick else number
+
+    def eval(self, name: str, model: str, methods: str, cases: int, *options: object) -> dict[str, Any]:
+        """Measure methods on a data set's passages; the summary by method."""
+        fixed = ("--data", self.data, "--chunking", "passage", "--prompt", "few-shot", "--top-k", SETS[name][0])
+        with tempfile.TemporaryDirectory() as folder:
+            out = ("--cases", self.few(cases), "--max-tokens", 2, "--out", Path(folder) / "run", "--json")
+            words = ("eval", name, "--model", model, "--methods", f"full_recompute,{methods}", *fixed, *out, *options)
+            return dict(run("-m", "cacheblend.cli.main", *words)["methods"])
+
+    def quality(self) -> str:
+        """Given passages by the default and the paper's way, then the retriever's own chunks."""
+        rows: list[Sequence[object]] = []
+        answered = ("--answers", "--prompt", "few-shot", "--chunk-tokens", 512, "--way", WAYS[-1], "--cases", self.few(40))
+        for model in self.models:
+            for name in SETS:
+                found = self.eval(name, model, "blend,blend_hkvd", SETS[name][1], "--contexts", "default,bos")
+                ours, paper, size = found["blend"], found["blend_hkvd+bos"], "{cases}, {prompt_tokens:,.0f}"
+                nll = "{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**ours[f"{NLL}_difference"])
+                values = (f"{ours['compute_share']:.3f}", f"{ours[KL]:.3f}", nll, f"{ours['equal_greedy_tokens']:.2f}")
+                values = (size.format(**ours), *values, f"{paper[KL]:.3f}, {paper[NLL]:+.2f}")
+                rows.append((model, f"{name}, its passages", *values))
+                found = run(SEARCH, self.data / DATA_SETS[name].file, "--model", model, "--json", *answered)
+                own, blend, cases = found[WAYS[-1]], found[WAYS[-1]]["blend"], found["questions"]
+                nll = "{:+.2f} ({:+.2f} to {:+.2f})".format(*own["nll_over_full"])
+                nll = f"{nll}; F1 {own['full_recompute']['f1']} to {blend['f1']}"
+                rows.append((model, f"{name}, **own search**, 512 tokens", cases, "", blend[KL], nll, "", ""))
+        return table("model|set, chunks|cases, tokens|compute|KL|NLL over full|equal tokens|paper's way: KL, NLL", rows)
+
+    def ttft(self) -> str:
+        """Full prefill against blends, by model and prompt length."""
+        ratios, rows = (DEFAULT_RATIO, 0.05, 0.0), list[Sequence[object]]()
+        for model in self.models:
+            for tokens in (512, 200):
+                sizes = ("--chunk-tokens", self.few(tokens, tokens // 8), "--repeats", self.few(5, 1))
+                found = run(SCRIPTS / "bench_fusor.py", "--model", model, *sizes, "--ratios", *ratios)
+                blends = (found["blend"][str(ratio)] for ratio in ratios)
+                times = (f"{blend['blend_s']:.3g} s, {blend['speedup']:.1f} x" for blend in blends)
+                rows.append((model, f"{found['tokens']:,}", f"{found['full_s']:.3g} s", *times))
+        return table("model|prompt tokens|full prefill|" + "|".join(f"ratio {ratio:g}" for ratio in ratios), rows)
+
+    def ratio(self) -> str:
+        """The loss by recompute ratio, of the default selection and of first tokens alone."""
+        rows: list[Sequence[object]] = []
+        for model in self.models:
+            found = self.eval("squad_shared", model, "blend,epic", 40, "--ratios", ",".join(map(str, RATIOS)))
+            for ratio in RATIOS:
+                blend, epic = found[f"blend@{ratio}"], f"{found[f'epic@{ratio}'][KL]:.3f}"
+                rows.append((model, ratio, f"{blend[KL]:.3f}", f"{blend[NLL]:+.2f}", f"{blend['ttft_s_median']:.2f} s", epic))
+        return table("model|ratio|KL|NLL over full|TTFT|first tokens (EPIC): KL", rows)
+
+    def ingest(self) -> str:
+        """Speed of the ingest and of the store, then bytes and loss by codec."""
+        model, rows = self.models[0], list[Sequence[object]]()
+        job = run(SCRIPTS / "bench_ingest.py", "--model", model, "--chunks", self.few(200, 12), "--repeats", self.few(3, 1))
+        store = run(SCRIPTS / "bench_store.py", "--entries", self.few(100_000, 1_000))
+        speed = job["tokens"] / sorted(job["seconds"]["ingest"])[len(job["seconds"]["ingest"]) // 2]
+        facts = [("ingest with embedding and index", f"{speed:,.0f} tokens/s")]
+        facts.append(("precompute, over the model's own forward", job["kv_over_forward"]))
+        facts.append((f"store of {store['entries']:,}: open, look-up", f"{store['open_s']} s, {store['lookup_us']} µs"))
+        for codec in CODECS:
+            found = self.eval("squad_shared", model, "full_reuse,blend", 40, "--kv-cache-dtype", codec)
+            reuse, blend = found["full_reuse"], found["blend"]
+            token_kb = reuse["loaded_bytes"] / (reuse["prompt_tokens"] - reuse["recomputed_tokens"]) / 1000
+            rows.append((f"`{codec}`", f"{token_kb:.1f} kB", f"{blend[KL]:.4f}", f"{blend[NLL]:+.2f}"))
+        return f"{table(f'{model}|', facts)}\n\n{table('codec|KV of a token|KL|NLL over full', rows)}"
+
+    def retrieval(self) -> str:
+        """Share of gold passages found, and of questions with all of them, by way to search."""
+        rows: list[Sequence[object]] = []
+        for name in SETS:
+            words = ("--model", self.models[0], "--cases", self.few(300, 20), "--json")
+            found = run(SEARCH, self.data / DATA_SETS[name].file, *words)
+            recalls = [f"{found[way]['recall']}, {found[way]['all']}" for way in WAYS]
+            rows.append((f"{name}, {found['passages']:,}, {found['questions']}", *recalls))
+        return table("set, passages, questions|meaning|meaning and words|two rounds (default)", rows)
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the data sets' files")
+    parser.add_argument("--model", action="append", help=f"may be repeated (default: {DEFAULT_MODEL})")
+    parser.add_argument("--table", action="append", choices=TABLES, help="may be repeated; left out, all")
+    parser.add_argument("--quick", action="store_true", help="a few cases of each, printed and not written")
+    options = parser.parse_args()
+    bench = Bench(options.data, options.model or [DEFAULT_MODEL], options.quick)
+    for name in options.table or TABLES:
+        made = f"Commit {(commit() or 'unknown')[:9]}.\n\n{getattr(bench, name)()}"
+        print(made)
+        if not options.quick:
+            before, begin, page = PAGE.read_text(encoding="utf-8").partition(f"<!-- bench:{name} -->\n")
+            _, end, after = page.partition(f"<!-- /bench:{name} -->")
+            PAGE.write_text(f"{before}{begin}{made}\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
