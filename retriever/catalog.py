@@ -1,7 +1,7 @@
 """The catalog: documents, their chunks, token ids and vectors in one SQLite file, the source of truth of the index.
 
-SQLite has no checksums of its own, so each row has one over all that it holds, and every read compares it. The checksums find
-what disks do; they are no defence against someone who may write to the file.
+SQLite has no checksums of its own, so each row has one over all its columns, and every read compares it. Checksums find
+damage by disks; they are no defence against someone who may write to the file.
 
 Shapes: N chunks, D dimensions.
 """
@@ -119,7 +119,7 @@ class IndexReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the check found no fault."""
         return not (self.damaged or self.strays or self.broken)
 
 
@@ -147,7 +147,7 @@ class Catalog:
 
     Args:
         path: the file, made when missing; None keeps the tables in memory.
-        settings: what the chunks and vectors depend on; fixed from the first document on.
+        settings: settings that chunks and vectors depend on; fixed by the first document.
         budget_bytes: bytes that the tables may take; None for no bound.
 
     Raises:
@@ -309,7 +309,7 @@ class Catalog:
 
     @property
     def generation(self) -> int:
-        """How many writes there have been, by any process."""
+        """Number of writes so far, by all processes."""
         return self._number("generation") or 0
 
     @property
@@ -322,7 +322,7 @@ class Catalog:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the documents were added with; empty before the first."""
+        """Settings that the documents were added with; empty before the first."""
         return {key: value for key, value in self._rows("SELECT key, value FROM meta") if key not in _STATE}
 
     def version(self, document_id: str) -> str | None:
@@ -517,7 +517,7 @@ class Catalog:
         return not self._rows("SELECT 1 FROM documents LIMIT 1")
 
     def _broken_structure(self) -> str:
-        """The first thing that is wrong with SQLite's own structure; empty if nothing is."""
+        """The first fault of SQLite's own structure; empty if it has none."""
         found = (str(message) for (message,) in self._rows("PRAGMA integrity_check(100)"))
         return next((message for message in found if message != "ok" and not _WRONG_VALUE.match(message)), "")
 

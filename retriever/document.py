@@ -107,7 +107,7 @@ class Document:
 
     @property
     def content(self) -> str:
-        """What is split into chunks: the title's line, then the text."""
+        """The text that is split into chunks: the title's line, then the text."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
@@ -127,7 +127,7 @@ class Chunk:
         position: its number within the document, from 0.
         title: the document's title (part of `text` in chunk 0 only).
         text: the piece of the document, without the separator.
-        token_ids: `text` and its trailing separator, tokenised once, alone, without special tokens.
+        token_ids: `text` and its trailing separator, tokenised once, by itself, without special tokens.
 
     """
 
@@ -145,7 +145,7 @@ class ChunkPlace:
 
     Args:
         lines: its first and last line in the file, counted from 1; None where the text is not the file's own, or unknown.
-        headings: those that it stands under, the outermost first, without the document's title and those in its own text.
+        headings: headings above the chunk, the outermost first, without the document's title and the chunk's own headings.
     """
 
     lines: tuple[int, int] | None = None
@@ -167,11 +167,11 @@ class ScoredChunk:
     """A chunk found for a question.
 
     Args:
-        chunk: what was found.
-        distance: squared L2 between the vectors of both; nearest is 0.
-        score: cosine similarity of the two, however the chunk was found, or with a reranker its score; best is 1. NaN where
-            nothing was searched.
-        place: where it stands in its document.
+        chunk: the chunk.
+        distance: squared L2 distance of question and chunk; nearest is 0.
+        score: their cosine similarity, however the chunk was found, or the reranker's score; best is 1. NaN without a
+            search.
+        place: the chunk's place in its document.
     """
 
     chunk: Chunk
@@ -231,10 +231,9 @@ def places_of(chunks: Sequence[Chunk], *, has_overlap: bool) -> list[ChunkPlace]
 
 
 def found_texts(document_id: str, title: str, texts: Sequence[str], shorten: Callable[[str], str] = str) -> Iterator[str]:
-    """What the chunks of a document are found by: each text, after the title and the headings that it stands under.
+    """Texts to embed and to search for a document's chunks: each text after the title and its headings.
 
-    The first chunk has the title in its text. Of the title, and of the headings of a chunk, there is what `shorten` leaves of a
-    text; of the headings the innermost ones.
+    The first chunk has the title in its text. `shorten` cuts the title and the headings; the innermost headings remain.
     """
     short = shorten(title)
     for position, (text, place) in enumerate(zip(texts, chunk_places(document_id, title, texts), strict=True)):

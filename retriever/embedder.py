@@ -64,12 +64,12 @@ def load_quietly(load: Callable[..., _Model], what: str, repository: str | None,
 
     Args:
         load: loads it; is given `local_files_only`.
-        what: it is, for messages.
-        repository: of the hub; None for a folder.
-        remedy: what to do where it cannot be loaded.
+        what: kind of model, for messages.
+        repository: name on the hub; None for a folder.
+        remedy: advice if it cannot be loaded, for messages.
 
     Raises:
-        RetrieverError: it cannot be loaded.
+        RetrieverError: the model cannot be loaded.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -121,7 +121,7 @@ def verify_weights(path: Path) -> None:
 
 
 def _find(name: str) -> tuple[str, bool]:
-    """What to hand to sentence-transformers, and whether it is a name on the hub."""
+    """The name or folder for sentence-transformers, and whether it is a name on the hub."""
     if name == DEFAULT_EMBEDDER and (folder := offline_model_dir()) is not None:
         return str(folder), False
     if Path(name).is_dir():
@@ -130,7 +130,7 @@ def _find(name: str) -> tuple[str, bool]:
 
 
 def _ask_hub(repository: str, what: str, remedy: str) -> None:
-    """Fail at once where the hub is out of reach or has no such model; loading would retry for over a minute."""
+    """Fail at once if the hub cannot be reached or has no such model; loading would retry for over a minute."""
     from huggingface_hub import HfApi
 
     try:
@@ -148,10 +148,10 @@ _BETWEEN_BATCHES: ContextVar[Callable[[int, int], None]] = ContextVar("between_b
 def checked_between_batches(
     check: Callable[[], None], on_progress: Callable[[int, int], None] = lambda *_: None
 ) -> Iterator[None]:
-    """Have `check` called before each batch that this thread embeds; what it raises ends the embedding.
+    """Call `check` before each batch that this thread embeds; an error that it raises ends the embedding.
 
-    Then `on_progress` is called with the windows that are embedded, and how many there are. Neither is an argument of `encode`:
-    embedders of others have none for it.
+    Then `on_progress` is called with the number of embedded windows and of all windows. Neither is an argument of `encode`,
+    since other embedders have no such arguments.
     """
 
     def between(done: int, total: int) -> None:
@@ -166,7 +166,7 @@ def checked_between_batches(
 
 
 def check_stopped(done: int, total: int) -> None:
-    """Call what `checked_between_batches` was given, with what of the work is done, and how much it is."""
+    """Call the functions of `checked_between_batches` with the finished and the total amount of work."""
     _BETWEEN_BATCHES.get()(done, total)
 
 
@@ -275,10 +275,10 @@ class SentenceTransformerEmbedder:
 
 
 def _one_thread() -> AbstractContextManager[object]:
-    """Keeps OpenMP from making a team for the calling thread.
+    """Prevents OpenMP from making a team for the calling thread.
 
-    A question is embedded in whatever thread a server has for it, whose team would stay, and slow down the model's own by a
-    quarter (`base/threads.py`). One processor takes 13 ms for it in place of 8.
+    A server embeds a question in any of its threads; the thread's team would remain and slow the model's own team by a
+    quarter (`base/threads.py`). With one processor an embedding needs 13 ms instead of 8.
     """
     one: AbstractContextManager[object] = _threadpools().limit(limits=1, user_api="openmp")
     return one

@@ -41,7 +41,7 @@ RRF_K = 10
 class VectorIndex:
     """An exact L2 index whose vectors can be added and removed one by one.
 
-    Flat, not approximate: a scan of 100,000 chunks takes milliseconds, while prefilling six of them takes seconds.
+    It is flat, not approximate: a scan of 100,000 chunks needs milliseconds, a prefill of six of them seconds.
     """
 
     def __init__(self, dimensions: int) -> None:
@@ -70,7 +70,7 @@ class VectorIndex:
         return [id_ for _, id_ in found], [distance for distance, _ in found]
 
     def distance(self, id_: int, vector_D: NDArray[np.float32]) -> float:
-        """Squared L2 distance of one of its vectors; NaN where it has none of that id."""
+        """Squared L2 distance of the vector of an id; NaN if there is none."""
         try:
             return float(np.square(self._index.reconstruct(id_) - vector_D).sum())
         except RuntimeError:
@@ -110,7 +110,7 @@ class VectorIndex:
 
 
 class SyncedIndex:
-    """The index of what a catalog holds, kept in step by its generation.
+    """The index of a catalog's vectors, synchronised by the catalog's generation.
 
     It is read from its file, or built from the catalog's vectors if the file is missing, damaged or older. It is built again
     if another process has changed the catalog. Not thread-safe by itself.
@@ -129,7 +129,7 @@ class SyncedIndex:
         self._file_generation = -1  # the same of the file
 
     def current(self) -> VectorIndex | None:
-        """The index of what the catalog holds now, asked in a snapshot; None where there has never been a document.
+        """The index of the catalog's present vectors; call it in a snapshot. None before the first document.
 
         Raises:
             RetrieverError: the catalog cannot be read.
@@ -200,11 +200,10 @@ class SyncedIndex:
 
 
 class WordIndex:
-    """The words of all chunks, searched by BM25, kept in step with the catalog by its generation. Not thread-safe by itself.
+    """The words of all chunks, searched by BM25, synchronised by the catalog's generation. Not thread-safe by itself.
 
-    The table lies in memory: what is deleted leaves no word of it on the disk, and there is nothing that a crash could part
-    from the catalog. It is built at the first question (a second for 4 MB of text), and follows the catalog's changes after
-    that.
+    The table is in memory: a deleted document leaves no word on the disk, and a crash cannot separate it from the catalog. It
+    is built at the first question (a second for 4 MB of text), and follows the catalog's changes later.
 
     Args:
         catalog: the source of truth.
@@ -224,7 +223,7 @@ class WordIndex:
             raise RetrieverError(f"this Python's SQLite has no search by words ({error}); use retrieval='dense'") from error
 
     def close(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Free the memory; a second call does nothing."""
         self._db.close()
 
     def apply(self, change: Change, chunks: Sequence[Chunk]) -> None:
@@ -254,7 +253,7 @@ class WordIndex:
         return [id_ for (id_,) in self._db.execute(query, (match, limit))]
 
     def _telling(self, words: Iterable[str]) -> list[str]:
-        """The rarest of some words, without those that are common where others are left."""
+        """The rarest of some words, without common ones unless all are common."""
         [[chunks]] = self._db.execute("SELECT count(*) FROM words")
         counts = {word: self._db.execute("SELECT doc FROM vocabulary WHERE term = ?", (word,)).fetchone() for word in words}
         found = sorted(words, key=lambda word: counts[word][0] if counts[word] else 0)
@@ -290,5 +289,5 @@ def fuse_rankings(rankings: Iterable[Sequence[int]]) -> list[int]:
 
 
 def names(text: str) -> Iterator[str]:
-    """The words of a text that begin with a capital letter: what a second search goes on from."""
+    """The words of a text that begin with a capital letter: the input of a second search."""
     return (word for word in WORD.findall(text) if word[0].isupper())

@@ -1,4 +1,4 @@
-"""The reranker: a model that reads question and chunk together, and orders what was found anew."""
+"""The reranker: a model that reads question and chunk together, and reorders the found chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEDY = "`hf download` fetches one where there is a network, or give the path 
 
 
 class Reranker(Protocol):
-    """Model that says how well chunks answer a question; used from several threads."""
+    """Model that scores how well chunks answer a question; used from several threads."""
 
     def scores(self, question: str, texts: Sequence[str]) -> list[float]:
         """A score of each text, 0..1, the higher the better."""
@@ -31,7 +31,7 @@ class Reranker(Protocol):
 class CrossEncoderReranker:
     """A CrossEncoder of sentence-transformers with one label; loaded at the first use.
 
-    Of a long text it reads the beginning, as much as fits beside the question.
+    It reads the beginning of a long text, as much as fits beside the question.
 
     Args:
         name: a model of the hub (`ms-marco-MiniLM-L6-v2`), or the path of a folder.
@@ -47,7 +47,7 @@ class CrossEncoderReranker:
         """A score of each text, 0..1; loads the model.
 
         Raises:
-            RetrieverError: the model cannot be loaded, has more than one label, or gives no numbers.
+            RetrieverError: the model cannot be loaded, has more than one label, or returns no numbers.
         """
         from torch.nn import Sigmoid
 

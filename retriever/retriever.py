@@ -103,8 +103,8 @@ class Retriever(IndexedDocuments):
     ) -> AddReport:
         """Add documents; one whose id and text are known already is skipped, one with a known id and another text replaces it.
 
-        Every document is checked before the first is added. Each is added whole or not at all: after a crash the directory
-        holds the first ones, and adding all of them again goes on from there.
+        Every document is checked before the first is added. Each is added completely or not at all: after a crash the directory
+        holds the first ones, and adding all of them again continues there.
 
         Args:
             documents: `{"id": str, "title": str, "text": str}`; id and title are optional.
@@ -132,7 +132,7 @@ class Retriever(IndexedDocuments):
         return AddReport(added=len(changed) - replaced, replaced=replaced, unchanged=unchanged, chunks=tuple(new))
 
     def changed(self, documents: Iterable[Document | Mapping[str, object]]) -> list[Document]:
-        """Those of some documents that are not here with this text, each once; what `add` would add.
+        """The documents that `add` would add, each once: those that are not here with this text.
 
         Raises:
             InputError: a document cannot be used, or two with one id have different texts.
@@ -216,7 +216,7 @@ class Retriever(IndexedDocuments):
     def search(self, question: str, top_k: int) -> list[ScoredChunk]:
         """The `top_k` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
 
-        With `min_score` those below it are left out, which may be all. A reranker picks the best of four times as many.
+        `min_score` drops chunks below it, perhaps all. A reranker picks the best of four times as many.
 
         Raises:
             InputError: the question is empty, top_k below 1, or there are no chunks at all.
@@ -258,7 +258,7 @@ class Retriever(IndexedDocuments):
         return placed if least is None else [one for one in placed if one.score >= least]
 
     def _place(self, chunk: Chunk) -> ChunkPlace:
-        """Where a chunk stands in its document; found out for a document at once, and remembered."""
+        """A chunk's place in its document; computed for all chunks of a document at once, and cached."""
         key = (chunk.document_id, chunk.version)
         with self._lock:
             places = self._places.get(key)
@@ -299,9 +299,9 @@ class Retriever(IndexedDocuments):
         return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> Iterator[str]:
-        """What chunks are found by; see `found_texts`.
+        """Texts to embed and to search for chunks (`found_texts`).
 
-        Of a long title its beginning, so that embedding a document costs no multiple of it with the longest title.
+        Only the beginning of a long title is used, so that embedding every chunk with it costs little.
         """
         least, most = TITLE_TOKENS
         tokens = max(least, min(most, self.config.chunk_tokens // 4))

@@ -1,4 +1,4 @@
-"""The splitter: documents cut into chunks of the model's own tokens, in which nothing is a control token."""
+"""The splitter: documents cut into chunks of the model's own tokens, without control tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ BREAKS = [re.compile(each) for each in (r"\n(?=#{1,6} )", r"\n\s*\n", _SENTENCE_
 class PlainTokenizer:
     """A private copy of a Hugging Face tokenizer that adds no control tokens, reads none in the text, and never truncates.
 
-    A copy, because the tokenizer's owner may change its truncation or special-token settings from another thread while it
-    is in use here. Control tokens are not read because a document that contains `</s>` must not end a prompt, nor one that
-    contains `<think>` or `<tool_call>` begin a thought or a call: all added tokens are control tokens, whether the tokenizer
-    calls them special or not, but for white space, which some tokenizers add as tokens of its own, and the unknown token. Texts
-    are given to it as batches of one: for a text alone it holds Python's lock, and so stops every other thread, for a second a
+    It is a copy, because the tokenizer's owner may change its truncation or special-token settings from another thread. Control
+    tokens are not read, because a document that contains `</s>` must not end a prompt, and `<think>` or `<tool_call>` in a text
+    must not begin a thought or a call. All added tokens are control tokens, special or not, except white space and the unknown
+    token. Texts are tokenised as batches of one: for a single text the tokenizer holds Python's lock, a second for each
     megabyte.
 
     Args:
@@ -75,7 +74,7 @@ class PlainTokenizer:
         self._tokenizer.encode_special_tokens = True
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of `text` alone."""
+        """Token ids of `text`, without special tokens."""
         ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids if self._controls.isdisjoint(ids) else [token for token, _ in self._encode(text)]
 
@@ -94,14 +93,14 @@ class PlainTokenizer:
     ) -> list[str]:
         """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
 
-        With `at_sentences` a piece ends where `BREAKS` says within the last half of so many tokens, the best such place, the
-        last one of its kind; and the last piece is no shorter than a quarter, unless it is the only one.
+        With `at_sentences` a piece ends at the last of the best `BREAKS` in its second half; and the last piece is no shorter
+        than a quarter, unless it is the only one.
 
-        Pieces are slices of `text`, not decoded tokens: decoding would turn a character whose bytes lie on both sides of a
-        border into U+FFFD, and drop leading spaces with some tokenizers. Such a character goes whole to the later piece.
-        Without overlap the pieces joined are exactly `text`; a text without tokens gives no piece. A long text is tokenised in
-        slices of `CUT_CHARACTERS`, each from the start of the last one's last piece: at once it would take 300 bytes a byte.
-        `check` is called before each slice; what it raises ends the work.
+        Pieces are slices of `text`, not decoded tokens: decoding would turn a character with bytes on both sides of a
+        border into U+FFFD, and drop leading spaces with some tokenizers. Such a character belongs to the later piece.
+        Without overlap the pieces joined are exactly `text`; a text without tokens has no piece. A long text is tokenised in
+        slices of `CUT_CHARACTERS`, each from the start of the previous slice's last piece: at once it would need 300 bytes a
+        byte. `check` is called before each slice; an error that it raises ends the work.
         """
         spans: list[tuple[int, int]] = []
         start, size = 0, CUT_CHARACTERS
@@ -118,7 +117,7 @@ class PlainTokenizer:
             start, size = start + found[-1][0], CUT_CHARACTERS
 
     def _spans(self, text: str, max_tokens: int, overlap_tokens: int, at_sentences: bool) -> list[tuple[int, int]]:
-        """Where each piece begins and ends."""
+        """Start and end of each piece."""
         starts = [start for _, start in self._encode(text)]
         if not starts:
             return []
@@ -146,10 +145,11 @@ class PlainTokenizer:
         return [(first, end) for first, end in spans if first < end]
 
     def _encode(self, text: str, start: int = 0) -> list[tuple[int, int]]:
-        """Token ids and where in the text each starts.
+        """Token ids and the position in the text where each starts.
 
-        Some vocabularies hold a control token as a word of theirs, and find it in plain text: there the text is cut after the
-        word's first character, and both parts are encoded alone; one that came of a single character is left out.
+        Some vocabularies contain a control token as an ordinary word, and find it in plain text. There the text is cut after
+        the word's first character, and both parts are encoded separately; a control token that is a single character is
+        dropped.
         """
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         pairs = list(zip(encoding.ids, (start + first for first, _ in encoding.offsets), strict=True))
@@ -168,7 +168,7 @@ class PlainTokenizer:
 
 
 def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
-    """Where each piece begins and ends, cut where `BREAKS` says; token t stands from `borders[t]` to `borders[t + 1]`."""
+    """Start and end of each piece, cut at `BREAKS`; token t reaches from `borders[t]` to `borders[t + 1]`."""
     tokens = len(borders) - 1
     if tokens <= max_tokens:
         yield 0, len(text)
@@ -189,7 +189,7 @@ def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_toke
 
 
 class Splitter:
-    """Cuts documents into chunks of the model's own tokens, at sentences, or as the paper does at just so many tokens.
+    """Cuts documents into chunks of the model's own tokens, at sentences, or like the paper at exact token counts.
 
     Args:
         tokenizer: the model's fast tokenizer; it is copied.
@@ -207,7 +207,7 @@ class Splitter:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer's definition: chunks of another tokenizer are other chunks."""
+        """SHA-256 of the tokenizer's definition; chunks of another tokenizer do not fit."""
         return self._tokenizer.fingerprint
 
     def beginning(self, text: str, most_tokens: int) -> str:
@@ -217,11 +217,11 @@ class Splitter:
     def split(self, document: Document, check: Check = lambda: None) -> list[Chunk]:
         """Cut a document into chunks.
 
-        `check` is called between the slices of a long text, and between chunks; what it raises ends the work.
+        `check` is called between the slices of a long text, and between chunks; an error that it raises ends the work.
 
         Without overlap, the chunks' texts joined are exactly the document's content (title line and text). A chunk has at most
-        `chunk_tokens` tokens, plus those of the separator, plus a few: it is tokenised anew, alone (a word cut in two, a
-        number regrouped), and begins with the whole of a character that the border would have torn.
+        `chunk_tokens` tokens, those of the separator, and a few more: it is tokenised anew by itself (which may cut a word in
+        two or regroup a number), and begins with a complete character.
 
         Raises:
             InputError: the tokenizer makes no tokens of the document.
