@@ -14,6 +14,7 @@ _KEY = "option"
 _SCALARS = (bool, int, float, str)
 # Options that are gone, and what took their place.
 GONE_OPTIONS: dict[str, str] = {
+    "otlp_endpoint": "`opentelemetry-instrument cacheblend serve ...`, which traces the service from outside",
     "decode_share": "nothing: decoding has a quarter of the time while a prompt is prefilled",
     "ingest_share": "nothing: uploads have a quarter of the time while requests run or wait",
     "max_document_calls": "nothing: 32 of a tenant may wait or run",

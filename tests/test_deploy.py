@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.cli import main as cli
-from cacheblend.service.http import observability
+from cacheblend.service.http import metrics
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -55,12 +55,12 @@ def test_container() -> None:
 
 
 def test_the_image_has_what_a_deployment_asks_for() -> None:
-    """The image has the server, the remote tiers, traces, and a compiler for the CPU's attention."""
+    """The image has the server, the remote tiers, and a compiler for the CPU's attention."""
     text = (DEPLOY / "Containerfile").read_text()
     [found] = re.findall(r'install .*"\.\[([a-z,]+)\]"', text)
     extras = set(found.split(","))
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
-    assert {"server", "redis", "objects", "otel"} <= extras <= set(project["optional-dependencies"])
+    assert {"server", "redis", "objects"} <= extras <= set(project["optional-dependencies"])
     assert re.search(r"apt-get install .*\bgcc\b", text.partition("COPY --from=build")[0].rpartition("FROM ")[2])
 
 
@@ -74,11 +74,11 @@ def test_the_unit_is_bounded() -> None:
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     """Every metric in a panel is one that the service exports, and the panels use the data source that is provisioned."""
     dashboard = json.loads((DEPLOY / "grafana" / "cacheblend.json").read_text())
-    source = Path(observability.__file__).read_text()
+    source = Path(metrics.__file__).read_text()
     names = set(re.findall(r'"(cacheblend_[a-z_]+)"', source)) | {
         f"cacheblend_store_{name}" for name in ("bytes", "evictions", "misses", "damaged", "failed_writes")
     }
-    names |= {f"cacheblend_remote_{name}" for name in observability.REMOTE_COUNTERS}
+    names |= {f"cacheblend_remote_{name}" for name in metrics.REMOTE_COUNTERS}
     names.add("cacheblend_guard_agreement")
     uid = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"][0]["uid"]
     for panel in dashboard["panels"]:

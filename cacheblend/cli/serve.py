@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import logging.config
+import os
+import socket
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
@@ -11,20 +15,20 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.errors import ConfigError, InputError, ServiceError
+from cacheblend.base.extras import needs_extra
 from cacheblend.base.memory import hold_freed_memory
 from cacheblend.base.options import refuse_gone
 from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
 from cacheblend.service.http.config import LOOPBACK, HttpConfig
-from cacheblend.service.http.log import log_json
-from cacheblend.service.http.starting import Starting
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
 from .model import choose_model
 
+logger = logging.getLogger(__name__)
 TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
 
 
@@ -77,6 +81,25 @@ def tenants_of(tables: Mapping[str, Any]) -> list[TenantConfig]:
     return tenants
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with the address; nobody can connect to it before the service listens.
+
+    Raises:
+        ServiceError: the address cannot be had.
+    """
+    # Of a socket of no named protocol asyncio does not switch off Nagle's algorithm: the first token would wait for the
+    # client's acknowledgement of the headers, which takes 40 ms.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ServiceError(f"{host}:{port} cannot be listened on ({why}); give another --port or --host") from None
+    return listener
+
+
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     """The file's values become the defaults, so flags and variables win over them."""
     if file is not None:
@@ -105,7 +128,7 @@ def serve(
     *,
     settings: options.Settings,
 ) -> None:
-    """Serve the OpenAI-shaped HTTP API and the web page, until interrupted. Logs are JSON lines on stderr.
+    """Serve the OpenAI-shaped HTTP API and the web page, until interrupted. Logs go to stderr.
 
     Examples:
         cacheblend serve
@@ -123,17 +146,23 @@ def serve(
     if http.require_key and not tenants and http.api_key is None and http.host not in LOOPBACK:
         allowed = "needed to listen on other addresses than this machine's: set CACHEBLEND_API_KEY, or name tenants in --config"
         raise ConfigError("api_key", None, allowed)
-    with Starting(http.host, http.port) as starting:
-        log_json(min(logging.INFO, logging.getLogger().level or logging.INFO))
-        starting.announce()
-        # Libraries take seconds to load: the port is taken and the address logged before.
+    with bind(http.host, http.port) as listener:
+        # Libraries take seconds to load: a port that is taken is refused before.
         terminal.hush_libraries()
-        from cacheblend.service.http.run import run
-        from cacheblend.service.http.server import Server
+        with needs_extra("server"):
+            from cacheblend.service.http.run import log_config, run
+            from cacheblend.service.http.server import Server
+
+        logging.config.dictConfig(log_config(min(logging.INFO, logging.getLogger().level or logging.INFO)))
+        logger.info("the service is starting; it will listen on %s:%d", *listener.getsockname()[:2])
 
         engine = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
         with in_own_thread(Server, engine, serving, http, tenants) as server:
-            run(server, starting)
+            in_own_thread(server.warm_up)
+            # What was loaded stays: a full collection over its half a million objects would hold Python's lock for 0.3 s.
+            gc.collect()
+            gc.freeze()
+            run(server, listener)
 
 
 def api_key(as_json: options.Json = False) -> None:

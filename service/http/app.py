@@ -9,10 +9,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from . import completions, documents, operations
-from .body import BodyLimit
 from .errors import install_error_handlers
-from .gate import Gate
-from .log import RequestLog
+from .guard import Guard
+from .metrics import RequestLog
 from .page import add_page
 from .server import Server
 
@@ -35,8 +34,8 @@ def create_app(server: Server) -> FastAPI:
         app.include_router(module.router)
     add_page(app)
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, http=server.http)  # the one that is added last is the first that a request meets
-    app.add_middleware(Gate, http=server.http, keys=server.keys, engines=server.engines)
+    # The one that is added last is the first that a request meets.
+    app.add_middleware(Guard, http=server.http, keys=server.keys, engines=server.engines)
     if server.http.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -40,10 +40,6 @@ class HttpConfig:
         "A host name that requests may be addressed to, beside `localhost`, `127.0.0.1`, `[::1]` and the host; repeat for "
         "more. With tenants every name is allowed, unless some are named.",
     )
-    otlp_endpoint: str | None = option(
-        None,
-        "Where OpenTelemetry traces of requests go, by OTLP over HTTP: http://collector:4318/v1/traces. Left out, nowhere.",
-    )
     max_body_bytes: int = option(32 * MIB, "Larger uploads of documents are refused.", panel="Serving")
     max_completion_bytes: int = option(MIB, "Larger bodies of all other requests are refused.", panel="Serving")
     max_documents: int = option(1000, "Documents of one upload, and of one question that brings its own.", panel="Serving")
@@ -61,8 +57,6 @@ class HttpConfig:
                 "8 or more ASCII letters, digits and signs; `cacheblend api-key` makes one",
             )
             raise ConfigError("api_key", given, allowed)
-        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError("otlp_endpoint", self.otlp_endpoint, "a URL such as http://collector:4318/v1/traces")
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError("cors_origins", origin, "origins such as https://example.org")

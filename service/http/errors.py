@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,6 +29,7 @@ from cacheblend.base.errors import (
 from .schemas import LIST_TAG, OBJECT_TAG, TEXT_TAG
 
 logger = logging.getLogger(__name__)
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 MAX_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
 # OpenAI's fields that are taken with their neutral value alone.
@@ -167,7 +169,7 @@ def error_response(error: Exception) -> JSONResponse:
     """The response to an error; what nobody foresaw is logged, and not sent."""
     status = status_of(error)
     if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError):
-        logger.error("a request met an error", exc_info=error)
+        logger.error("request %s met an error", REQUEST_ID.get(), exc_info=error)
     headers = {}
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(error.retry_after_s)

@@ -91,7 +91,6 @@ class Generation:
                     own_ratio=body.recompute_ratio is not None,
                     arrived=arrived(request),
                     leader=generation.served[0] if index else None,
-                    trace_parent=request.headers.get("traceparent", ""),
                 )
             )
         try:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 from fastapi import Request
 
 from cacheblend.base.errors import ClientGoneError, ServiceError
-from cacheblend.base.extras import needs_extra
 from cacheblend.base.progress import Check, Note
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
@@ -30,14 +29,10 @@ from cacheblend.service.serving.sampling import GrammarCompiler
 from cacheblend.service.serving.scheduler import Observer, Scheduler
 from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
-from .auth import TenantConfig, engine_configs
+from .auth import ApiKeys, TenantConfig, engine_configs
 from .config import HttpConfig
 from .errors import ApiError, shortened
-from .gate import ApiKeys
-from .observability import Metrics
-
-if TYPE_CHECKING:
-    from .tracing import Traces
+from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
 MAX_SCRAPES = 8
@@ -112,14 +107,10 @@ class Server:
             self.ingests = RunningIngests()
             self.uploads_folder = Path(engine_config.store_dir, UPLOADS_FOLDER)
             shutil.rmtree(self.uploads_folder, ignore_errors=True)  # files that a service that was killed has left
-            self.uploads_folder.mkdir(mode=0o700)
-
-            traces = self._open_traces(opened)
+            self.uploads_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
             def ended(request: ServedRequest, how: Done | Failed | None) -> None:
                 self.metrics.observe(request, how)
-                if traces is not None:
-                    traces.observe(request, how)
                 observer(request, how)
 
             several = len(tenants) > 1
@@ -144,15 +135,6 @@ class Server:
                 opened.callback(pool.close)
             self.metrics.watch(self.scheduler, self.engines.values())
             self._opened = opened.pop_all()
-
-    def _open_traces(self, opened: ExitStack) -> Traces | None:
-        """Where requests are traced to, if anywhere; its library is not imported for nothing."""
-        if self.http.otlp_endpoint is None:
-            return None
-        with needs_extra("otel"):
-            from .tracing import Traces
-
-            return opened.enter_context(Traces.to_collector(self.http.otlp_endpoint, self.model_name))
 
     def check_model(self, name: str | None, *others: str) -> None:
         """Refuse a model that is not the one there is, nor one of `others`.

@@ -84,7 +84,6 @@ class ServedRequest:
         arrived: `time.perf_counter` when the request came, from which its deadline counts; None for now.
         own_ratio: whether the caller chose the recompute ratio; the quality guard neither checks nor changes such a request.
         leader: an earlier request of the same prompt: while it decodes, its prefill serves this request too.
-        trace_parent: the caller's trace, in the format of W3C's `traceparent` header; empty for none.
 
     Attributes:
         sampled: whether the prompt's KV outlives the request, for a shadow evaluation.
@@ -103,10 +102,9 @@ class ServedRequest:
         own_ratio: bool = False,
         arrived: float | None = None,
         leader: ServedRequest | None = None,
-        trace_parent: str = "",
     ) -> None:
         self.engine, self.prepared, self.deliver = engine, prepared, deliver
-        self.tenant, self.own_ratio, self.trace_parent = tenant, own_ratio, trace_parent
+        self.tenant, self.own_ratio = tenant, own_ratio
         self.sampled = False
         self.submitted = self.begun = time.perf_counter()
         self.arrived = self.submitted if arrived is None else arrived

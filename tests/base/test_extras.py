@@ -53,7 +53,7 @@ def test_the_core() -> None:
         ("from cacheblend import Retriever", "rag"),
         ("import cacheblend.integrations.langchain", "langchain"),
         ("for name in ('faiss', 'sentence_transformers', 'langchain_text_splitters', 'threadpoolctl', 'sklearn', 'scipy'):\n"
-         "    del sys.modules[name]\nfrom cacheblend.service.http import Server", "server"),
+         "    del sys.modules[name]\nfrom cacheblend.cli.main import main\nmain(['serve', '-mm', '--port=0'])", "server"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(code: str, extra: str) -> None:
@@ -84,6 +84,6 @@ def test_extras_are_there() -> None:
     """Every extra that the package names is one of pyproject.toml, and `all` is all that a user of the engine needs."""
     extras = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     whole = set(extras["all"][0].partition("[")[2].rstrip("]").split(","))
-    apart = {"vllm", "ray", "otel", "llamaindex", "haystack"}
+    apart = {"vllm", "ray", "llamaindex", "haystack"}
     assert extras.keys() - whole - {"rag"} == {"all", "dev", "docs", *apart}
     assert "cacheblend[rag]" in extras["server"]

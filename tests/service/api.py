@@ -13,20 +13,18 @@ from typing import Any
 import uvicorn
 from waiting import wait_until
 
-from cacheblend.service.http.run import MAX_CONNECTIONS, uvicorn_config
+from cacheblend.service.http.run import uvicorn_config
 from cacheblend.service.http.server import Server
 
 MODEL = "tiny"
 
 
 @contextmanager
-def listening(
-    server: Server, most_connections: int = MAX_CONNECTIONS, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None
-) -> Iterator[str]:
+def listening(server: Server, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None) -> Iterator[str]:
     """The address at which a server listens; `on_loop` runs beside it on its event loop."""
     with contextlib.closing(socket.socket(proto=socket.IPPROTO_TCP)) as listener:  # as the command's
         listener.bind(("127.0.0.1", 0))
-        process = uvicorn.Server(uvicorn_config(server, most_connections))
+        process = uvicorn.Server(uvicorn_config(server))
 
         async def serve() -> None:
             beside = None if on_loop is None else asyncio.create_task(on_loop())

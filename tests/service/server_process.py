@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -206,14 +207,13 @@ def main(config: ServedConfig) -> None:
     from cacheblend.retriever import RetrieverConfig
     from cacheblend.service import EngineConfig
     from cacheblend.service.http.config import HttpConfig
-    from cacheblend.service.http.log import log_json
     from cacheblend.service.http.run import run
     from cacheblend.service.http.server import Server
     from cacheblend.service.serving.config import ServingConfig
     from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
     from cacheblend.store import StoreConfig
 
-    log_json(30)
+    logging.basicConfig(level=logging.WARNING)
     engine_config = EngineConfig(
         model=config.model,
         store_dir=config.store_dir,

@@ -35,10 +35,9 @@ def test_help_is_light(arguments: tuple[str, ...]) -> None:
 
 
 def test_the_port_is_taken_before_libraries_load() -> None:
-    """`serve` listens, or says that the port is taken, before it loads what the service needs."""
+    """`serve` says that the port is taken before it loads what the service needs."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         modules = _modules_after("serve", "--model", "m", "--port", str(taken.getsockname()[1]), exit_code=1)
-    assert "cacheblend.service.http.starting" in modules
     assert not modules & {"torch", "transformers", "fastapi"}
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
+import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.cli import main as cli
-from cacheblend.service.http.auth import TenantConfig, hash_key
+from cacheblend.service.http.auth import ApiKeys, TenantConfig, hash_key
 from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.gate import ApiKeys
 from cacheblend.service.serving.config import ServingConfig
 
 DIGEST = hash_key("cb-key")
@@ -35,9 +33,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr("cacheblend.service.http.Server", Recorder)
+        def warm_up(self) -> None: ...
+
+    monkeypatch.setattr("cacheblend.service.http.server.Server", Recorder)
     monkeypatch.setattr("cacheblend.service.http.run.run", lambda *_: None)
-    monkeypatch.setattr("cacheblend.cli.serve.log_json", lambda _: None)
+    monkeypatch.setattr("cacheblend.cli.serve.bind", lambda *_: socket.socket())
+    monkeypatch.setattr("logging.config.dictConfig", lambda _: None)
     return seen
 
 
@@ -126,24 +127,6 @@ def test_the_file_of_deploy(served: list[Any]) -> None:
     file = Path(__file__).parents[3] / "deploy" / "cacheblend.toml"
     assert CliRunner().invoke(cli.app, ["serve", "--config", str(file)], catch_exceptions=False).exit_code == 0
     assert served[2].port == 8000
-
-
-@pytest.mark.usefixtures("served")
-def test_the_packaged_corpus_is_told_before_it_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a model and a store the log says first how much disk the packaged corpus takes, and where."""
-    monkeypatch.setattr("cacheblend.cli.serve.in_own_thread", lambda make, *arguments: make(*arguments))
-    told: list[list[str]] = []
-    monkeypatch.setattr("cacheblend.cli.serve.ingest_corpus", lambda *_: told.append(caplog.messages.copy()))
-    engine = SimpleNamespace()
-    monkeypatch.setattr(sys.modules["cacheblend.service.http"].Server, "engines", {"": engine}, raising=False)
-    with caplog.at_level("INFO", logger="cacheblend"):
-        result = CliRunner().invoke(
-            cli.app, ["serve", "--port", "0", "--store-dir", str(tmp_path / "new")], catch_exceptions=False
-        )
-    assert result.exit_code == 0, result.output
-    assert any(f"0.5 GB in {tmp_path / 'new'}" in message for message in told[0])
 
 
 def test_api_key() -> None:

@@ -9,7 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import hypothesis.strategies as st
@@ -18,7 +18,7 @@ from api import MODEL, listening
 from engines import QUESTION
 from hypothesis import given
 from pydantic import ValidationError
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message
 
 from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.blend import Fusor
@@ -26,11 +26,12 @@ from cacheblend.service import Engine
 from cacheblend.service.engine.json_lines import MAX_TEXT_BYTES, MAX_VALUES, PIECE_BYTES, check_values
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import sampling_options
-from cacheblend.service.http import body as http_body
+from cacheblend.service.http.auth import ApiKeys
 from cacheblend.service.http.body import read_body
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.documents import IngestBody
 from cacheblend.service.http.errors import ApiError
+from cacheblend.service.http.guard import Guard
 from cacheblend.service.http.schemas import ChatBody
 from cacheblend.service.http.server import Server
 
@@ -199,46 +200,63 @@ def test_bodies_together_have_a_bound(engine: Engine) -> None:
             assert time.monotonic() < until
 
 
-@pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions"])
-def test_large_bodies_have_a_pace(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """After the first large bodies a tenant's next ones wait, those that are refused too; small ones and others' do not."""
-    waits = list[float]()
+def test_a_body_that_does_not_come() -> None:
+    """A body that goes on for longer than its time is answered with 408."""
 
-    async def wait(seconds: float) -> None:
-        waits.append(seconds)
-
-    async def answer(_: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def status(tenant: str, content: bytes) -> int:
+    async def status() -> int:
         sent = list[Message]()
+        ended = asyncio.Event()
 
         async def receive() -> Message:
-            return {"type": "http.request", "body": content}
+            if not ended.is_set():
+                await asyncio.sleep(0.01)
+            return {"type": "http.request", "body": b" ", "more_body": not ended.is_set()}
 
         async def send(message: Message) -> None:
             sent.append(message)
 
-        headers = [(b"content-length", str(len(content)).encode())]
-        await limit({"type": "http", "path": path, "headers": headers, "state": {"tenant": tenant}}, receive, send)
+        async def app(*_: object) -> None:
+            pytest.fail("the body is not there")
+
+        guard = Guard(app, HttpConfig(), ApiKeys(()), {"": cast(Engine, None)}, body_s=0.2)
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"1000")]
+        asyncio.get_running_loop().call_later(0.4, ended.set)
+        await guard({"type": "http", "path": "/v1/documents", "method": "POST", "headers": headers}, receive, send)
         return int(sent[0]["status"])
 
-    monkeypatch.setattr(http_body.asyncio, "sleep", wait)
-    monkeypatch.setattr(http_body, "BURST_BYTES", 3 * MIB)
-    monkeypatch.setattr(http_body, "BYTES_PER_S", 1)  # so slow that this test's own time is nothing
-    limit = http_body.BodyLimit(answer, HttpConfig())
-    large, expected = b" " * (4 * MIB), 200 if path == "/v1/documents" else 413
-    for tenant, content, wanted, waited in (
-        ("a", large, expected, 0),
-        ("a", b"x", 200, 0),
-        ("a", large, expected, 1),
-        ("b", large, expected, 1),
-        ("a", large, expected, 2),
-    ):
-        assert asyncio.run(status(tenant, content)) == wanted
-        assert len(waits) == waited
-    assert 0 < min(waits) <= max(waits) <= http_body.LONGEST_PACE_S
+    assert asyncio.run(status()) == 408
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nContent-Length: 2\r\n", "GET requests have no body"),
+        (b"HEAD /metrics HTTP/1.1\r\nContent-Length: 2\r\n", ""),
+        (b"GET /v1/models HTTP/1.1\r\nTransfer-Encoding: chunked\r\n", "GET requests have no body"),
+        (b"POST /v1/documents HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n", "send one of them"),
+    ],
+)
+def test_bodies_that_may_not_be(address: str, head: bytes, said: str) -> None:
+    """A body of a request that only reads, or framed in two ways, is refused, and what follows it is not answered."""
+    follows = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = b"2\r\n{}\r\n0\r\n\r\n" if b"chunked" in head else b"{}"
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head + b"Host: localhost\r\nContent-Type: application/json\r\n\r\n" + body + follows)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert said in answer.decode()
+    assert b"200 OK" not in answer
+
+
+def test_a_long_method_is_not_echoed(address: str) -> None:
+    """An error message has no more of a method or path than a line."""
+    host, port = address.removeprefix("http://").split(":")
+    for method, path in (("X" * 15_000, "/healthz"), ("GET", "/" + "x" * 15_000)):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            assert len(b"".join(iter(lambda: connection.recv(2**16), b""))) < 1000
 
 
 def test_characters_are_counted_before_tokens(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> None:
