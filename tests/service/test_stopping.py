@@ -39,8 +39,12 @@ class Upload(threading.Thread):
 
 
 def entries(server: ServerProcess) -> int:
-    time.sleep(0.2)  # the upload needs the processor too
     return int(httpx.get(f"{server.address}/v1/store", timeout=30).json()["nvme"]["entries"])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
@@ -51,6 +55,7 @@ def config(tmp_path: Path) -> ServedConfig:
     )
 
 
+@pytest.mark.process
 def test_sigterm_while_uploads_run_and_wait(config: ServedConfig, tmp_path: Path) -> None:
     """The process ends within the grace with exit code 0; both uploads are a 503 in JSON, and nothing of them is left."""
     log = tmp_path / "log"
@@ -71,6 +76,7 @@ def test_sigterm_while_uploads_run_and_wait(config: ServedConfig, tmp_path: Path
         assert entries(server) == 0
 
 
+@pytest.mark.process
 def test_a_second_sigterm(config: ServedConfig, tmp_path: Path) -> None:
     """The process ends at once, by its own exit and not by an abort."""
     config = replace(config, grace_s=60.0)
@@ -79,7 +85,7 @@ def test_a_second_sigterm(config: ServedConfig, tmp_path: Path) -> None:
         upload.start()
         wait_until(lambda: entries(server) > 0)
         server.signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until(lambda: not listens(config.port))
         began = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.wait(30) == 128 + signal.SIGTERM
@@ -93,7 +99,9 @@ def _fails(address: str) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreFullError("no room"), RetrieverError("no room"), OSError(28, "no room")], ids=repr)
-def test_an_ordinary_end_after_a_failed_write(engine: Engine, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+def test_an_ordinary_end_after_a_failed_write(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """What cannot be written at the end is logged, and the exit is that of a stop which was asked for."""
 
     def fail() -> None:
@@ -101,7 +109,8 @@ def test_an_ordinary_end_after_a_failed_write(engine: Engine, caplog: pytest.Log
 
     def serve() -> None:
         with Server(engine.config, None, HttpConfig(served_model_name=MODEL), engine=engine) as server:
-            server._opened.callback(fail)
+            close = server.scheduler.close
+            monkeypatch.setattr(server.scheduler, "close", lambda: (close(), fail()))
             raise SystemExit(0)
 
     with pytest.raises(SystemExit, match="0"):
