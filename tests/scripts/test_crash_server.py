@@ -13,6 +13,7 @@ from script_modules import load_script
 SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_server.py"
 
 
+@pytest.mark.process
 @pytest.mark.timeout(400)
 def test_two_kills() -> None:
     """Killed twice, the server knows every document that it acknowledged, and answers about it from the store."""
