@@ -11,9 +11,10 @@ except ModuleNotFoundError as error:
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError, StoreDirectoryError, StoreError, StoreFullError
 
-from .catalog import CatalogEntry, StoredDocument
+from .catalog import CatalogEntry
 from .chunk import ChunkKV, KVHandle, LayerPair
 from .config import StoreConfig
+from .document_table import StoredDocument
 from .key import ChunkKey, context_digest
 from .kv_store import KVStore
 from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root

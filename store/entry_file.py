@@ -21,18 +21,8 @@ from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.base.files import FILE_MODE, sync_folder, write_error
 from cacheblend.base.memory import Bytes, host_bytes
 
-from .entry import (
-    BLOCK_BYTES,
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    EncodedEntry,
-    EntryHeader,
-    aligned_blocks,
-    checksum,
-    leave_direct,
-    make_direct,
-    read_blocks,
-)
+from .direct_io import BLOCK_BYTES, aligned_blocks, leave_direct, make_direct, read_blocks
+from .entry import LENGTH_BYTES, MAX_HEADER_BYTES, EncodedEntry, EntryHeader, checksum
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +19,14 @@ from cacheblend.base.errors import RemoteError, StoreError, StoreFullError
 from .catalog import CatalogEntry
 from .chunk import ChunkKV
 from .config import StoreConfig
-from .documents import StoreDocuments
+from .document_table import DocumentTable
 from .entry import EncodedEntry
 from .eviction import Pins
 from .key import ChunkKey
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier
 from .remote import ObjectFormat, RemoteTier
-from .tiers import CACHE_TIERS, CacheTier, KVTier, OpenedEntry, Placement, StoreStats, TierStats, opening, read_entry
+from .tiers import CACHE_TIERS, CacheTier, KVTier, OpenedEntry, Placement, StoreStats, TierStats, read_entry
 from .verify import VerifyReport, verify
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
@@ -200,19 +200,17 @@ class KVStore:
         """
         self._check_open()
         digests = [key.digest for key in keys]
-        placements: list[Placement | None] = []
-        with self._pins.hold(digests):
-            try:
-                with opening(digests, self._open) as opened:
-                    for found in opened:
-                        self._count(_MISSES if found is None else found[1].name)
-                        placements.append(None if found is None else Placement(*found))
-                yield placements
-            finally:
-                placed = [placement for placement in placements if placement is not None]
-                for placement in placed:
-                    placement.release()
-        if wanted := [placement.key.digest for placement in placed if self._is_worth_a_copy(placement)]:
+        with self._pins.hold(digests), ExitStack() as placed:
+            placements: list[Placement | None] = []
+            for digest in digests:
+                found = self._open(digest)
+                self._count(_MISSES if found is None else found[1].name)
+                placements.append(None if found is None else Placement(*found))
+                if (placement := placements[-1]) is not None:
+                    placed.callback(placement.release)
+            yield placements
+        found_ones = [placement for placement in placements if placement is not None]
+        if wanted := [placement.key.digest for placement in found_ones if self._is_worth_a_copy(placement)]:
             self._queue.offer(partial(self._promote, wanted))
 
     def delete(self, key: ChunkKey) -> bool:
@@ -253,10 +251,10 @@ class KVStore:
         return self._nvme.release_reserve()
 
     @property
-    def documents(self) -> StoreDocuments:
+    def documents(self) -> DocumentTable:
         """The documents that the chunks belong to."""
         self._check_open()
-        return StoreDocuments(self._nvme, self._forget_everywhere)
+        return DocumentTable(self._nvme, self._forget_everywhere)
 
     @property
     def has_remote(self) -> bool:

@@ -11,8 +11,9 @@ from typing import ClassVar, TypeVar
 
 from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 
-from .catalog import Catalog, CatalogEntry, DocumentTable
-from .entry import EncodedEntry, EntryHeader, check_direct_reads
+from .catalog import Catalog, CatalogEntry
+from .direct_io import check_direct_reads
+from .entry import EncodedEntry, EntryHeader
 from .entry_file import EntryFile, NewFile, write_files
 from .eviction import Evictable, Pins, select_victims
 from .layout import Journal, Reserve, StoreFolder, WriteLock
@@ -48,7 +49,6 @@ class NvmeTier:
             with self._lock:
                 self.catalog = self.on_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
                 opened.callback(self.catalog.close)
-            self.documents = DocumentTable(self.catalog.database)
             with self.exclusive():
                 self.leftovers(remove=True)
                 if self.held_bytes() > budget_bytes:
@@ -170,7 +170,7 @@ class NvmeTier:
                 for write in wanted
                 if write.document is not None
                 and not write.entry.info.key.namespace
-                and self.documents.version(write.document[0]) == write.document[1]
+                and self.catalog.document_version(write.document[0]) == write.document[1]
             ]
             (namespace,) = {entry.info.key.namespace for entry in new.values()}
             headers = {digest: EntryHeader.from_entry(entry).pack() for digest, entry in new.items()}
@@ -263,9 +263,9 @@ class NvmeTier:
         if write.document is None:
             return True
         id_, version = write.document
-        if self.documents.version(id_) == version:
+        if self.catalog.document_version(id_) == version:
             return True
-        return not write.entry.info.key.namespace and self.documents.has_chunk(write.digest)
+        return not write.entry.info.key.namespace and self.catalog.has_document(write.digest)
 
     def _correct_sizes(self) -> None:
         """Hold rows against their files before an opening evicts: a number that a bad disk altered must not empty the store."""

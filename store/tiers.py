@@ -8,8 +8,8 @@ Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -23,7 +23,6 @@ from cacheblend.base.memory import Bytes, host_bytes
 from .chunk import EncodedLayer, LayerPair, check_shape
 from .entry import EncodedEntry, EntryInfo
 from .eviction import Pins
-from .key import ChunkKey
 from .ram_tier import RamTier
 
 if TYPE_CHECKING:
@@ -55,21 +54,16 @@ class StoredEntry(Protocol):
         """End reading; a read that is under way ends well. A second call does nothing."""
 
 
-class ReadTier(Protocol):
-    """A tier as a placement sees it."""
+class KVTier(Protocol):
+    """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
 
     name: ClassVar[str]  # in placements, statistics and profiles
     in_memory: ClassVar[bool]  # whether reading a layer is no more than a copy: no device to wait for, nothing to decompress
+    budget_bytes: int
+    evictions: int
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         """Drop an entry of which these layers, or the header, were read damaged."""
-
-
-class KVTier(ReadTier, Protocol):
-    """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
-
-    budget_bytes: int
-    evictions: int
 
     def __contains__(self, digest: str) -> bool:
         """Whether the entry is held; not a use."""
@@ -111,7 +105,7 @@ def tiers_in_memory() -> tuple[str, ...]:
     return tuple(name for name, tier in CACHE_TIERS.items() if tier.in_memory)
 
 
-def read_entry(entry: StoredEntry, tier: ReadTier) -> EncodedEntry | None:
+def read_entry(entry: StoredEntry, tier: KVTier) -> EncodedEntry | None:
     """Read all layers of an entry, and close it; None for a damaged one, which is set aside."""
     try:
         return entry.load()
@@ -122,20 +116,7 @@ def read_entry(entry: StoredEntry, tier: ReadTier) -> EncodedEntry | None:
         entry.close()
 
 
-OpenedEntry = tuple[StoredEntry, ReadTier]
-
-
-@contextmanager
-def opening(digests: Iterable[str], open_one: Callable[[str], OpenedEntry | None]) -> Iterator[list[OpenedEntry | None]]:
-    """Open entries one after the other; where one of them, or the block, raises, those that are open are closed."""
-    opened: list[OpenedEntry | None] = []
-    with ExitStack() as closing:
-        for digest in digests:
-            opened.append(found := open_one(digest))
-            if found is not None:
-                closing.callback(found[0].close)
-        yield opened
-        closing.pop_all()
+OpenedEntry = tuple[StoredEntry, KVTier]
 
 
 class Placement:
@@ -146,9 +127,12 @@ class Placement:
 
     rotated = False
 
-    def __init__(self, entry: StoredEntry, tier: ReadTier) -> None:
+    def __init__(self, entry: StoredEntry, tier: KVTier) -> None:
+        info = entry.info
         self._entry: StoredEntry | None = entry
-        self._info, self._tier = entry.info, tier
+        self._info, self._tier = info, tier
+        self.key, self.token_ids, self.prefix_ids, self.context = info.key, info.token_ids, info.prefix_ids, info.context
+        self.model, self.dtype, self.num_layers, self.nbytes = info.model, info.dtype, info.num_layers, info.nbytes
         self.tier, self.in_memory = tier.name, tier.in_memory
 
     @property
@@ -162,51 +146,6 @@ class Placement:
         if entry is None:
             raise StoreError(f"the placement of {self.key} was read after its pin was released; read inside `with store.pin`")
         return entry
-
-    @property
-    def key(self) -> ChunkKey:
-        """The entry's key."""
-        return self._info.key
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The T token ids of the chunk."""
-        return self._info.token_ids
-
-    @property
-    def prefix_ids(self) -> Sequence[int]:
-        """The token ids that stood before the chunk while its KV was computed."""
-        return self._info.prefix_ids
-
-    @property
-    def model(self) -> str | None:
-        """Fingerprint of the model that computed the KV; None where the `ChunkKV` that was put did not say."""
-        return self._info.model
-
-    @property
-    def context(self) -> str:
-        """Names what stood between the prefix and the chunk; empty for nothing."""
-        return self._info.context
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the keys and values that `read_layer` gives."""
-        return self._info.dtype
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the chunk."""
-        return len(self._info.token_ids)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return self._info.num_layers
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes of all layers."""
-        return self._info.nbytes
 
     def heads(self, layer: int) -> tuple[int, int]:
         """KV heads and head size of one layer."""

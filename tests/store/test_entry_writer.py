@@ -14,7 +14,8 @@ from chunks import MODEL
 
 from cacheblend.base.memory import BufferPool
 from cacheblend.store import ChunkKey, ChunkKV, entry_file
-from cacheblend.store.entry import BLOCK_BYTES, EncodedEntry, EntryHeader
+from cacheblend.store.direct_io import BLOCK_BYTES
+from cacheblend.store.entry import EncodedEntry, EntryHeader
 from cacheblend.store.entry_file import EntryFile, NewFile, write_files
 
 

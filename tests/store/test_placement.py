@@ -26,7 +26,7 @@ def test_what_a_placement_tells(open_store) -> None:
         assert missing is None
         assert (ram.tier, nvme.tier) == ("ram", "nvme")
         assert nvme.key == KEY
-        assert (nvme.tokens, nvme.num_layers, nvme.dtype) == (5, 3, torch.float32)
+        assert (len(nvme.token_ids), nvme.num_layers, nvme.dtype) == (5, 3, torch.float32)
         assert (nvme.token_ids, nvme.prefix_ids, nvme.model) == (KV.token_ids, KV.prefix_ids, KV.model)
         assert [nvme.layer_bytes(i) for i in range(3)] == [2 * 4 * 5 * h * d for h, d in HEADS]
         assert sum(ram.layer_bytes(i) for i in range(3)) == RAM_BYTES
