@@ -280,23 +280,6 @@ class ExplicitPositions:
         return chosen_C
 
 
-class Oracle(_ChosenOnce):
-    """The tokens of largest true KV error, weighed by the question's attention: for analysis.
-
-    Args:
-        ratio: share of the reusable tokens.
-        error_N: float32 (N,), the score of every position of the prompt, from a full prefill of it.
-    """
-
-    def __init__(self, ratio: float, error_N: torch.Tensor) -> None:
-        super().__init__(ratio)
-        self._error_N = error_N
-
-    def score(self, step: SelectionStep) -> torch.Tensor:
-        """The candidates' true errors."""
-        return self._error_N[step.candidates_C]
-
-
 # A selector's name in configurations, and the function that makes it from a recompute ratio. Add a line for your own, or pass
 # an object as `FusionConfig.selector`.
 SELECTORS: dict[str, Callable[[float], Selector]] = {

@@ -26,7 +26,7 @@ class ModelCompute:
         row: one row's Q, K, V and output projections and its MLP.
         score: one row's attention to one key: the score, and the value's weighted sum.
         head: logits of one row.
-        windows: per layer its sliding window; None where it sees all.
+        windows: the sliding window of each layer; None for a layer that sees every key.
     """
 
     kv: int
@@ -37,7 +37,7 @@ class ModelCompute:
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self:
-        """Those of a decoder; of experts, the ones that a token runs through."""
+        """Count a decoder's; only the experts that one token runs through count."""
         config: Any = decoder.config
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads) * decoder.head_dim
         kv = 2 * hidden * decoder.kv_heads * decoder.head_dim
@@ -56,20 +56,19 @@ class ModelCompute:
         )
 
     def full_prefill(self, tokens: int) -> int:
-        """Of a prompt through the model's own forward."""
+        """Count a prompt's prefill through the model's own forward."""
         everything = torch.arange(tokens)
         return self.head + sum(self._rows(everything, window) for window in self.windows)
 
     def fusion(self, fused: FusionResult, selection_rows: Iterable[int] = ()) -> int:
-        """Of what brought a prompt's cache about; tokens of exact segments (a cached prefix) cost nothing.
+        """Count the work that made a prompt's cache; tokens of exact segments (a cached prefix) cost nothing.
 
-        A layer whose candidates were compared has projected K and V of all of them, and does so again for those that it runs;
-        one that projects those alone that it leaves out is counted as if it had.
-        The last layer of a fusion runs the last row alone.
+        A layer that compares candidates projects K and V of all candidates, and again of the rows that it runs. The last
+        layer of a fusion runs only the last row.
 
         Args:
             fused: the prompt.
-            selection_rows: rows of the selector's own pass, layer by layer; taken to be the prompt's last.
+            selection_rows: number of rows of the selector's own pass in each layer; they are counted as the prompt's last rows.
         """
         tokens, last = len(fused.token_ids), len(fused.recomputed) - 1
         total = self.head
@@ -83,16 +82,15 @@ class ModelCompute:
         return total
 
     def _rows(self, positions_S: torch.Tensor, window: int | None) -> int:
-        """Rows through one layer, each against the keys up to its own place."""
+        """Count rows through one layer, each against the keys up to its own position."""
         keys_S = positions_S + 1 if window is None else (positions_S + 1).clamp(max=window)
         return len(positions_S) * self.row + int(keys_S.sum()) * self.score
 
 
 def compute_share(fused: FusionResult, model: ModelCompute) -> float:
-    """Multiply-adds of a fusion over those of full prefill on the same tokens: 1 for full recompute.
+    """Return a fusion's multiply-adds over those of a full prefill of its tokens: 1 for full recompute.
 
-    Includes layer 0, projections of candidates and, where `fused.selection_rows` tells its rows by layer, the selector's own
-    pass.
+    Layer 0, projections of candidates and the rows of the selector's own pass (`fused.selection_rows`) are included.
     """
     own_pass: Iterable[int] = getattr(fused, "selection_rows", ())
     return model.fusion(fused, own_pass) / model.full_prefill(len(fused.token_ids))

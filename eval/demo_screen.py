@@ -23,13 +23,13 @@ CLASSES_FROM = 20  # questions, from which shares of single classes say somethin
 def page_note(store_dir: Path | None) -> str:
     """Tell how to open the page over a demo's store, or how to keep the store for it."""
     if store_dir is None:
-        return "The store was removed; with --store-dir DIR it is kept, and the page can be opened over it."
+        return "The store was removed; with --store-dir DIR it stays, and the page can be opened over it."
     command = f"{_called()} serve --store-dir {shlex.quote(str(store_dir))}"
     return f"Open the page: {command}, then http://127.0.0.1:8000/ in a browser"
 
 
 def _called() -> str:
-    """The command's name; its path, as it was called, where the name alone would not find it."""
+    """Name the command; by its path if PATH does not lead to it."""
     path, found = Path(sys.argv[0]), shutil.which("cacheblend")
     if path.name != "cacheblend" or (found is not None and path.exists() and Path(found).samefile(path)):
         return "cacheblend"
@@ -50,8 +50,8 @@ class DemoScreen:
     def begin(self, model: str, documents: int) -> None:
         """Say what is about to be seen."""
         self._line(
-            f"{model} reads a handbook of {documents} chapters once, and the KV of its chunks is kept. Then it answers "
-            f"{self._questions} questions: full recompute reads the found chunks anew, blend takes their KV from the store."
+            f"{model} reads a handbook of {documents} chapters once, and the KV of its chunks is stored. Then it answers "
+            f"{self._questions} questions: full recompute reads the found chunks anew, blend loads their KV from the store."
         )
 
     def ingested(self, line: str) -> None:
@@ -83,7 +83,7 @@ class DemoScreen:
     def end(
         self, asked: Sequence[AskedQuestion], methods: Mapping[str, MethodSummary], note: str, store_dir: Path | None = None
     ) -> None:
-        """Show the medians, the means, what they say, and how to open the page over a store that was kept."""
+        """Show the medians, the means, what they say, and how to open the page over a store that stays."""
         self.medians(asked, methods)
         self._line("")
         self._console.print(_means(methods, with_classes=len(asked) >= CLASSES_FROM))

@@ -28,12 +28,12 @@ class Reply:
     Args:
         text: the first line that was generated.
         f1: word F1 against the best of the right answers.
-        has_answer: a right answer stands in the text, as whole words.
+        has_answer: the text contains a right answer, at word borders.
         ttft_s: see `Timings`.
         first_token_kl_nats: KL of the first token's distribution from full recompute's.
         gold_nll_over_full_nats: how much less likely the right answer is than after full recompute, in nats; of several right
             answers the one that full recompute finds likeliest.
-        equal_greedy_tokens: share of full recompute's first tokens that the method gives too.
+        equal_greedy_tokens: share of full recompute's first tokens that the method generates too.
         recomputed_share: tokens that ran through a layer, in the mean over layers 1 and up, over those of the prompt.
     """
 
@@ -78,7 +78,7 @@ class MethodSummary:
 
     Args:
         answer_share: questions whose reply has a right answer, 0..1.
-        answer_share_by_class: the same for the questions of each class.
+        answer_share_by_class: that share among the questions of each class.
         f1: see `Reply`.
         ttft_s_median: see `Reply`.
         speedup: full recompute's median TTFT over this one's.
@@ -100,7 +100,7 @@ class MethodSummary:
 
 
 def chosen_questions(questions: Sequence[HandbookQuestion], count: int) -> list[HandbookQuestion]:
-    """So many questions, or all, at even distances, so that nobody picks them and every class is among them."""
+    """Choose `count` questions at even distances, or all if there are fewer, so that every class is among them."""
     count = min(count, len(questions))
     return [questions[index * len(questions) // count] for index in range(count)]
 
@@ -162,13 +162,13 @@ def _compare(engine: Engine, item: HandbookQuestion, answers: Mapping[str, tuple
 
 
 def has_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether one of the answers stands in a text as whole words, in the form in which F1 compares them."""
+    """Whether a text contains one of the answers at word borders, both normalized as for F1."""
     said = f" {normalize(text)} "
     return any(f" {normalize(answer)} " in said for answer in answers)
 
 
 def summarize(asked: Sequence[AskedQuestion]) -> dict[str, MethodSummary]:
-    """Every method's summary; a class that has no question is left out of the classes."""
+    """Sum up every method; a class without a question is left out."""
     full_s = statistics.median(each.replies["full_recompute"].ttft_s for each in asked)
     return {method: _summary(asked, method, full_s) for method in METHODS}
 
@@ -195,7 +195,7 @@ def _summary(asked: Sequence[AskedQuestion], method: str, full_s: float) -> Meth
 
 
 def closing_note(engine: Engine, asked: Sequence[AskedQuestion], methods: Mapping[str, MethodSummary]) -> str:
-    """What the numbers say, in a few sentences made of them."""
+    """Say in a few sentences what the numbers show."""
     if has_random_weights(engine.fusor):
         return "The model's weights are random: its words and what is measured of answers mean nothing; compare times here."
     full, reuse, blend = (methods[name] for name in METHODS)
@@ -203,11 +203,11 @@ def closing_note(engine: Engine, asked: Sequence[AskedQuestion], methods: Mappin
     right, reuse_right, blend_right = (round(each.answer_share * cases) for each in (full, reuse, blend))
     note = (
         f"Of {cases} questions full recompute has {right} right, full reuse {reuse_right}, blend {blend_right}. "
-        f"Blend's first token takes {1 / blend.speedup:.0%} of full recompute's time, full reuse's {1 / reuse.speedup:.0%}."
+        f"Blend's first token needs {1 / blend.speedup:.0%} of full recompute's time, full reuse's {1 / reuse.speedup:.0%}."
     )
     is_nearer = blend.first_token_kl_nats <= reuse.first_token_kl_nats
     nearer, other = ("blend", "full reuse") if is_nearer else ("full reuse", "blend")
     note += f" By the first token's KL {nearer} is nearer to full recompute than {other}."
     if full.answer_share < 0.5:
-        note += " The model itself misreads most of them: what it gets wrong with everything recomputed, no method repairs."
+        note += " The model itself misreads more than half of them: no method repairs what full recompute gets wrong."
     return note

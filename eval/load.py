@@ -190,7 +190,7 @@ async def ask(
 
 
 def poisson_arrivals(rate_rps: float, count: int, seed: int) -> list[float]:
-    """Seconds of the arrivals of a Poisson process, the first at 0; another rate stretches the same process."""
+    """Draw the seconds of a Poisson process's arrivals, the first at 0; the rate only stretches the process."""
     draw = random.Random(seed)
     return [0.0, *accumulate(draw.expovariate(1.0) / rate_rps for _ in range(count - 1))]
 
@@ -236,7 +236,7 @@ async def run_load(
     seed: int = 0,
     on_progress: Progress = lambda *_: None,
 ) -> list[dict[str, Any]]:
-    """Ask every target the same requests, a share of them at each rate, after the warm-up; a summary a target and rate.
+    """Ask every target all requests, a share of them at each rate, after the warm-up; a summary for each target and rate.
 
     Raises:
         ConfigError: there are fewer requests than rates, or a rate that is not above 0.

@@ -29,11 +29,11 @@ from .method_plan import CONTEXTS, FULL_REUSE, SELECTOR_OF_METHOD, PlannedMethod
 
 
 class StoredContexts:
-    """Contexts that chunks' KV is computed behind, by name.
+    """Contexts that chunks' KV is computed after, by name.
 
     "default": the prompt's head, filler passages, and the document's earlier text, as the service does it; "filler" and
     "document": the head and one of both; "neighbour": the head and the chunk that stands before it in the prompt (the last one
-    for the first); "head": that alone; "bos": the beginning-of-sequence token alone, the paper's way.
+    for the first); "head": only the head; "bos": only the beginning-of-sequence token, the paper's way.
 
     Args:
         fusor: the model.
@@ -122,7 +122,7 @@ class ResidentRequest:
             return kv
         codec, layers = CODECS[self._codec], []
         for k_HTD, v_HTD in kv.layers:
-            layer = LayerShape(*k_HTD.shape, k_HTD.dtype)
+            layer = _layer_shape(k_HTD)
             stored = codec.encoded_shape(layer)
             encoded = torch.empty((1, *stored.shape), dtype=stored.dtype)
             codec.encode([(k_HTD, v_HTD)], encoded)
@@ -132,7 +132,7 @@ class ResidentRequest:
     def stored_bytes(self, kv: ChunkKV, first_layer: int = 0) -> int:
         """Bytes of KV in the store, from a layer up."""
         codec = CODECS[self._codec]
-        return sum(codec.encoded_shape(LayerShape(*k.shape, k.dtype)).nbytes for k, _ in kv.layers[first_layer:])
+        return sum(codec.encoded_shape(_layer_shape(k_HTD)).nbytes for k_HTD, _ in kv.layers[first_layer:])
 
     @cached_property
     def head_kv(self) -> ChunkKV | None:
@@ -141,24 +141,29 @@ class ResidentRequest:
 
     @cached_property
     def prefix_kv(self) -> ChunkKV | None:
-        """KV of the head and the cached leading chunks together, as full prefill gives it."""
+        """KV of the head and the cached leading chunks together, as full prefill computes it."""
         prefix = self._prefix(self._cached_prefix_chunks)
         return self._fusor.precompute(prefix) if prefix else None
 
     def blend_segments(self, context: str = CONTEXTS[0]) -> list[Segment]:
-        """Head exact, every cached chunk with its own KV, the rest fresh."""
+        """List the segments of a blend: head exact, every cached chunk with its own KV, everything else fresh."""
         head = [] if self.head_kv is None else [Segment(self.prompt.prefix, self.head_kv, exact=True)]
         chunks = [Segment(chunk, kv) for chunk, kv in zip(self.prompt.chunks, self.chunk_kv(context), strict=True)]
         return [*head, *chunks, Segment(self.prompt.suffix)]
 
     def prefix_segments(self) -> list[Segment]:
-        """The cached prefix exact, the rest fresh."""
+        """List the segments of prefix caching: the cached prefix exact, everything else fresh."""
         prefix = self._prefix(self._cached_prefix_chunks)
         cached = [] if self.prefix_kv is None else [Segment(prefix, self.prefix_kv, exact=True)]
         return [*cached, Segment(self.prompt.token_ids[len(prefix) :])]
 
     def _prefix(self, chunks: int) -> tuple[int, ...]:
         return (*self.prompt.prefix, *(token for chunk in self.prompt.chunks[:chunks] for token in chunk))
+
+
+def _layer_shape(k_HTD: torch.Tensor) -> LayerShape:
+    kv_heads, tokens, head_dim = k_HTD.shape
+    return LayerShape(kv_heads, tokens, head_dim, k_HTD.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +173,7 @@ class MethodAnswer:
     Args:
         token_ids: the generated token ids.
         ttft_s: question and stored KV in RAM -> first token id of the answer on the host. Retrieval
-            and tokenising, which are the same for all methods, are not in it.
+            and tokenising, which all methods share, are not in it.
         recomputed_tokens: tokens that ran through a layer before the first token, in the mean over layers 1 and up.
         loaded_bytes: stored KV that was read.
         fused: the prompt's cache.
@@ -182,7 +187,7 @@ class MethodAnswer:
 
 
 class Method(ABC):
-    """One way to answer a request: a prefill of its own, then greedy decoding; the token ids are the same for all methods.
+    """One way to answer a request: a prefill of its own, then greedy decoding; all methods share the token ids.
 
     Two calls, so that KV which is computed before a question comes is not timed.
     """
@@ -280,7 +285,7 @@ class FullRecompute(Method):
 class PrefixCache(Method):
     """The paper's ideal form: the prefix lies in RAM, and its loading is not waited for.
 
-    Other requests warm it, never the same prompt: see `CacheHistory`.
+    Only other prompts warm the cache: see `CacheHistory`.
     """
 
     def prepare(self, resident: ResidentRequest) -> None:
@@ -324,10 +329,10 @@ class CacheHistory(Protocol):
 
 
 class EverythingCached:
-    """Every chunk was computed before, and some other request began with the same first chunk: the paper's set-up.
+    """Every chunk was computed before, and some other request began with the first chunk: the paper's set-up.
 
     That flatters prefix caching, as the paper does: its first chunk always hits. What stands after the first chunk never
-    does, since no other request has the same two chunks in the same order.
+    does, since no other request has these two chunks in this order.
     """
 
     def cached(self, chunks: Sequence[Chunk]) -> tuple[tuple[bool, ...], int]:
@@ -339,7 +344,7 @@ class EverythingCached:
 
 
 class SeenBefore:
-    """Chunks that earlier requests of the run had, as if the cache had room for all of it; only token ids are held here."""
+    """Chunks of the run's earlier requests, in a cache without bounds; only token ids are stored here."""
 
     def __init__(self) -> None:
         self._chunks: set[Chunk] = set()

@@ -27,17 +27,17 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """The form in which answers are compared, as in SQuAD's evaluation script."""
+    """Normalize an answer for comparison, as SQuAD's evaluation script does."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def f1(prediction: str, answers: Sequence[str]) -> float:
-    """Word F1 against the best of the answers, 0..1."""
+    """Return the word F1 against the best of the answers, 0..1."""
     return _best(_f1, prediction, answers)
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1 where the prediction is one of the answers, else 0."""
+    """Return 1 if the prediction is one of the answers, else 0."""
     return _best(lambda said, wanted: float(normalize(said) == normalize(wanted)), prediction, answers)
 
 
@@ -53,26 +53,27 @@ def _f1(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answers: Sequence[str]) -> float:
-    """F-measure of the longest common subsequence against the best of the answers, 0..1.
+    """Return the F-measure of the longest common subsequence against the best of the answers, 0..1.
 
     Raises:
-        ConfigError: the package is not installed.
+        MissingExtraError: rouge-score is not installed.
     """
-    scorer = _scorer()
+    scorer = rouge_scorer()
     return max(float(scorer.score(answer, prediction)["rougeL"].fmeasure) for answer in answers)
 
 
 @functools.cache
-def _scorer() -> Any:
+def rouge_scorer() -> Any:
+    """Make the scorer of Rouge-L once."""
     with needs_extra("eval"):
         from rouge_score.rouge_scorer import RougeScorer
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 
 def quality(example: Example, prediction: str) -> Mapping[str, float | None]:
-    """The metrics of the example's task, each 0..1; the first is the one that methods are compared by.
+    """Score a prediction by the metrics of the example's task, each 0..1; the first metric compares methods.
 
-    None where nobody gave a right answer.
+    A metric is None if the example has no right answer.
     """
     if example.task is Task.SUMMARIZATION:
         return {"rouge_l": rouge_l(prediction, example.answers) if example.answers else None}
@@ -87,10 +88,9 @@ COMPARED_TOKENS = 16
 
 @torch.no_grad()
 def answer_nll_nats(fusor: Fusor, fused: FusionResult, answer_ids: Sequence[int]) -> float:
-    """Negative log-likelihood of an answer after a prompt, summed over its tokens, by teacher forcing.
+    """Return the negative log-likelihood of an answer after a prompt, summed over the answer's tokens, by teacher forcing.
 
-    The first token is marked by the prompt's own logits, the others by one forward over a branch of its cache, which stays as
-    it is.
+    The prompt's own logits score the first token; one forward over a branch of the prompt's cache scores the others.
 
     Args:
         fusor: the model.
@@ -107,7 +107,7 @@ def answer_nll_nats(fusor: Fusor, fused: FusionResult, answer_ids: Sequence[int]
 
 
 def equal_greedy_tokens(full_ids: Sequence[int], method_ids: Sequence[int]) -> float:
-    """Share of full recompute's first 16 greedy tokens that the method gives too, see `equal_tokens_share`."""
+    """Return the share of full recompute's first 16 greedy tokens that the method generates too."""
     return equal_tokens_share(full_ids[:COMPARED_TOKENS], method_ids)
 
 
@@ -118,7 +118,7 @@ _RESAMPLES_AT_ONCE = 500  # bounds memory at 1,000 cases to 4 MB
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean of the paired differences and the bounds of its 95 % interval; None where one pair alone gives no interval."""
+    """Mean of the paired differences and the bounds of its 95 % interval; the bounds are None if there is a single pair."""
 
     mean: float
     low: float | None
@@ -126,7 +126,7 @@ class Difference:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Difference:
-    """`ours` minus `theirs`, case by case, by a percentile bootstrap over cases; the same arguments give the same interval."""
+    """`ours` minus `theirs`, case by case, with a percentile bootstrap over cases; deterministic for a seed."""
     differences_N = np.subtract(ours, theirs)
     mean = float(differences_N.mean())
     if len(differences_N) < 2:

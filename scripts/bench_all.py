@@ -95,7 +95,7 @@ class Bench:
         return table("model|prompt tokens|full prefill|" + "|".join(f"ratio {ratio:g}" for ratio in ratios), rows)
 
     def ratio(self) -> str:
-        """The loss by recompute ratio, of the default selection and of first tokens alone."""
+        """The loss by recompute ratio, of the default selection and of each chunk's first tokens."""
         rows: list[Sequence[object]] = []
         for model in self.models:
             found = self.eval("squad_shared", model, "blend,epic", 40, "--ratios", ",".join(map(str, RATIOS)))

@@ -1,4 +1,4 @@
-"""`cacheblend calibrate`: context, selector and ratio for a model on a user's documents, kept beside the store's profiles."""
+"""`cacheblend calibrate`: context, selector and ratio for a model on a user's documents, stored beside the store's profiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
 def calibrate(
     model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as `cacheblend ingest` takes it.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as for `cacheblend ingest`.")],
     questions: Annotated[
         str | None,
         typer.Option(
@@ -42,10 +42,10 @@ def calibrate(
         str, typer.Option(help=f"Comma-separated, of {', '.join(METHOD_OF_SELECTOR)}.")
     ] = "question_attention,gradual,first_tokens",
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5",
-    cases: Annotated[int, typer.Option(help="Questions, from the file's start, or made from so many chunks.")] = 16,
-    max_kl: Annotated[float, typer.Option(help="Most mean first-token KL from full recompute, nats.")] = Thresholds().max_kl,
+    cases: Annotated[int, typer.Option(help="Questions, from the file's start, or made from that many chunks.")] = 16,
+    max_kl: Annotated[float, typer.Option(help="Highest mean first-token KL from full recompute, nats.")] = Thresholds().max_kl,
     max_nll: Annotated[
-        float, typer.Option(help="Most mean NLL of the right answers above full recompute's, nats.")
+        float, typer.Option(help="Highest mean NLL of the right answers above full recompute's, nats.")
     ] = Thresholds().max_nll,
     top_k: Annotated[int, typer.Option(help="Chunks of a prompt.")] = SEARCHED_TOP_K,
     out: Annotated[
@@ -55,7 +55,7 @@ def calibrate(
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Measure what blending loses on your documents, and keep the cheapest setting within a loss; the service starts with it.
+    """Measure what blending loses on your documents, and store the cheapest setting within a loss; the service starts with it.
 
     Examples:
         cacheblend calibrate ./model ./handbook --store-dir ./store
@@ -89,7 +89,7 @@ def calibrate(
         allow_unverified=engine.allow_unverified,
     )
     run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"
-    make_folder(engine.profile_dir)  # what cannot be kept shows before it is measured
+    make_folder(engine.profile_dir)  # a folder that cannot be written shows before the measuring
     fusor = load_fusor(config)
     with terminal.progress_bars() as progress:
         run = run_calibration(config, thresholds, run_folder, fusor, selectors=measured, on_progress=progress)
@@ -114,7 +114,7 @@ def _as_json(run: CalibrationRun, path: Path) -> dict[str, object]:
 
 
 def _print(run: CalibrationRun, path: Path) -> None:
-    # Without a frame it stays whole on 80 columns.
+    # Without a frame the table fits on 80 columns.
     table = Table("context", "selector", "ratio", "KL", "at most", "NLL", "equal", "compute", "TTFT s", box=None)
     for setting in run.curves:
         found = setting.measures
@@ -139,7 +139,7 @@ def _print(run: CalibrationRun, path: Path) -> None:
         f"{chosen.measures.cases} questions; full recompute's first token after {run.full_ttft_s_median:.3f} s",
         f"chosen: context {chosen.context}, selector {chosen.selector}, ratio {chosen.ratio:g}: KL "
         f"{chosen.measures.first_token_kl_nats:.3f} nats" + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
-        f"kept in {path}; the run is in {run.folder}",
+        f"stored in {path}; the run is in {run.folder}",
     ]
     if not run.is_within:
         said.insert(2, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")

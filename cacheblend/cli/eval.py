@@ -65,7 +65,7 @@ Data = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", help="Most tokens of an answer; left out, what suits the data set.")
+    int | None, typer.Option("--max-tokens", help="Upper bound on an answer's tokens; left out, the data set's.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")]
 
@@ -88,7 +88,7 @@ class RunOptions(options.OptionGroup):
         Path | None,
         typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time."),
     ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out after its last whole case.")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out after its last complete case.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class PromptOptions(options.OptionGroup):
     prompt: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(PROMPTS)}: the model's chat template, or a plain text with worked examples; auto takes the "
+            help=f"{', '.join(PROMPTS)}: the model's chat template, or a plain text with worked examples; auto is the "
             "template where there is one.",
         ),
     ] = PROMPTS[0]
@@ -159,7 +159,7 @@ for _name, _set in DATA_SETS.items():
 @app.command("documents")
 @options.engine_options(only=options.OF_MODELS)
 def documents(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as `cacheblend ingest` takes it.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as for `cacheblend ingest`.")],
     questions: Annotated[
         str,
         typer.Option(
@@ -204,9 +204,8 @@ def report(
         cacheblend eval report runs/musique --figure loss.png
     """
     from cacheblend.eval.run.folder import RunFolder
-    from cacheblend.eval.run.loss_figure import draw_losses
+    from cacheblend.eval.run.report import draw_losses, summarize
     from cacheblend.eval.run.report import report as make_report
-    from cacheblend.eval.run.report import summarize
 
     if figure is not None and figure.suffix != ".png":
         raise ConfigError("figure", str(figure), "a .png")

@@ -20,11 +20,11 @@ BUSY_S = 30.0  # another run writes
 
 
 class CachingEmbedder:
-    """An embedder that asks another one for what it has not met; texts are kept as digests. It does without a broken file.
+    """An embedder that stores another one's vectors in a file, by a digest of the text. A broken file is not used.
 
     Args:
         embedder: the other one.
-        file: of the vectors, made when missing; None takes `embeddings.sqlite` in the user's cache folder.
+        file: of the vectors, made if missing; None is `embeddings.sqlite` in the user's cache folder.
     """
 
     def __init__(self, embedder: Embedder, file: Path | None = None) -> None:
@@ -71,7 +71,7 @@ class CachingEmbedder:
             with closing(self._open()) as database, database:
                 database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
         except (OSError, sqlite3.Error) as error:
-            logger.info("vectors are not kept in %s: %s", self._file, error)
+            logger.info("vectors are not stored in %s: %s", self._file, error)
 
     def _open(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._file, timeout=BUSY_S)

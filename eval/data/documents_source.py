@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s")
 
 
 def chunk_questions(chunks: Sequence[Chunk], cases: int | None) -> list[Example]:
-    """A question about each chunk of a sample, the same for the same chunks; in random order.
+    """Make a question about each chunk of a sample, in random order; deterministic for given chunks.
 
     Args:
         chunks: of all documents.
@@ -41,7 +41,7 @@ def chunk_questions(chunks: Sequence[Chunk], cases: int | None) -> list[Example]
 
 
 def topic(text: str) -> str:
-    """What a text is about: its first heading (Markdown), or else the first words of its first sentence."""
+    """Name the topic of a text: its first Markdown heading, or the first words of its first sentence."""
     heading = _HEADING.search(text)
     line = heading[1] if heading else _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
     return " ".join(line.split()[:TOPIC_WORDS]).strip(" .,:;!?#*|")
@@ -91,12 +91,12 @@ class DocumentsSource:
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Upper bound on the tokens of an answer."""
         return 32
 
     @property
     def count(self) -> int:
-        """So many requests at most; as many as the file has, where nobody said."""
+        """Upper bound on the number of requests; 0, for as many as the file has, if `cases` is None."""
         return self.cases or 0
 
     @property

@@ -42,7 +42,7 @@ def read_examples(path: Path) -> Iterator[Example]:
         for where, value in read_json_lines(path):
             yield _example(value, where)
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error}; give a whole UTF-8 file") from error
+        raise InputError(f"{path} cannot be read: {error}; give a complete UTF-8 file") from error
 
 
 def _example(raw: Any, where: str) -> Example:
@@ -83,7 +83,7 @@ class DataSet:
         source: where the original comes from.
         cases: cases of the paper's run, or of the file.
         wording: the words of its prompts.
-        new_tokens: most tokens of an answer.
+        new_tokens: upper bound on the tokens of an answer.
         searched: passages are split into chunks and searched; else every passage is a chunk, and all are used.
         split: passages are split into chunks, though not searched.
         prompt_tokens: longest prompt; None for the model's own limit.
@@ -150,7 +150,7 @@ def find_file(name: str, place: str | None) -> Path:
 
     Args:
         name: of the data set.
-        place: its file, a folder that has it, or the id ("owner/name") of a data set on the hub that has it; None takes the
+        place: its file, a folder that has it, or the id ("owner/name") of a data set on the hub that has it; None is the
             environment's `CACHEBLEND_DATA`.
 
     Raises:
@@ -223,12 +223,12 @@ class FileSource:
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Upper bound on the tokens of an answer."""
         return self._set.new_tokens
 
     @property
     def count(self) -> int:
-        """At most so many requests; the file may hold fewer."""
+        """Upper bound on the number of requests; the file may hold fewer."""
         return self.cases or self._set.cases
 
     @property
@@ -243,7 +243,7 @@ class FileSource:
         embedder: Embedder | None = None,
         on_corpus: Callable[[int, int], None] | None = None,
     ) -> Iterator[Request]:
-        """See `RequestSource.requests`; the whole file is read before the first request.
+        """Yield the requests, see `RequestSource`; the file is read to its end before the first request.
 
         Raises:
             InputError: the file is not there, or a line of it is no example.

@@ -13,7 +13,7 @@ from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION, Pr
 
 from .request import Request
 
-# How a prompt is laid out. "auto" takes the model's chat template where it has one, else a plain text with worked examples.
+# How a prompt is laid out. "auto" is the model's chat template, or a plain text with worked examples if it has none.
 PROMPTS = ("auto", "chat", "few-shot")
 
 
@@ -22,13 +22,13 @@ class Wording:
     """The words of a data set's prompts.
 
     Args:
-        instruction: in front of the passages.
-        question: what is asked; `{question}` stands for the example's own.
-        before_question: in front of it.
-        after_question: after it, where the model has no chat template.
+        instruction: text before the passages.
+        question: the question's form; `{question}` stands for the example's own.
+        before_question: text before the question.
+        after_question: text after the question if the model has no chat template.
         first_line: the answer ends at the first line break; models without a chat template go on with other questions.
         examples: questions and answers, worked in front of the passages of a plain text: they show a base model the answers'
-            form. They are part of the prompt's head, the same for every request and method.
+            form. They are part of the prompt's head, which all requests and methods share.
         prompt: one of `PROMPTS`.
     """
 
@@ -42,13 +42,13 @@ class Wording:
 
     @property
     def text_instruction(self) -> str:
-        """What stands in front of the passages of a plain text: the instruction, then the worked examples."""
+        """The instruction and the worked examples, which stand before the passages of a plain text."""
         asked = ((self.question.format(question=question), answer) for question, answer in self.examples)
         worked = (f"{self.before_question}{question}{self.after_question} {answer}\n\n" for question, answer in asked)
         return self.instruction + "".join(worked)
 
     def answer_in(self, text: str) -> str:
-        """The answer in a generated text."""
+        """Cut the answer out of a generated text."""
         text = text.strip()
         return text.split("\n", 1)[0].strip() if self.first_line else text
 
@@ -58,7 +58,7 @@ EXAMPLES = (
     ("How many legs does a spider have?", "eight"),
     ("Who looks after the books of a library?", "the librarian"),
 )
-# The paper's words (§7.1): they keep answers as short as the data sets' own.
+# The paper's words (§7.1): answers become as short as the data sets' own.
 SHORT_ANSWER = Wording(question="{question} Answer within 5 words.", examples=EXAMPLES)
 # A user's own questions, asked as the service asks them.
 OWN_QUESTION = Wording(examples=EXAMPLES)
@@ -89,15 +89,15 @@ class RequestSource(Protocol):
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Upper bound on the tokens of an answer."""
 
     @property
     def count(self) -> int:
-        """At most so many requests."""
+        """Upper bound on the number of requests; 0 if unknown."""
 
     @property
     def caches_all(self) -> bool:
-        """Whether each chunk of a request is cached before it comes, or only what earlier requests had."""
+        """Whether each chunk of a request is cached before the request comes; else only chunks of earlier requests are."""
 
     def requests(
         self,
@@ -106,18 +106,18 @@ class RequestSource(Protocol):
         embedder: Embedder | None = None,
         on_corpus: Callable[[int, int], None] | None = None,
     ) -> Iterator[Request]:
-        """The requests, in an order that the source alone fixes.
+        """Yield the requests, in an order that depends on nothing but the source.
 
         Args:
             tokenizer: the model's.
             limit: longest prompt in tokens; None for no limit.
-            embedder: in place of the retriever's own.
-            on_corpus: where all are searched in one corpus, called with its documents that are embedded and their number.
+            embedder: replaces the retriever's own.
+            on_corpus: if all requests search one corpus, called with the number of embedded documents and of all documents.
         """
 
 
 def prompt_renderer(tokenizer: Any, wording: Wording) -> PromptRenderer:
-    """Lays out the prompts of a wording for a model.
+    """Make the renderer of a wording's prompts for a model.
 
     Raises:
         ConfigError: a chat prompt is asked for, and the model has no chat template.
@@ -148,9 +148,9 @@ class Preset:
         chunk_tokens: tokens of a chunk.
         top_k: chunks of a prompt; None for 6 where they are searched, else for all that fit.
         chunking: "split": passages are split into chunks; "passage": each passage of a case, title and text, is one chunk, in
-            the file's order, without a search. None takes the data set's own.
-        order: of a prompt's chunks. "retrieval": nearest first, or the file's; "reversed"; "gold-middle": the first chunk in
-            which an answer stands moves to the middle. The chunks are the same in every order.
+            the file's order, without a search. None is the data set's own.
+        order: of a prompt's chunks. "retrieval": nearest first, or the file's; "reversed"; "gold-middle": the first chunk
+            that contains an answer moves to the middle. The order never changes which chunks there are.
         prompt: one of `PROMPTS`.
         shared_corpus: chunks are searched among all cases' passages, the cases come in random order, and only what an
             earlier case used is cached; else a case has its own passages, and each of its chunks is cached.
@@ -171,7 +171,7 @@ class Preset:
             if field == "top_k" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(field, value, "a whole number of at least 1")
+                raise ConfigError(field, value, "an integer of at least 1")
         for field, allowed in (("chunking", (None, *CHUNKINGS)), ("order", ORDERS), ("prompt", PROMPTS)):
             if getattr(self, field) not in allowed:
                 raise ConfigError(field, getattr(self, field), f"one of {', '.join(filter(None, allowed))}")

@@ -48,7 +48,7 @@ class CalibrationRun:
     """Measurements and choice of a calibration.
 
     Args:
-        calibration: the choice, to be kept.
+        calibration: the choice.
         is_within: it is within the thresholds; else no setting was, and it is the one of least KL.
         curves: every setting, full recompute left out.
         full_ttft_s_median: seconds to the first token of full recompute.

@@ -32,7 +32,7 @@ class RunFolder:
     """A folder of three files.
 
     `setup.json` holds the resolved configuration, model, machine and commit; `rows.jsonl` a line a case with every method in
-    it; `summary.json` what `summarize` gives, once the run is whole.
+    it; `summary.json` the result of `summarize`, once the run is complete.
 
     Args:
         path: the folder, as `create` or `resume` left it.
@@ -115,8 +115,8 @@ class RunFolder:
     def _drop_torn_line(self) -> None:
         file = self.path / ROWS
         if file.exists():
-            whole = file.read_bytes().rpartition(b"\n")[0]
-            os.truncate(file, len(whole) + 1 if whole else 0)
+            complete = file.read_bytes().rpartition(b"\n")[0]
+            os.truncate(file, len(complete) + 1 if complete else 0)
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
@@ -184,7 +184,7 @@ class EvalConfig:
         methods: names, see `METHODS`; differences are taken against full_recompute where it is among them.
         ratios: recompute ratios, 0..1, of the methods that take one.
         contexts: what the stored KV was computed after, of `CONTEXTS`, for the methods that reuse it.
-        max_new_tokens: most tokens of an answer; None takes the data set's.
+        max_new_tokens: upper bound on the tokens of an answer; None is the data set's.
         kv_cache_dtype: the codec that chunks' KV is stored with.
         device: a torch device.
         dtype: auto, float32, bfloat16 or float16.
@@ -219,7 +219,7 @@ class EvalConfig:
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Upper bound on the tokens of an answer."""
         return self.max_new_tokens or self.source.new_tokens
 
     def as_dict(self) -> dict[str, Any]:

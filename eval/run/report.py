@@ -1,7 +1,8 @@
-"""Runs as Markdown: a table a run, and runs side by side."""
+"""Runs as Markdown, a table for each and one side by side; and the picture of their losses against time."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend.base.errors import InputError
+from cacheblend.base.extras import needs_extra
 from cacheblend.eval.metrics import paired_difference
 
 from .folder import Row, RunFolder
@@ -33,11 +35,11 @@ def summarize(run: RunFolder) -> dict[str, Any]:
         model, `weights`, and how many cases were cut.
 
     Raises:
-        InputError: the folder is no run, or has no whole case.
+        InputError: the folder is no run, or has no complete case.
     """
     setup, rows = run.setup(), run.rows()
     if not rows:
-        raise InputError(f"{run.path} holds no whole case yet; go on with it by --resume")
+        raise InputError(f"{run.path} holds no complete case yet; go on with it by --resume")
     summary = {
         "run": str(run.path),
         "data_set": setup["config"]["source"]["data_set"],
@@ -110,7 +112,7 @@ def report(folders: Sequence[Path]) -> str:
     """Markdown tables of the runs, also of one that is not complete; with several, one more that compares them.
 
     Raises:
-        InputError: a folder is no run, or has no whole case.
+        InputError: a folder is no run, or has no complete case.
     """
     summaries = [summarize(RunFolder(folder)) for folder in folders]
     parts = [_run(summary) for summary in summaries]
@@ -218,3 +220,45 @@ def _number(value: float | None, digits: int = 3) -> str:
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+
+
+def draw_losses(folder: Path, name: str, summaries: Sequence[dict[str, Any]]) -> Path:
+    """Draw first-token KL from full recompute against TTFT: a panel a run, a line a method over its ratios.
+
+    Args:
+        folder: where `name.png` and `name.csv` are written.
+        name: of the files.
+        summaries: of runs that have full_recompute, which a dashed line stands for.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    with needs_extra("eval"):
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(5.5 * len(summaries), 4.0), layout="constrained")
+    axes = figure.subplots(1, len(summaries), squeeze=False)[0]
+    rows: list[tuple[object, ...]] = []
+    for axis, summary in zip(axes, summaries, strict=True):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for label, found in summary["methods"].items():
+            ttft_s, kl_nats = found["ttft_s_median"], found["first_token_kl_nats"]
+            rows.append((Path(summary["model"]).name, summary["data_set"], label, ttft_s, found["compute_share"], kl_nats))
+            if label == REFERENCE:
+                axis.axvline(ttft_s, linestyle="--", color="gray", label=REFERENCE)
+            else:
+                lines.setdefault(label.partition("@")[0], []).append((ttft_s, kl_nats))
+        for label, points in lines.items():
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        axis.grid(alpha=0.3)
+        axis.set_yscale("log")
+        axis.set_xlabel("TTFT, median (s)")
+        axis.set_ylabel("KL of the first token (nats)")
+        axis.set_title(f"{Path(summary['model']).name}, {summary['data_set']}, {summary['cases']} cases", fontsize="medium")
+    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    header = ("model", "data_set", "method", "ttft_s_median", "compute_share", "first_token_kl_nats")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    png = folder / f"{name}.png"
+    figure.savefig(png, dpi=150)
+    return png

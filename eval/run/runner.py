@@ -1,4 +1,4 @@
-"""A whole evaluation: requests through the methods, into a folder."""
+"""An evaluation: requests through the methods, into a folder."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CaseRunner:
         self._history.remember(request.prompt.chunks)
 
     def run(self, request: Request, index: int) -> Row:
-        """The case's row. Methods take turns at going first, so that none has the caches warmed by the same neighbour."""
+        """Run a case and return its row. Each method goes first in turn, so that none always follows one neighbour."""
         resident = self._resident(request)
         for method in self._methods.values():
             method.prepare(resident)
@@ -173,10 +173,10 @@ def evaluate(
     Args:
         config: what to run.
         folder: a new folder for the run; with `resume` the folder of one that was cut off.
-        resume: go on after the last whole case; the set-up must be the same.
+        resume: go on after the last complete case; the set-up must be equal.
         fusor: in place of the model that the config names.
         embedder: in place of the retriever's own.
-        on_progress: called with the stage, what of it is done, and how much it is.
+        on_progress: called with the stage, the work done, and all of its work.
 
     Raises:
         InputError: the folder exists, or is no run to go on with; no model or data set there; a line of it is no example.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,14 @@ def test_each_question_is_shown_as_it_is_answered(
     model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the next question is asked the one before stands on stdout with its answers and times, and `begin` before all."""
-    shown, compare = [], handbook_demo._compare
+    shown = list[str]()
 
-    def noted(*arguments: Any) -> AskedQuestion:
-        shown.append(capsys.readouterr().out)
-        return compare(*arguments)
+    def watched(*arguments: Any, **options: Any) -> Iterator[AskedQuestion]:
+        for asked in ask_handbook(*arguments, **options):
+            shown.append(capsys.readouterr().out)
+            yield asked
 
-    monkeypatch.setattr(handbook_demo, "_compare", noted)
+    monkeypatch.setattr(handbook_demo, "ask_handbook", watched)
     assert _on_tiny(model_dir) == 0
     first, second = shown
     assert "2 questions" in first

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from cacheblend.base.errors import MissingExtraError
 from cacheblend.blend.fidelity import relative_kv_error
-from cacheblend.eval.metrics import _scorer, exact_match, f1, paired_difference, rouge_l
+from cacheblend.eval.metrics import exact_match, f1, paired_difference, rouge_l, rouge_scorer
 
 WORDS = [
     "the",
@@ -90,7 +90,7 @@ def test_rouge_l_is_rouge_scores() -> None:
 def test_rouge_l_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rouge-score, which a plain install does not bring, the error says what to install."""
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    _scorer.cache_clear()
+    rouge_scorer.cache_clear()
     with pytest.raises(MissingExtraError, match=r"cacheblend\[eval\]"):
         rouge_l("a", ["a"])
 

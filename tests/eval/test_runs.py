@@ -172,7 +172,7 @@ def test_reports_compare_runs(config: EvalConfig, fusor: Fusor, embedder: FakeEm
     with pytest.raises(InputError, match="line 1 is broken"):
         report([tmp_path / "one"])
     (tmp_path / "one" / "rows.jsonl").write_text("")
-    with pytest.raises(InputError, match="no whole case"):
+    with pytest.raises(InputError, match="no complete case"):
         report([tmp_path / "one"])
 
 
