@@ -46,7 +46,7 @@ from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerE
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.chunk_contexts import chunk_context
 from cacheblend.service.engine.config import DTYPES, torch_dtype
-from cacheblend.service.engine.document_sources import DocumentStream, Shard
+from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import StoreConfig
 
@@ -135,14 +135,14 @@ class Bench:
             shutil.copytree(indexed, self.directory / "store" / indexed.name)
         with self.engine("store") as engine:
             started = time.perf_counter()
-            report = engine.ingest_stream(DocumentStream([str(self.file)], Shard()))
+            report = engine.ingest_stream(DocumentStream([str(self.file)]))
             assert report.tokens == self.tokens
         return time.perf_counter() - started  # closed, so the index is written too
 
     def index_alone(self) -> Path:
         """A folder with the index of all documents, and no KV."""
         with self.engine("indexed") as engine:
-            engine.retriever.add(DocumentStream([str(self.file)], Shard()))
+            engine.retriever.add(DocumentStream([str(self.file)]))
         return self.directory / "indexed" / "index"
 
 

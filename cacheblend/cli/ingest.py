@@ -18,9 +18,9 @@ import typer
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
+from cacheblend.integrations.ray.config import RayConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
-from cacheblend.service.engine.distributed import RayConfig, distributed_ingest
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport
+from cacheblend.service.engine.document_sources import DocumentStream, SourceReport
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.stream_size import StreamSize
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
@@ -63,10 +63,6 @@ def ingest(
     *,
     settings: options.Settings,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, however much disk the KV takes.")] = False,
-    shard: Annotated[
-        str,
-        typer.Option(metavar="I/N", help="Ingest the I-th of N shares; give each its own --store-dir, then `store merge`."),
-    ] = "1/1",
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and follow the folders' changes until Ctrl-C or SIGTERM.")
     ] = False,
@@ -91,8 +87,6 @@ def ingest(
 
         cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
 
-        cacheblend ingest passages.jsonl -m ./model -s ./store-2 --shard 2/4
-
         cacheblend ingest corpus/ "s3://bucket/corpus" -m ./model --ray local --ray-actors 2
 
         cacheblend ingest handbook/ --vllm http://localhost:8000
@@ -101,7 +95,7 @@ def ingest(
     if vllm.vllm is not None:
         if watch or ray.ray is not None:
             raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
-        with closing(DocumentStream(sources, Shard.parse(shard), WebFiles(allow_private=allow_private_urls))) as stream:
+        with closing(DocumentStream(sources, WebFiles(allow_private=allow_private_urls))) as stream:
             _ingest_into_vllm(stream, vllm, as_json=as_json)
         return
     if model is None:
@@ -109,13 +103,13 @@ def ingest(
     if ray.ray is not None:
         if watch:
             raise InputError("--watch cannot be given with --ray; run the command again after a change")
-        _ingest_on_ray(sources, ray, shard, context, model, store_dir, settings, yes=yes, as_json=as_json)
+        _ingest_on_ray(sources, ray, context, model, store_dir, settings, yes=yes, as_json=as_json)
         return
     if watch:
         from cacheblend.service.engine.folder_watch import check_folders
 
-        check_folders(sources, store_dir, shard)
-    stream = DocumentStream(sources, Shard.parse(shard), WebFiles(allow_private=allow_private_urls))
+        check_folders(sources, store_dir)
+    stream = DocumentStream(sources, WebFiles(allow_private=allow_private_urls))
     try:
         with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
             _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)
@@ -215,7 +209,6 @@ def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool
 def _ingest_on_ray(
     sources: Sequence[str],
     ray: RayConfig,
-    shard: str,
     context: typer.Context,
     model: str,
     store_dir: Path,
@@ -224,10 +217,11 @@ def _ingest_on_ray(
     yes: bool,
     as_json: bool,
 ) -> None:
-    ingest = distributed_ingest()
+    from cacheblend.integrations.ray.ingest import ingest_on_ray  # Ray may not be installed
+
     size = None  # of objects in a store, which cost money to read twice
     if not any("://" in source for source in sources):
-        with closing(DocumentStream(sources, Shard.parse(shard))) as stream:
+        with closing(DocumentStream(sources)) as stream:
             size = _measured(stream)
     with terminal.shown_stages():
         from cacheblend.blend.loading import kv_geometry, load_tokenizer
@@ -241,7 +235,7 @@ def _ingest_on_ray(
     try:
         # What Ray says of a process that died would stand before the JSON object.
         with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
-            report = ingest(sources, config, ray, shard=Shard.parse(shard), report=found, progress=progress)
+            report = ingest_on_ray(sources, config, ray, report=found, progress=progress)
     except KeyboardInterrupt:
         _tell_interrupted()
         raise

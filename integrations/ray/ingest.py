@@ -23,7 +23,7 @@ from cacheblend.base.progress import Progress
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Retriever
 from cacheblend.service.engine.config import EngineConfig, remember_settings
-from cacheblend.service.engine.document_sources import Shard, SourceReport
+from cacheblend.service.engine.document_sources import SourceReport
 from cacheblend.service.engine.documents import Documents
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.store import KVStore
@@ -31,17 +31,22 @@ from cacheblend.store import KVStore
 from .precompute_actor import Delivery, PrecomputeActor
 from .source_files import SourceFile, in_groups, list_files, read_batches, scheme_of
 
+with needs_extra("ray"):
+    import ray
+    import ray.data
+    from ray.data import ActorPoolStrategy, DataContext, ExecutionResources, TaskPoolStrategy
+
 if TYPE_CHECKING:
     from cacheblend.retriever import Embedder
-    from cacheblend.service.engine.distributed import RayConfig
     from cacheblend.service.engine.ingest import EncodedBatch
 
-logger = logging.getLogger(__name__)
+    from .config import RayConfig
+
 LOCAL = "local"
 READERS = 2  # tasks that read files at once; one reads megabytes a second, of which an actor computes kilobytes
 WAITING_PER_ACTOR = 2  # batches that an actor was given: one that it encodes, and the next
-MAX_DEATHS = 10  # of actors over one batch: one that takes all memory kills each of them, and Ray would go on for ever
-CONNECT_S = 5.0  # that a cluster may take to answer
+MAX_DEATHS = 10  # of actors over one batch: one that needs all memory kills each of them, and Ray would go on for ever
+CONNECT_S = 5.0  # in which a cluster must answer
 BUFFERED_BYTES = 64 * 2**20  # of batches that were read, and of those encoded that wait to be put into the index
 
 
@@ -50,21 +55,20 @@ def ingest_on_ray(
     config: EngineConfig,
     settings: RayConfig,
     *,
-    shard: Shard = Shard(),  # noqa: B008  # immutable
     report: SourceReport | None = None,
     progress: Progress | None = None,
     embedder: Embedder | None = None,
 ) -> IngestReport:
-    """Split, index and precompute the documents of files in actors; see `DistributedIngest`.
+    """Split, index and precompute the documents of files in actors; what is stored already is skipped.
 
-    Documents come into the index a batch at a time, each batch whole or not at all, when the KV of its chunks is durable.
+    Documents come into the index a batch at a time, each batch whole or not at all, when the KV of its chunks is durable. If it
+    ends early, the same call goes on from there.
 
     Args:
         sources: see `list_files`; paths are read on this machine.
         config: of the engine that is to use the KV.
         settings: the cluster, and its part for this.
-        shard: ingests only the documents of this share.
-        report: takes files and documents that could not be used.
+        report: receives files and documents that could not be used.
         progress: follows the ingest, a batch at a time.
         embedder: in place of the one that the config names; must be picklable.
 
@@ -74,16 +78,15 @@ def ingest_on_ray(
         CacheBlendError: an actor could not go on.
     """
     # 1. Find the files, before anything is started.
-    with needs_extra("ray"):
-        import ray.data  # noqa: F401  # before anything is read
     started, report, progress = time.perf_counter(), report or SourceReport(), progress or Progress()
     files = list_files(sources, report.skipped)
     config = _absolute(config)
     tokenizer = load_tokenizer(config.model)
     if tokenizer is None:
         raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
+    total, evicted, done = IngestReport(), 0, dict[str, str]()
     with ExitStack() as opened:
-        # 2. Open index and store; of the model the tokenizer alone is loaded here.
+        # 2. Open index and store; of the model only the tokenizer is loaded here.
         store = opened.enter_context(KVStore(config.store_config()))
         retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
         documents = Documents(retriever, store)
@@ -91,103 +94,94 @@ def ingest_on_ray(
         versions = {document.id: document.version for document in retriever.documents() if not document.damaged}
         # 3. Have batches encoded, and put each into the index as it comes.
         node = opened.enter_context(_cluster(settings))
-        total, evicted, done = IngestReport(), 0, dict[str, str]()
-        deliveries = opened.enter_context(closing(_deliveries(files, config, settings, shard, versions, embedder, node)))
+        deliveries = opened.enter_context(closing(_deliveries(files, config, settings, versions, embedder, node)))
         for delivery in deliveries:
-            report.faults.update(delivery.faults)
-            report.skipped.update(delivery.skipped)
-            if delivery.error:
-                raise CacheBlendError(f"an actor could not go on: {delivery.error}")
-            if delivery.encoded is None:
-                continue
-            is_here = delivery.node == node
-            if not is_here and config.store.remote is None:
-                allowed = "a cluster of this machine alone, unless --remote names a tier that all machines share"
-                raise ConfigError("ray", settings.ray, allowed)
-            total += _put(delivery.encoded, documents, versions, done, report)
-            evicted += sum(key not in store for key in delivery.encoded.distinct_keys) if is_here else 0
-            progress.documents, progress.tokens = total.documents, total.tokens
-            progress.note_batch()
-        if not total.documents and not report.faults:
-            raise InputError(f"no documents to ingest in {', '.join(sources)}")
+            if (batch := _checked(delivery, report, config, settings, node)) is not None:
+                total += _commit(batch, documents, versions, done, report)
+                evicted += sum(key not in store for key in batch.distinct_keys) if delivery.node == node else 0
+                progress.documents, progress.tokens = total.documents, total.tokens
+                progress.note_batch()
+    if not total.documents and not report.faults:
+        raise InputError(f"no documents to ingest in {', '.join(sources)}")
     return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
 
-def _put(
-    encoded: EncodedBatch,
-    documents: Documents,
-    versions: Mapping[str, str],
-    done: dict[str, str],
-    report: SourceReport,
+def _checked(
+    delivery: Delivery, report: SourceReport, config: EngineConfig, settings: RayConfig, node: str
+) -> EncodedBatch | None:
+    """The batch of a delivery, whose KV is where the engine will find it; None for files without documents."""
+    report.faults.update(delivery.faults)
+    report.skipped.update(delivery.skipped)
+    if delivery.error:
+        raise CacheBlendError(f"an actor could not go on: {delivery.error}")
+    if delivery.batch is not None and delivery.node != node and config.store.remote is None:
+        allowed = "a cluster of this machine, unless --remote names a tier that all machines share"
+        raise ConfigError("ray", settings.ray, allowed)
+    return delivery.batch
+
+
+def _commit(
+    batch: EncodedBatch, documents: Documents, versions: Mapping[str, str], done: dict[str, str], report: SourceReport
 ) -> IngestReport:
     """Put a batch into the index, without the documents that were changed meanwhile by others, or by this ingest itself.
 
     Args:
-        encoded: the batch.
+        batch: whose KV is durable.
         documents: receive it.
         versions: of the documents that the index held at the start.
-        done: documents of this ingest, by id; gets those of the batch.
-        report: takes the documents that are left out.
+        done: versions of this ingest's documents so far; those of the batch are added.
+        report: receives the documents that are left out.
     """
-    for id_ in [id_ for id_, new in encoded.embedded.items() if done.get(id_) == new.document.version]:
-        del encoded.embedded[id_]  # the same text stood in two files
+    for id_ in [id_ for id_, new in batch.embedded.items() if done.get(id_) == new.document.version]:
+        del batch.embedded[id_]  # the same text stood in two files
     while True:
-        before = {document.id: versions.get(document.id) for document in encoded.documents}
+        before = {document.id: versions.get(document.id) for document in batch.documents}
         try:
-            put = documents.commit(encoded, before)
+            made = documents.commit(batch, before)
             break
         except DocumentChangedError as error:
             id_ = error.document_id
-            why = f"another document has the id {id_!r}; rename it" if id_ in done else str(error)
-            report.faults[id_] = why
-            encoded.leave_out(id_)
-    assert put is not None, "no chunk was asked for"
-    done |= {document.id: document.version for document in encoded.documents}
-    return put
+            report.faults[id_] = f"another document has the id {id_!r}; rename it" if id_ in done else str(error)
+            batch.leave_out(id_)
+    assert made is not None, "no chunk was asked for"
+    done |= {document.id: document.version for document in batch.documents}
+    return made
 
 
 def _deliveries(
     files: Sequence[SourceFile],
     config: EngineConfig,
     settings: RayConfig,
-    shard: Shard,
     versions: Mapping[str, str],
     embedder: Embedder | None,
     node: str,
 ) -> Generator[Delivery, None, None]:
-    """What actors make of the files, in whatever order; few batches are under way at any time."""
-    import ray
-    from ray.data import ActorPoolStrategy, ExecutionResources, TaskPoolStrategy
-
-    context = ray.data.DataContext.get_current().copy()
+    """Batches as actors finish them, in whatever order; few are under way at any time."""
+    context = DataContext.get_current().copy()
     context.target_max_block_size = 1  # a batch is a block: it goes on when it is done
     context.execution_options.resource_limits = ExecutionResources(object_store_memory=BUFFERED_BYTES)
     context.enable_progress_bars = False
-    with ray.data.DataContext.current(context):
-        # Paths are of this machine; objects can be read from any.
-        is_here = any(not scheme_of(file.name) for file in files)
-        where = {"ray.io/node-id": node} if is_here else None
+    batch_documents = settings.ray_batch_documents
 
-        batch_documents = settings.ray_batch_documents
+    def read(row: dict[str, Any]) -> Iterator[dict[str, list[bytes]]]:
+        for group in row["files"]:
+            for batch in read_batches(pickle.loads(group), batch_documents):
+                yield {"batch": [pickle.dumps(batch)]}
 
-        def read(row: dict[str, Any]) -> Iterator[dict[str, list[bytes]]]:
-            for group in row["files"]:
-                for batch in read_batches(pickle.loads(group), shard, batch_documents):
-                    yield {"batch": [pickle.dumps(batch)]}
-
+    with DataContext.current(context):
         groups = [{"files": pickle.dumps(group)} for group in in_groups(files, batch_documents)]
+        is_here = any(not scheme_of(file.name) for file in files)  # paths are of this machine; objects are read from any
         rows = (
             ray.data.from_items(groups)
-            # No CPU is asked for, since actors may have taken them all.
             .map_batches(
                 read,
                 batch_size=1,
                 compute=TaskPoolStrategy(size=min(READERS, len(groups))),
-                num_cpus=0,
-                label_selector=where,
+                num_cpus=0,  # actors may have all of them
+                label_selector={"ray.io/node-id": node} if is_here else None,
             )
             .map(
-                cast(Any, PrecomputeActor),  # Ray's types know functions alone
+                cast(Any, PrecomputeActor),  # Ray's types know only functions
                 fn_constructor_args=(config, [ray.put(dict(versions))], embedder),
                 compute=ActorPoolStrategy(size=settings.ray_actors, max_tasks_in_flight_per_actor=WAITING_PER_ACTOR),
                 num_cpus=settings.ray_cpus,
@@ -205,15 +199,13 @@ def _deliveries(
 
 @contextmanager
 def _cluster(settings: RayConfig) -> Iterator[str]:
-    """A connection to the cluster, or one of this machine for the time of the block; gives the id of this node.
+    """A connection to the cluster, or one of this machine for the time of the block; yields the id of this node.
 
-    Where this process is connected already, as in a notebook, that is used, and stays.
+    A connection that this process has already, as in a notebook, is used and stays.
 
     Raises:
         ConfigError: there is no cluster at the address.
     """
-    import ray
-
     _hush()
     if ray.is_initialized():
         yield ray.get_runtime_context().get_node_id()
@@ -240,8 +232,8 @@ def _reach(address: str) -> None:
     """Find out whether anybody listens at an address: Ray would try for a minute, and then end the process.
 
     Raises:
-        OSError: nobody does.
-        ValueError: it is no address.
+        OSError: nobody listens.
+        ValueError: the address has no port.
     """
     if address in (LOCAL, "auto"):
         return
@@ -253,8 +245,6 @@ def _reach(address: str) -> None:
 
 def _hush() -> None:
     """No advice and no progress of Ray's between ours; its own log files have them."""
-    import ray.data  # noqa: F401  # makes the logger's handlers
-
     for name in ("ray", "ray.data"):
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):

@@ -1,13 +1,12 @@
-"""The actor of an ingest on Ray: with a model, an embedder and a store of its own it encodes batches of documents.
+"""The actor of an ingest on Ray: it encodes batches of documents with a model, an embedder and a store of its own.
 
-It does with a batch what the local ingest does (`DocumentEncoder`), but for the change of the documents: the driver makes that.
+It does with a batch what the local ingest does (`DocumentEncoder`), up to the commit: the driver makes that.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
 import pickle
 import time
 from collections.abc import Mapping
@@ -39,20 +38,18 @@ class Delivery:
     """Outcome of a batch.
 
     Args:
-        encoded: its documents, whose KV is durable, in the remote tier where there is one; None for none, or an error.
+        batch: documents whose KV is durable, in the remote tier if there is one; None for no documents, or an error.
         faults: see `SourceReport`.
         skipped: see `SourceReport`.
         error: why the batch could not be done.
-        node: of the cluster, where its KV is.
-        process: that did it.
+        node: of the cluster, where the KV is.
     """
 
-    encoded: EncodedBatch | None = None
+    batch: EncodedBatch | None = None
     faults: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
     node: str
-    process: int = field(default_factory=os.getpid)
 
 
 class PrecomputeActor:
@@ -87,29 +84,30 @@ class PrecomputeActor:
         delivery = Delivery(faults=batch.faults, skipped=batch.skipped, node=self._node)
         if batch.documents:
             try:
-                delivery = replace(delivery, encoded=self._encode(batch))
+                delivery = replace(delivery, batch=self._encode(batch))
             except CacheBlendError as error:
                 delivery = replace(delivery, error=str(error))
         return {"delivery": pickle.dumps(delivery)}
 
-    def _encode(self, batch: ReadBatch) -> EncodedBatch:
+    def _encode(self, read: ReadBatch) -> EncodedBatch:
         progress = Progress()
-        given = {document.id: document for document in batch.documents}
+        given = {document.id: document for document in read.documents}
         changed = [document for document in given.values() if self._versions.get(document.id) != document.version]
-        encoded = self._encoder.split(batch.documents, changed, progress)
-        self._encoder.compute(encoded, set(encoded.distinct_keys) - encoded.found, progress)
-        share(self._store, self._encoder, encoded)
-        return replace(encoded, chunks={})  # which stand in `embedded` as well
+        batch = self._encoder.split(read.documents, changed, progress)
+        self._encoder.compute(batch, set(batch.distinct_keys) - batch.found, progress)
+        share(self._store, self._encoder, batch)
+        return replace(batch, chunks={})  # which stand in `embedded` as well
 
 
-def share(store: KVStore, encoder: DocumentEncoder, encoded: EncodedBatch) -> None:
+def share(store: KVStore, encoder: DocumentEncoder, batch: EncodedBatch) -> None:
     """Wait until the remote tier has the KV of every chunk of a batch.
 
-    What it had no room for on the way is sent now, and what the disk here has evicted meanwhile is computed again. A remote
-    that does not answer is asked again after each of `PAUSES_S`: it may be restarting, and the work of hours depends on it.
+    Entries that were dropped on the way are sent now, and entries that the disk here has evicted meanwhile are computed again.
+    A remote tier that does not answer is asked again after each of `PAUSES_S`: it may be restarting, and the work of hours
+    depends on it.
 
     Raises:
-        RemoteError: it still does not take it.
+        RemoteError: the remote tier still refuses, or does not answer.
         StoreFullError: the disk is full.
     """
     if not store.has_remote:
@@ -117,13 +115,13 @@ def share(store: KVStore, encoder: DocumentEncoder, encoded: EncodedBatch) -> No
     store.flush_remote(store.config.remote_timeout_s)
     for pause_s in (*PAUSES_S, None):
         try:
-            lost = store.share(encoded.distinct_keys).lost
+            lost = store.share(batch.distinct_keys).lost
             if not lost:
                 return
             why = f"{len(lost)} chunks were evicted from the disk before the remote tier had them"
-            again = replace(encoded, computed=[], tokens=0)
+            again = replace(batch, computed=[], tokens=0)
             encoder.compute(again, lost, Progress())
-            encoded.tokens += again.tokens
+            batch.tokens += again.tokens
         except RemoteError as error:
             why = str(error)
         if pause_s is None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Document
 from cacheblend.service.engine import document_sources, ingest
+from cacheblend.service.engine.document_sources import SourceReport
 from cacheblend.service.engine.file_converter import FileConverter
 
-if TYPE_CHECKING:
-    from cacheblend.service.engine.document_sources import Shard
-
-OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs")  # what pyarrow opens by URL
+OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs")  # schemes of URLs that pyarrow opens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +38,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """Documents that one actor takes at once, and the files that gave none, with the reason."""
+    """Documents for one actor, and the files that gave none, with the reason."""
 
     documents: Sequence[Document] = ()
     faults: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +56,7 @@ def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFi
 
     Args:
         sources: files, folders and patterns, or URLs of an object, or of all below a prefix.
-        skipped: takes what is left out, and why.
+        skipped: receives the files that are left out, and why.
 
     Raises:
         InputError: a source does not exist, holds nothing, or is of a kind that cannot be read in another process.
@@ -71,12 +68,9 @@ def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFi
         elif source == document_sources.STANDARD_INPUT or scheme_of(source):
             raise InputError(f"{source} cannot be ingested with --ray; save it as a file, or ingest it without")
         else:
-            found = document_sources.source_files(source, skipped)
             is_found = not Path(source).is_file()
-            files += [
-                SourceFile(name=str(path.absolute()), id=id_, bytes=path.stat().st_size, is_found=is_found)
-                for path, id_ in found
-            ]
+            for path, id_ in document_sources.source_files(source, skipped):
+                files.append(SourceFile(name=str(path.absolute()), id=id_, bytes=path.stat().st_size, is_found=is_found))
     return files
 
 
@@ -92,38 +86,35 @@ def in_groups(files: Sequence[SourceFile], batch_documents: int) -> Iterator[lis
         yield group
 
 
-def read_batches(files: Sequence[SourceFile], shard: Shard, batch_documents: int) -> Iterator[ReadBatch]:
+def read_batches(files: Sequence[SourceFile], batch_documents: int) -> Iterator[ReadBatch]:
     """Batches of the documents of files, as the local ingest makes them; memory holds one.
 
-    A file that cannot be used is a fault, and the others are read. What stands in it before the fault is given.
+    A file that cannot be used is a fault, and the others are read. Its documents before the fault are ingested.
     """
-    faults: dict[str, str] = {}
-    skipped: dict[str, str] = {}
+    report = SourceReport()
+    with closing(FileConverter()) as converter:
+        for batch in ingest.batches(_documents(files, converter, report), batch_documents):
+            yield ReadBatch(batch)
+    if report.faults or report.skipped:
+        yield ReadBatch((), report.faults, report.skipped)
 
-    def documents() -> Iterator[Document]:
-        versions: dict[str, str] = {}
-        converter = FileConverter()
+
+def _documents(files: Sequence[SourceFile], converter: FileConverter, report: SourceReport) -> Iterator[Document]:
+    versions: dict[str, str] = {}
+    for file in files:
         try:
-            for file in files:
-                try:
-                    for document in _documents(file, converter, skipped):
-                        if versions.setdefault(document.id, document.version) != document.version:
-                            faults[f"{file.name}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
-                        elif shard.holds(document.id):
-                            yield document
-                except (CacheBlendError, OSError) as error:
-                    why = str(error) if isinstance(error, CacheBlendError) else f"{file.name}: {error.strerror or error}"
-                    faults[file.name] = why
-        finally:
-            converter.close()
-
-    for batch in ingest.batches(documents(), batch_documents):
-        yield ReadBatch(batch)
-    if faults or skipped:
-        yield ReadBatch((), faults, skipped)
+            for document in _documents_of(file, converter, report.skipped):
+                if versions.setdefault(document.id, document.version) == document.version:
+                    yield document
+                else:
+                    report.faults[f"{file.name}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
+        except CacheBlendError as error:
+            report.faults[file.name] = str(error)
+        except OSError as error:
+            report.faults[file.name] = f"{file.name}: {error.strerror or error}"
 
 
-def _documents(file: SourceFile, converter: FileConverter, skipped: dict[str, str]) -> Iterator[Document]:
+def _documents_of(file: SourceFile, converter: FileConverter, skipped: dict[str, str]) -> Iterator[Document]:
     of_unknown_kind = skipped if file.is_found else None
     if not scheme_of(file.name):
         yield from map(Document.of, document_sources.file_documents(Path(file.name), file.id, converter, of_unknown_kind))
@@ -135,8 +126,8 @@ def _documents(file: SourceFile, converter: FileConverter, skipped: dict[str, st
         yield from map(Document.of, found)
 
 
-def _objects(url: str) -> Iterator[SourceFile]:
-    """An object, or all below a prefix but those whose names begin with a dot; raises InputError where there is none."""
+def _objects(url: str) -> list[SourceFile]:
+    """An object, or all below a prefix but those whose names begin with a dot; raises InputError if there is none."""
     with needs_extra("ray"):
         from pyarrow import ArrowException
         from pyarrow.fs import FileSelector, FileSystem, FileType
@@ -150,14 +141,14 @@ def _objects(url: str) -> Iterator[SourceFile]:
         raise InputError(f"{url} cannot be listed: {error}") from error
     root = path.rstrip("/") if is_found else path.rpartition("/")[0]
     before = url[: url.index("://") + 3]
-    found = False
+    files = []
     for one in sorted(infos, key=lambda one: str(one.path)):
         id_ = one.path.removeprefix(root).lstrip("/")
         if one.type == FileType.File and not any(part.startswith(".") for part in id_.split("/")):
-            found = True
-            yield SourceFile(name=before + one.path, id=id_, bytes=one.size, is_found=is_found)
-    if not found:
+            files.append(SourceFile(name=before + one.path, id=id_, bytes=one.size, is_found=is_found))
+    if not files:
         raise InputError(f"{url} holds no object; name one, or a prefix that has some below it")
+    return files
 
 
 @contextmanager

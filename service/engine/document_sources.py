@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import codecs
 import glob
-import hashlib
 import io
 import logging
 import mimetypes
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
+from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Document
 
@@ -50,34 +48,6 @@ _ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "shift
 _CONTROL_BYTES = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The `index`-th of `count` shares, counted from 1. A document's share follows from its id alone, in whatever order.
-
-    Raises:
-        ConfigError: there is no such share.
-    """
-
-    index: int = 1
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.index <= self.count:
-            raise ConfigError("shard", f"{self.index}/{self.count}", "i/n with i from 1 to n, such as 2/4")
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """Read "i/n"; raises as the class does."""
-        if (found := re.fullmatch(r"(\d+)/(\d+)", text)) is None:
-            raise ConfigError("shard", text, "i/n with i from 1 to n, such as 2/4")
-        return cls(int(found[1]), int(found[2]))
-
-    def holds(self, document_id: str) -> bool:
-        """Whether the document is of this share."""
-        digest = hashlib.sha256(document_id.encode()).digest()
-        return int.from_bytes(digest, "big") % self.count == self.index - 1
-
-
 @dataclass(slots=True)
 class SourceReport:
     """Files that gave no documents, and why.
@@ -104,7 +74,6 @@ class DocumentStream:
 
     Args:
         sources: see `read_documents`; beside that URLs, each of which is fetched once.
-        shard: gives only the documents of this share.
         web: fetches URLs.
 
     Attributes:
@@ -112,8 +81,8 @@ class DocumentStream:
         report: what was left out.
     """
 
-    def __init__(self, sources: Sequence[str], shard: Shard, web: WebFiles | None = None) -> None:
-        self._sources, self._shard = sources, shard
+    def __init__(self, sources: Sequence[str], web: WebFiles | None = None) -> None:
+        self._sources = sources
         self._web = web or WebFiles()
         self._goes_on = len(sources) > 1 or any(_is_many(source) for source in sources)
         self._converter = FileConverter()
@@ -128,14 +97,12 @@ class DocumentStream:
         """
         if STANDARD_INPUT in self._sources:
             return None
-        documents = characters = given = 0
+        documents = characters = 0
         sample = TextSample()
         for document in self._documents():
-            given += 1
-            if self._shard.holds(document.id):
-                documents, characters = documents + 1, characters + len(document.text)
-                sample.add(document.text)
-        if not given:
+            documents, characters = documents + 1, characters + len(document.text)
+            sample.add(document.text)
+        if not documents:
             skipped = [f"{name}: {why}" for name, why in self.report.skipped.items()]
             whys = [*self.report.faults.values(), *skipped]
             more = [f"and {len(whys) - 5:,} more"] if len(whys) > 5 else []
@@ -144,9 +111,8 @@ class DocumentStream:
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents():
-            if self._shard.holds(document.id):
-                self.characters += len(document.text)
-                yield document
+            self.characters += len(document.text)
+            yield document
 
     def close(self) -> None:
         """End the process that converts files, and remove those that were fetched."""

@@ -157,7 +157,7 @@ class FolderWatch:
             self.faults[name] = str(error) if isinstance(error, CacheBlendError) else f"{name}: {error.strerror or error}"
 
 
-def check_folders(sources: Sequence[str], store_dir: Path, shard: str) -> None:
+def check_folders(sources: Sequence[str], store_dir: Path) -> None:
     """Refuse to watch a source that is no folder, holds the store, or is read in shares.
 
     Raises:
@@ -168,5 +168,3 @@ def check_folders(sources: Sequence[str], store_dir: Path, shard: str) -> None:
             raise InputError(f"--watch follows folders, and {source} is none; ingest files, patterns and URLs without it")
         if store_dir.resolve().is_relative_to(source.resolve()):
             raise InputError(f"--watch: the store {store_dir} lies in {source} and would be read; give another --store-dir")
-    if shard != "1/1":
-        raise InputError("--watch does not go with --shard; watch each share's folder by itself")

@@ -21,14 +21,15 @@ pytest.importorskip("ray", reason="ray is not installed; run `make check-ray`")
 from engines import CHUNK_TOKENS, make_model
 from fakes import FakeEmbedder
 
-from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
+from cacheblend.base.progress import Progress
 from cacheblend.integrations.ray import ingest
+from cacheblend.integrations.ray.config import RayConfig
 from cacheblend.integrations.ray.ingest import ingest_on_ray
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.distributed import RayConfig
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport
+from cacheblend.service.engine.document_sources import DocumentStream, SourceReport
 from cacheblend.store import KVStore, StoreConfig
 
 # Ray starts processes, and warns, in ways of its own.
@@ -103,12 +104,13 @@ def test_as_the_local_ingest(configure: Callable[..., EngineConfig], corpus: Pat
     """Actors leave what the local ingest leaves in index and store; a second run, with a changed document, adds that alone."""
     report, steps = SourceReport(), list[tuple[int, int]]()
 
-    def progress(documents: int, tokens: int) -> None:
-        steps.append((documents, tokens))
+    class Steps(Progress):
+        def note_batch(self) -> None:
+            steps.append((self.documents, self.tokens))
 
     config, local = configure(), configure("local")
-    first = ingest_on_ray([str(corpus)], config, ON_RAY, report=report, on_progress=progress, embedder=FakeEmbedder())
-    stream = DocumentStream([str(corpus)], Shard())
+    first = ingest_on_ray([str(corpus)], config, ON_RAY, report=report, progress=Steps(), embedder=FakeEmbedder())
+    stream = DocumentStream([str(corpus)])
     with Engine(local, embedder=FakeEmbedder()) as engine:
         expected = engine.ingest_stream(stream)
         chunks = {(chunk.document_id, chunk.position): chunk for chunk in engine.retriever.chunks()}
@@ -218,3 +220,13 @@ def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
     assert actors
     assert not [actor for actor in actors if Path(f"/proc/{actor}").exists()]
     assert 1 <= indexed() < len(MANY)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "somewhere"])
+def test_no_cluster(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address at which nothing listens, or that is none, is refused at once, while Ray would wait for a minute."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match="HOST:PORT"), ingest._cluster(replace(ON_RAY, ray=address)):
+        pass

@@ -10,10 +10,9 @@ import pytest
 
 from cacheblend.base.errors import ConfigError, InputError, MissingExtraError
 from cacheblend.cli.main import app
-from cacheblend.integrations.ray.ingest import _reach
+from cacheblend.integrations.ray.config import RayConfig
 from cacheblend.integrations.ray.source_files import ReadBatch, in_groups, list_files, read_batches
-from cacheblend.service.engine.distributed import RayConfig
-from cacheblend.service.engine.document_sources import DocumentStream, Shard
+from cacheblend.service.engine.document_sources import DocumentStream
 
 
 @pytest.fixture
@@ -32,15 +31,15 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def read(folder: Path, batch_documents: int, shard: Shard = Shard()) -> list[ReadBatch]:  # noqa: B008  # immutable
+def read(folder: Path, batch_documents: int) -> list[ReadBatch]:
     files = list_files([str(folder)], {})
-    return [batch for group in in_groups(files, batch_documents) for batch in read_batches(group, shard, batch_documents)]
+    return [batch for group in in_groups(files, batch_documents) for batch in read_batches(group, batch_documents)]
 
 
 @pytest.mark.parametrize("batch_documents", [1, 2, 64])
 def test_batches_are_the_stream_s_documents(corpus: Path, batch_documents: int) -> None:
     """The batches hold the documents of the local ingest, and name the same files that gave none."""
-    stream = DocumentStream([str(corpus)], Shard())
+    stream = DocumentStream([str(corpus)])
     expected = list(stream)
     found = read(corpus, batch_documents)
     documents = [document for batch in found for document in batch.documents]
@@ -59,13 +58,6 @@ def test_small_files_fill_a_batch(corpus: Path) -> None:
     assert [[document.id for document in batch.documents] for batch in read(corpus / "sub", 64)] == [
         ["0.txt", "1.txt", "2.txt"]
     ]
-
-
-def test_shares_of_batches(corpus: Path) -> None:
-    """Every document is of one share, as in the local ingest."""
-    shares = [{one.id for batch in read(corpus, 64, Shard(index, 2)) for one in batch.documents} for index in (1, 2)]
-    assert not shares[0] & shares[1]
-    assert shares[0] == {document.id for document in DocumentStream([str(corpus)], Shard(1, 2))}
 
 
 def test_two_texts_of_one_id(tmp_path: Path) -> None:
@@ -106,13 +98,6 @@ def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not store.exists()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "somewhere"])
-def test_no_cluster(address: str) -> None:
-    """An address at which nothing listens, or that is none, is refused at once, where Ray would wait for a minute."""
-    with pytest.raises((OSError, ValueError)):
-        _reach(address)
-
-
 def test_objects_are_read_as_files_are(corpus: Path) -> None:
     """Objects below a prefix of a URL give the documents of the same files in a folder."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'cacheblend[ray]'")
@@ -128,8 +113,8 @@ def test_objects_are_read_as_files_are(corpus: Path) -> None:
         "sub/1.txt",
         "sub/2.txt",
     ]
-    found = [one for batch in read_batches(files, Shard(), 64) for one in batch.documents]
-    expected = list(DocumentStream([str(corpus)], Shard()))
+    found = [one for batch in read_batches(files, 64) for one in batch.documents]
+    expected = list(DocumentStream([str(corpus)]))
     assert {(one.id, one.title, one.text) for one in found} == {(one.id, one.title, one.text) for one in expected}
     (file,) = source_files._objects(f"file://{corpus}/lines.jsonl")
     assert (file.id, file.is_found) == ("lines.jsonl", False)
@@ -148,11 +133,11 @@ def test_parquet(tmp_path: Path) -> None:
         "more": [1.0] * 100,
     }
     parquet.write_table(arrow.table(rows), tmp_path / "rows.parquet")
-    documents = list(DocumentStream([str(tmp_path / "rows.parquet")], Shard()))
+    documents = list(DocumentStream([str(tmp_path / "rows.parquet")]))
     assert [(one.id, one.title, one.text) for one in documents] == [(str(number), "", f"row {number}") for number in range(100)]
     parquet.write_table(arrow.table({"words": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(InputError, match="no column 'text'; its columns are words"):
-        list(DocumentStream([str(tmp_path / "other.parquet")], Shard()))
+        list(DocumentStream([str(tmp_path / "other.parquet")]))
     (tmp_path / "damaged.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
     with pytest.raises(InputError, match="no Parquet file"):
-        list(DocumentStream([str(tmp_path / "damaged.parquet")], Shard()))
+        list(DocumentStream([str(tmp_path / "damaged.parquet")]))

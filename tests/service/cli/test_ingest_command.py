@@ -6,10 +6,12 @@ import io
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from command_line import CommandLine
@@ -50,7 +52,9 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
         taken.append(config.kv_cache_dtype)
         return IngestReport()
 
-    monkeypatch.setattr("cacheblend.cli.ingest.distributed_ingest", lambda: distributed)
+    monkeypatch.setitem(
+        sys.modules, "cacheblend.integrations.ray.ingest", cast(ModuleType, SimpleNamespace(ingest_on_ray=distributed))
+    )
     here = run.on_store("ingest", str(passages)).err
     estimate = next(line for line in here.splitlines() if "kB a token" in line)
     run.store = run.store.with_name("other")

@@ -16,7 +16,7 @@ from fakes import tiny_tokenizer
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.service.engine import document_sources, json_lines
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, read_documents
+from cacheblend.service.engine.document_sources import DocumentStream, read_documents
 
 LINE = json.dumps({"id": "one", "text": "some text"})
 
@@ -143,7 +143,7 @@ def test_tokens_of_a_stream(tmp_path: Path, lengths: list[int]) -> None:
         kind = "while the loop " if place % 2 else "\u6f22\u5b57"
         text = (kind * length)[:length] or "x"
         (tmp_path / f"{place:04}.txt").write_text(text, encoding="utf-8")
-    with closing(DocumentStream([str(tmp_path)], Shard())) as stream:
+    with closing(DocumentStream([str(tmp_path)])) as stream:
         size = stream.measure()
         tokens = sum(len(PlainTokenizer(tokenizer).ids(document.text)) for document in stream)
     assert size is not None

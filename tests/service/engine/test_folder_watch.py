@@ -223,16 +223,15 @@ def test_running(open_engine: OpenEngine, folder: Path) -> None:
 
 
 def test_what_is_not_watched(tmp_path: Path) -> None:
-    """No file, no share of a folder, and no folder with the store in it."""
+    """No file, and no folder with the store in it."""
     (tmp_path / "file.txt").write_text("text")
     for arguments in (
-        ([str(tmp_path / "file.txt")], tmp_path / "store", "1/1"),
-        ([str(tmp_path)], tmp_path / "store", "1/1"),
-        ([str(tmp_path)], tmp_path.parent / "elsewhere", "1/2"),
+        ([str(tmp_path / "file.txt")], tmp_path / "store"),
+        ([str(tmp_path)], tmp_path / "store"),
     ):
         with pytest.raises(InputError, match="--watch"):
             check_folders(*arguments)
-    check_folders([str(tmp_path)], tmp_path.parent / "elsewhere", "1/1")
+    check_folders([str(tmp_path)], tmp_path.parent / "elsewhere")
 
 
 def test_a_file_that_keeps_its_size(open_engine: OpenEngine, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The offline job: documents are streamed, cut off and gone on with, and shared out among machines."""
+"""The offline job: documents are streamed, cut off and gone on with."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fakes import FakeEmbedder
 from prompts import assert_same_kv
 from rich.console import Console
 
-from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.errors import InputError
 from cacheblend.base.progress import Progress
 from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
 from cacheblend.cli.terminal import IngestProgress
-from cacheblend.retriever import Document, RetrieverConfig
+from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine import ingest
-from cacheblend.service.engine.document_sources import DocumentStream, Shard
+from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.stream_size import StreamSize
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
@@ -101,7 +101,7 @@ def test_bad_document_in_a_stream(open_engine: OpenEngine) -> None:
 
 
 def test_empty_stream(open_engine: OpenEngine) -> None:
-    """A share that has no document is no error: its store is empty, and merged like the others."""
+    """A stream without documents is no error."""
     report = open_engine().ingest_stream([])
     assert (report.documents, report.computed) == (0, 0)
     assert report.seconds > 0
@@ -171,34 +171,18 @@ def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_p
     assert entries == len({key_of(engine, chunk) for chunk in engine.retriever.chunks()})
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_shards(file: Path, count: int) -> None:
-    """Every document is of exactly one share, the same whatever its place in the stream."""
-    shares = [[document.id for document in DocumentStream([str(file)], Shard(index, count))] for index in range(1, count + 1)]
-    assert sorted(id_ for share in shares for id_ in share) == sorted(str(document["id"]) for document in MANY)
-    assert all(shares)
-    assert [[id_ for id_ in reversed([str(one["id"]) for one in MANY]) if Shard(1, count).holds(id_)]] == [shares[0][::-1]]
-
-
-@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "-1/2", "1/0", ""])
-def test_no_such_shard(text: str) -> None:
-    """A share that is none of n is refused with an example."""
-    with pytest.raises(ConfigError, match="such as 2/4"):
-        Shard.parse(text)
-
-
 def test_size_of_a_stream(file: Path, tmp_path: Path) -> None:
     """Files are counted and checked before anything is done; standard input cannot be; nothing at all is an error."""
-    stream = DocumentStream([str(file)], Shard(1, 2))
+    stream = DocumentStream([str(file)])
     size = stream.measure()
     documents = list(stream)
     assert size == StreamSize(len(documents), sum(len(document.text) for document in documents))
     assert stream.characters == size.characters
-    assert DocumentStream(["-"], Shard()).measure() is None
+    assert DocumentStream(["-"]).measure() is None
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     with pytest.raises(InputError, match="no documents"):
-        DocumentStream([str(empty)], Shard()).measure()
+        DocumentStream([str(empty)]).measure()
     file.write_text(file.read_text() + '{"id": "bad"}\n')
     with pytest.raises(InputError, match=f"line {len(MANY) + 1}"):
         stream.measure()
@@ -213,7 +197,7 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """Speed and time left are those of the documents that were computed, not of those that were skipped."""
     now = 100.0
     monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
-    stream = DocumentStream([str(file)], Shard())
+    stream = DocumentStream([str(file)])
     with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(20, 4000)) as progress:
         stream.characters = 1000
         show(progress, 5, 0)
@@ -252,7 +236,7 @@ def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
     text = "".join(chr(33 + number * number % 89) for number in range(2000))
     file.write_text(json.dumps({"id": "1", "text": text}) + "\n")
-    stream, lines = DocumentStream([str(file)], Shard()), list[str]()
+    stream, lines = DocumentStream([str(file)]), list[str]()
 
     class Slow(IngestProgress):
         def note(self, stage: str, done: int, total: int) -> None:
@@ -269,10 +253,3 @@ def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, 
     at = report.computed * 3 // 4
     left_s = round(10 * at * (report.computed - at) / at)
     assert lines[at - 1].endswith(f", {timedelta(seconds=left_s)} left")
-
-
-def test_documents_without_ids_have_shares(file: Path) -> None:
-    """A document without an id is shared out by its content's hash."""
-    file.write_text('{"text": "some words"}\n')
-    shares = [list(DocumentStream([str(file)], Shard(index, 3))) for index in (1, 2, 3)]
-    assert [document for share in shares for document in share] == [Document.of({"text": "some words"})]

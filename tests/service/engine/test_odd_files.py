@@ -17,7 +17,7 @@ from engines import OpenEngine
 
 from cacheblend.base.errors import InputError
 from cacheblend.service.engine import file_converter
-from cacheblend.service.engine.document_sources import DocumentStream, Shard, SourceReport, read_documents
+from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, read_documents
 from cacheblend.service.engine.file_converter import FileConverter, TextPart, join_short_parts
 
 LONG = "The lamp is lit at dusk. " * 30  # makes a page long enough to be a document
@@ -223,7 +223,7 @@ def test_two_hundred_odd_files(office: Path) -> None:
     """Nothing crashes, each fault is named with its file, and the good ones are given, twice the same."""
     folder = office
     good, bad, other = fill_with_odd_files(folder, [1, 9, 999])
-    with closing(DocumentStream([str(folder)], Shard())) as stream:
+    with closing(DocumentStream([str(folder)])) as stream:
         size = stream.measure()
         report, documents = stream.report, list(stream)
     names = {Path(name).name.partition("-")[2] for name in report.faults}
@@ -243,7 +243,7 @@ def test_the_good_ones_of_odd_files_are_answerable(office: Path, open_engine: Op
     """After the ingest of them all a question about each good file finds it, and is answered from its stored KV."""
     good, bad, _ = fill_with_odd_files(office, [1])
     engine = open_engine(chunk_tokens=64)
-    with closing(DocumentStream([str(office)], Shard())) as stream:
+    with closing(DocumentStream([str(office)])) as stream:
         report = engine.ingest_stream(stream)
         assert len(stream.report.faults) == bad
     assert report.added == len(engine.documents.ls())
@@ -258,7 +258,7 @@ def test_the_good_ones_of_odd_files_are_answerable(office: Path, open_engine: Op
 def test_a_file_alone_must_be_right(office: Path) -> None:
     """One bad file that is named alone ends the command before a model is loaded."""
     (office / "bad.pdf").write_bytes(b"%PDF-1.4 and no more")
-    with closing(DocumentStream([str(office / "bad.pdf")], Shard())) as stream, pytest.raises(InputError, match=r"bad\.pdf: "):
+    with closing(DocumentStream([str(office / "bad.pdf")])) as stream, pytest.raises(InputError, match=r"bad\.pdf: "):
         stream.measure()
 
 
@@ -367,7 +367,7 @@ def test_a_folder_without_documents_says_what_is_in_it(tmp_path: Path) -> None:
     """Files that are no text are named, not only those that are damaged."""
     for number in range(7):
         (tmp_path / f"{number}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
-    with closing(DocumentStream([str(tmp_path)], Shard())) as stream, pytest.raises(InputError) as failed:
+    with closing(DocumentStream([str(tmp_path)])) as stream, pytest.raises(InputError) as failed:
         stream.measure()
     assert "no documents to ingest" in str(failed.value)
     assert "0.png: " in str(failed.value)

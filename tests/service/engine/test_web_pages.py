@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from cacheblend.base.errors import InputError
-from cacheblend.service.engine.document_sources import DocumentStream, Shard
+from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.web_pages import WebFiles, is_public
 
 ARTICLE = "The lamp of the lighthouse is lit at dusk, and put out when the sun is up. " * 9
@@ -94,7 +94,7 @@ def test_documents_of_urls(site: str) -> None:
     sources = [
         f"{site}/{path}" for path in ("", "article", "latin", "notes.md#key", "data", "moved?a=b c".replace(" ", "%20"), "odd")
     ]
-    with closing(DocumentStream(sources, Shard(), WebFiles(allow_private=True))) as stream:
+    with closing(DocumentStream(sources, WebFiles(allow_private=True))) as stream:
         size = stream.measure()
         found = {document.id: document for document in stream}
         assert stream.report.faults == {}
@@ -133,7 +133,7 @@ def test_what_is_refused(site: str, path: str, why: str) -> None:
     """Of several sources it is a fault that names the URL; one that is named alone ends the command."""
     for sources in ([site + path], [site + path, f"{site}/notes.md"]):
         web = WebFiles(allow_private=True, timeout_s=0.4 if path == "/slow" else 60, max_bytes=1000)
-        with closing(DocumentStream(sources, Shard(), web)) as stream:
+        with closing(DocumentStream(sources, web)) as stream:
             if len(sources) == 1:
                 with pytest.raises(InputError, match=why) as refused:
                     stream.measure()
