@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
 
 from cacheblend.base.progress import Check
 from cacheblend.service.engine.engine import Engine
@@ -176,7 +178,7 @@ class TextShape:
                 {tokenizer.decode([token]): logprob for token, logprob in ((each.token_id, each.logprob), *each.likeliest)}
                 for each in tokens
             ],
-            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
         }
 
 
@@ -213,20 +215,23 @@ async def _respond(body: GenerationBody, request: Request, shape: Shape, prepare
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.model_name}
     if body.stream:
         return EventStream(_stream(body, shape, generation, *await generation.first(), head), generation)
-    done = await generation.whole()
-    tokenizer = generation.served[0].engine.fusor.tokenizer
+    done = await generation.all_done()
+    return await run_in_threadpool(_whole, body, shape, generation.served[0], done, head)
+
+
+def _whole(
+    body: GenerationBody, shape: Shape, served: ServedRequest, done: Sequence[Done], head: dict[str, Any]
+) -> JSONResponse:
+    """The response of a whole answer; log-probabilities of many tokens are seconds of work."""
     choices = []
     for index, one in enumerate(done):
         text, calls = shape.calls().finish(one.answer.text)
-        choices.append(
-            {
-                "index": index,
-                **shape.whole(text, calls),
-                "logprobs": None if body.returned_logprobs is None else shape.logprobs(one.logprobs, tokenizer, 0),
-                "finish_reason": "tool_calls" if calls else one.finish_reason,
-            }
-        )
-    report = answer_report(body, generation.served[0], done[0])
+        logprobs = None
+        if body.returned_logprobs is not None:
+            logprobs = shape.logprobs(one.logprobs, served.engine.fusor.tokenizer, 0)
+        reason = "tool_calls" if calls else one.finish_reason
+        choices.append({"index": index, **shape.whole(text, calls), "logprobs": logprobs, "finish_reason": reason})
+    report = answer_report(body, served, done[0])
     return JSONResponse({**head, "object": shape.kind, "choices": choices, "usage": usage(done), "cacheblend": report})
 
 
@@ -240,7 +245,7 @@ async def _stream(
     offsets: list[int | None] = [None for _ in generation.served]  # characters so far; None before the first piece
     readers = [shape.calls() for _ in generation.served]
     done: dict[int, Done] = {}
-    async for place, following in generation.rest(index, event):
+    async for place, following in generation.events(index, event):
         if isinstance(following, Failed):
             yield server_event(error_body(following.error))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -42,6 +43,7 @@ class Generation:
     def __init__(self, request: Request) -> None:
         self._request, self._server = request, request.app.state.server
         self._events = asyncio.Queue[tuple[int, Event]]()
+        self._look_at = time.perf_counter() + LOOK_FOR_CLIENT_S
         self.served: list[ServedRequest] = []
 
     @classmethod
@@ -102,24 +104,25 @@ class Generation:
         return generation
 
     async def next(self) -> tuple[int, Event]:
-        """The next event, and of which choice; while nothing comes it is looked for client and deadline.
+        """Wait for the next event, and return it with its choice's number; look for the client and the deadline now and then.
 
         Raises:
             ApiError: 499, the client has gone.
-            DeadlineError: it is late.
+            DeadlineError: the request is late, and the scheduler has not ended it.
         """
         deadline_s = self._server.scheduler.config.deadline_s
         while True:
-            try:
-                return await asyncio.wait_for(self._events.get(), LOOK_FOR_CLIENT_S)
-            except TimeoutError:
+            if (now := time.perf_counter()) >= self._look_at:  # by the clock: a request that decodes has always an event
+                self._look_at = now + LOOK_FOR_CLIENT_S
                 if await self._request.is_disconnected():
-                    raise ApiError(499, "the client went away") from None  # nobody reads it; the log does
-                if time.perf_counter() > self.served[0].arrived + deadline_s + LATE_S:  # a step takes longer than that
-                    raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later") from None
+                    raise ApiError(499, "the client went away")  # only the log shows it
+                if now > self.served[0].arrived + deadline_s + LATE_S:
+                    raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._events.get(), LOOK_FOR_CLIENT_S)
 
     async def first(self) -> tuple[int, Piece | Done]:
-        """The first event; one that is an error is raised, so that its response is plain and no stream."""
+        """Wait for the first event; an error is raised, so that its response is not a stream."""
         try:
             index, event = await self.next()
             if isinstance(event, Failed):
@@ -129,8 +132,8 @@ class Generation:
             raise
         return index, event
 
-    async def whole(self) -> list[Done]:
-        """All choices' answers, in order."""
+    async def all_done(self) -> list[Done]:
+        """Wait for all choices' answers, and return them in order."""
         done: dict[int, Done] = {}
         try:
             while len(done) < len(self.served):
@@ -143,8 +146,11 @@ class Generation:
             self.cancel()
         return [done[index] for index in range(len(self.served))]
 
-    async def rest(self, index: int, event: Piece | Done) -> AsyncIterator[tuple[int, Event]]:
-        """The first event and those after it, to the end of the last choice, or of one that failed."""
+    async def events(self, index: int, event: Piece | Done) -> AsyncIterator[tuple[int, Event]]:
+        """The first event and those after it, to the end of the last choice, or of one that failed.
+
+        The stream's response looks for the client itself.
+        """
         ended = 0
         following: Event = event
         while True:
