@@ -11,10 +11,12 @@ from .errors import ConfigError
 
 T = TypeVar("T")
 _KEY = "option"
+VARIABLES = "CACHEBLEND_"  # the beginning of each option's variable
 _SCALARS = (bool, int, float, str)
 # Options that are gone, and what took their place.
 GONE_OPTIONS: dict[str, str] = {
     "otlp_endpoint": "`opentelemetry-instrument cacheblend serve ...`, which traces the service from outside",
+    "reader": "nothing: without --model the default known model is used",
     "decode_share": "nothing: decoding has a quarter of the time while a prompt is prefilled",
     "ingest_share": "nothing: uploads have a quarter of the time while requests run or wait",
     "max_document_calls": "nothing: 32 of a tenant may wait or run",
@@ -66,7 +68,7 @@ class Option:
     @property
     def variable(self) -> str:
         """The option's name in the environment."""
-        return f"CACHEBLEND_{self.name.upper()}"
+        return f"{VARIABLES}{self.name.upper()}"
 
 
 def options_of(*configs: type) -> dict[str, Option]:

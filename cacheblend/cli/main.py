@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
+from cacheblend.base.options import VARIABLES, refuse_gone
 
 from . import terminal
 
@@ -120,6 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     try:
+        flags = [each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--")]
+        variables = [name.removeprefix(VARIABLES) for name in os.environ if name.startswith(VARIABLES)]
+        refuse_gone(name.lower().replace("-", "_") for name in [*flags, *variables])
         app(arguments)
     except (CacheBlendError, OSError) as error:
         if debug:

@@ -11,7 +11,8 @@ import pytest
 import typer
 from typer.main import get_command
 
-from cacheblend.cli.main import COMMANDS, Command, app
+from cacheblend.base.options import GONE_OPTIONS
+from cacheblend.cli.main import COMMANDS, Command, _LazyCommand, app, main
 from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index_folder import INDEX_FILE
 from cacheblend.store import KVStore, StoreConfig
@@ -65,3 +66,18 @@ def test_command(command: Command) -> None:
     found = group.get_command(context, command.name)
     assert found.help == command.help
     assert found.load().help
+
+
+def test_a_gone_option_names_its_place_taker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag or a variable of an earlier version is refused with what took its place; no command has an option of its name."""
+    for arguments, variable in ((["serve", "--on-miss=recompute"], ""), (["store", "ls"], "CACHEBLEND_ON_MISS")):
+        if variable:
+            monkeypatch.setenv(variable, "recompute")
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert f"in its place: {GONE_OPTIONS['on_miss']}" in capsys.readouterr().err
+    for command in COMMANDS:
+        loaded = _LazyCommand(command).load()
+        for each in getattr(loaded, "commands", {"": loaded}).values():
+            assert GONE_OPTIONS.keys().isdisjoint(parameter.name for parameter in each.params), each.name
