@@ -14,7 +14,8 @@ from cacheblend.retriever import Chunk
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.request import Request
-from cacheblend.service.serving.sampling import ANY_OBJECT, GrammarCompiler, Sampling
+from cacheblend.service.serving.grammar import ANY_OBJECT, GrammarCompiler
+from cacheblend.service.serving.sampling import Sampling
 from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
 PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")

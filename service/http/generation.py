@@ -22,7 +22,7 @@ from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.serving.sampling import Sampling
 from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
-from ..serving.sampling import ANY_OBJECT
+from ..serving.grammar import ANY_OBJECT
 from .errors import ApiError
 from .schemas import GenerationBody
 from .server import LOOK_FOR_CLIENT_S, Server, arrived, run_call

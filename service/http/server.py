@@ -25,7 +25,7 @@ from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.serving.calls import Call, CallPool
 from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.sampling import GrammarCompiler
+from cacheblend.service.serving.grammar import GrammarCompiler
 from cacheblend.service.serving.scheduler import Observer, Scheduler
 from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 

@@ -5,38 +5,15 @@ Shapes: V words of the vocabulary.
 
 from __future__ import annotations
 
-import json
-import re
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from cacheblend.base.errors import InputError
-from cacheblend.base.extras import needs_extra
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-    from transformers import PreTrainedModel
-
-MAX_SCHEMA_CHARACTERS = 2**16
-MAX_SCHEMA_DEPTH = 32  # each level is one of the compiler's own stack
-MAX_PATTERN_CHARACTERS = 10_000  # of a schema's patterns with their repetitions written out; ((a{100}){100} has as many
-# Of one grammar. A lexer state has 1 to 2 kB. The step fuel is 10 ms of the thread that all requests share.
-GRAMMAR_LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 100_000,
-    "max_lexer_states": 10_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
-    "max_grammar_size": 100_000,
-}
-# Models that are asked for JSON may go on with white space for ever.
-JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8})"}
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+from .grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,130 +116,6 @@ class Draws:
         """Which tokens the grammar allows now, bool (V,)."""
         assert self._matcher is not None
         assert self._sampling.grammar is not None
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise _too_complex(self._sampling.grammar.field)
+        mask = np.frombuffer(self._sampling.grammar.mask(self._matcher), dtype=np.uint8)
         allowed = np.unpackbits(mask, count=min(words, 8 * len(mask)), bitorder="little").astype(bool)
         return torch.from_numpy(np.pad(allowed, (0, words - len(allowed))))
-
-
-class Grammar:
-    """Grammar of an answer. Immutable; each sequence has a matcher of its own.
-
-    Args:
-        matcher: at the start of a text.
-        field: of the request, for messages.
-    """
-
-    def __init__(self, matcher: LLMatcher, field: str) -> None:
-        self._start, self.field = matcher, field
-
-    def matcher(self) -> LLMatcher:
-        """A matcher at the start."""
-        return self._start.deep_copy()
-
-
-class GrammarCompiler:
-    """Compiles JSON schemas for one model. Thread-safe; the tokenizer's vocabulary is read at the first use.
-
-    Args:
-        model: whose end-of-sequence tokens end an answer.
-        tokenizer: the model's fast tokenizer.
-
-    Attributes:
-        words: size of the model's vocabulary.
-    """
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self._lock = threading.Lock()
-        self._vocabulary: Any = None
-        self.words = int(model.config.get_text_config().vocab_size)
-
-    def json(self, schema: Mapping[str, Any] = ANY_OBJECT, field: str = "response_format") -> Grammar:
-        """Compile a schema, and compute the mask of the first token: a bad schema costs its own request's thread.
-
-        Args:
-            schema: of the JSON.
-            field: of the request, for messages.
-
-        Raises:
-            InputError: the schema is too long, too deep, too complex, no JSON, or cannot be enforced.
-            MissingExtraError: `llguidance` is not installed.
-        """
-        with needs_extra("structured"):
-            import llguidance
-            from llguidance.hf import from_tokenizer
-        text = json.dumps(schema)
-        if len(text) > MAX_SCHEMA_CHARACTERS:
-            raise InputError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters; make it simpler")
-        if is_deeper(schema, MAX_SCHEMA_DEPTH):
-            raise InputError(f"{field}: a schema is at most {MAX_SCHEMA_DEPTH} levels deep; make it simpler")
-        if sum(map(written_out, patterns_of(schema))) > MAX_PATTERN_CHARACTERS:
-            raise InputError(
-                f"{field}: a pattern repeats too much ({MAX_PATTERN_CHARACTERS} characters in all); make it simpler"
-            )
-        with self._lock:
-            if self._vocabulary is None:
-                stop = getattr(self._model.generation_config, "eos_token_id", None)
-                ends = [self._tokenizer.eos_token_id] if stop is None else [stop] if isinstance(stop, int) else list(stop)
-                words = max(self.words, len(self._tokenizer))
-                self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=words, eos_token=ends)
-        limits = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
-        except ValueError as error:  # such as NaN, numbers above 1e308, and halves of characters
-            why = "it has a number or a text that JSON cannot have"
-            raise InputError(f"{field}: this schema cannot be read ({why}: {error}); leave that out of it") from None
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            why = matcher.get_error().strip().partition("\n")[0][:200]
-            raise InputError(f"{field}: this schema cannot be enforced ({why}); leave that out of it")
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise _too_complex(field)
-        return Grammar(matcher, field)
-
-
-def _too_complex(field: str) -> InputError:
-    return InputError(f"{field}: the answer cannot be held to this schema; make it simpler")
-
-
-def is_deeper(value: Any, levels: int) -> bool:
-    """Whether JSON has objects and lists on more than `levels` levels."""
-    level = [value]
-    for _ in range(levels + 1):
-        inner = [one for one in level if isinstance(one, dict | list)]
-        if not inner:
-            return False
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return True
-
-
-def patterns_of(schema: Any) -> Iterator[str]:
-    """The regular expressions in a schema that is not too deep."""
-    for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, dict) else ():
-        yield from patterns_of(part)
-    if isinstance(schema, dict):
-        yield from (value for value in [schema.get("pattern")] if isinstance(value, str))
-        yield from (named if isinstance(named := schema.get("patternProperties"), dict) else ())
-
-
-def written_out(pattern: str) -> int:
-    """Characters of a regular expression with its repetitions written out: 12 of `(ab{2}){4}`, for `abbabbabbabb`."""
-    groups, last = [0], 0  # size of each open group; of the last character, class or group, which a repetition multiplies
-    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}|.", pattern, re.DOTALL):
-        least, most = token.groups()
-        if least or most:
-            repeated = last * max(int(number[:9]) for number in (least, most) if number)
-            groups[-1] += repeated - last
-            last = repeated
-        elif token[0] == "(":
-            groups.append(0)
-        elif token[0] == ")" and len(groups) > 1:
-            last = groups.pop()
-            groups[-1] += last
-        elif token[0] not in "*+?":
-            last = 1
-            groups[-1] += last
-    return sum(groups)

@@ -88,8 +88,8 @@ class Scheduler:
             ShuttingDownError: the scheduler is closing.
         """
         with self._changed:
-            self._check_room(request.tenant)
-            if not self._is_busy():
+            self.check_room(request.tenant)
+            if not self.is_busy:
                 self._stepped = time.perf_counter()
             self._queue.put(request)
             self._changed.notify_all()
@@ -101,8 +101,16 @@ class Scheduler:
             tenant: who asks.
             preparing: requests of the tenant that are being prepared, and will wait.
         """
+        if self._closing:
+            raise ShuttingDownError("the service is shutting down; ask another one, or later")
         with self._changed:
-            self._check_room(tenant, preparing)
+            waiting = self._queue.count(tenant) + preparing
+        if waiting >= self.config.max_waiting:
+            retry_after_s = max(1, math.ceil(waiting * self._prefill_s))
+            raise QueueFullError(
+                f"{waiting} requests wait already (max_waiting={self.config.max_waiting}); try again in {retry_after_s} s",
+                retry_after_s,
+            )
 
     @property
     def state(self) -> SchedulerState:
@@ -124,13 +132,13 @@ class Scheduler:
     def is_busy(self) -> bool:
         """Whether a request runs or waits."""
         with self._changed:
-            return self._is_busy()
+            return bool(self._running) or len(self._queue) > 0
 
     @property
     def stalled_s(self) -> float:
         """Seconds since the last step ended; 0 if nothing runs or waits."""
         with self._changed:
-            return time.perf_counter() - self._stepped if self._is_busy() else 0.0
+            return time.perf_counter() - self._stepped if self.is_busy else 0.0
 
     def stop(self) -> None:
         """Accept no more requests; those that came go on."""
@@ -156,16 +164,6 @@ class Scheduler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _check_room(self, tenant: str, preparing: int = 0) -> None:
-        if self._closing:
-            raise ShuttingDownError("the service is shutting down; ask another one, or later")
-        if (waiting := self._queue.count(tenant) + preparing) >= self.config.max_waiting:
-            retry_after_s = max(1, math.ceil(waiting * self._prefill_s))
-            raise QueueFullError(
-                f"{waiting} requests wait already (max_waiting={self.config.max_waiting}); try again in {retry_after_s} s",
-                retry_after_s,
-            )
-
     def _work(self) -> None:
         try:
             self._serve()
@@ -181,10 +179,10 @@ class Scheduler:
         while True:
             # 1. Wait for a request; while there is none, a shadow evaluation goes on, a layer or a token at a time.
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._is_busy() or self._shadow.has_work)
+                self._changed.wait_for(lambda: self._closing or self.is_busy or self._shadow.has_work)
                 pause_s = self._left + SHADOW_AFTER_S - time.perf_counter()
-                self._changed.wait_for(lambda: self._closing or self._is_busy(), max(0.0, pause_s))
-                busy = self._is_busy()
+                self._changed.wait_for(lambda: self._closing or self.is_busy, max(0.0, pause_s))
+                busy = self.is_busy
                 if self._closing and not busy:
                     return
                 self._stepped = time.perf_counter()
@@ -201,9 +199,6 @@ class Scheduler:
             # 5. Run one step of all that decode, unless a prompt is prefilled and their share of the time is used up.
             if prefilling is None or time.perf_counter() >= self._next_decode:
                 self._decode()
-
-    def _is_busy(self) -> bool:
-        return bool(self._running) or len(self._queue) > 0
 
     def _drop_ended(self) -> None:
         with self._changed:

@@ -31,7 +31,7 @@ from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import read_documents
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.sampling import GrammarCompiler
+from cacheblend.service.serving.grammar import GrammarCompiler
 from cacheblend.store import KVStore, StoreConfig
 
 Check = Callable[[st.DataObject], None]

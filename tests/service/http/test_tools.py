@@ -22,7 +22,8 @@ from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
 from cacheblend.service.http.tools import MAX_TOOLS, CallReader, call_schema
 from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.sampling import Grammar, GrammarCompiler, Sampling
+from cacheblend.service.serving.grammar import Grammar, GrammarCompiler
+from cacheblend.service.serving.sampling import Sampling
 
 # In little what Qwen's is.
 TEMPLATE = (
