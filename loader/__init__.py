@@ -8,7 +8,7 @@ from .estimators import WorkEstimator
 from .layer_loader import LayerLoader, LoaderConfig, copied_tiers
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device, load_profile, read_profile, write_profile
 from .profiler import measure_profile
-from .storage_plan import StorageDevice, compare_devices, read_price_table
+from .storage_plan import StorageDevice, compare_devices
 
 __all__ = [
     "Calibration",
@@ -30,7 +30,6 @@ __all__ = [
     "load_profile",
     "measure_profile",
     "read_calibration",
-    "read_price_table",
     "read_profile",
     "write_calibration",
     "write_profile",

@@ -219,7 +219,7 @@ class LoadingController:
         steps = self._steps(request, ratio)
         load_s = [request.load_layer_s * is_read for _, is_read in steps]
         busy_s = [step_s + request.copy_layer_s * is_read for step_s, is_read in steps]
-        return Pipeline.of(load_s, busy_s, request.lookahead_layers)
+        return Pipeline.from_layers(load_s, busy_s, request.lookahead_layers)
 
     def _steps(self, request: _Request, ratio: float) -> list[tuple[float, bool]]:
         steps = self._recompute.steps(ratio, request.reusable, request.fresh, request.exact)

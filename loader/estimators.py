@@ -233,7 +233,7 @@ class Pipeline:
     waits_for_last: bool
 
     @classmethod
-    def of(cls, load_s: Sequence[float], compute_s: Sequence[float], lookahead_layers: int) -> Pipeline:
+    def from_layers(cls, load_s: Sequence[float], compute_s: Sequence[float], lookahead_layers: int) -> Pipeline:
         """Walk through the layers.
 
         Args:

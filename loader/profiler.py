@@ -180,27 +180,10 @@ def measure_profile(
         raise ConfigError("ratios", tuple(ratios), "at least one, each above 0 and at most 1")
     if repeats < 1:
         raise ConfigError("repeats", repeats, "1 or more")
+    limit = fusor.max_positions or max(lengths)
+    lengths = sorted({min(length, limit) for length in lengths})
     report = on_progress or (lambda *_: None)
-    most = fusor.max_positions or max(lengths)
-    lengths = sorted({min(length, most) for length in lengths})
-    prefill: list[list[PrefillSample]] = []  # of each turn
-    blend: list[list[LayerSample]] = []
-    done = 0
-    for turn in range(repeats + 1):  # the first one warms up
-        prefill.append([])
-        blend.append([])
-        for tokens in lengths:
-            prefill[turn].append(_prefill(fusor, tokens))
-            for ratio in ratios:
-                blend[turn] += _blend_layers(fusor, tokens, ratio)
-            done += 1
-            report("profile", done, (repeats + 1) * len(lengths) + 1)
-            if turn == 0 and prefill[turn][-1].seconds > patience_s:
-                break
-        if left_out := lengths[len(prefill[0]) :]:
-            named = ", ".join(map(str, left_out))
-            logger.warning("lengths %s were left out: a prefill of %d tokens took over %g s", named, tokens, PATIENCE_S)
-        lengths = lengths[: len(prefill[0])]
+    prefill, blend = _measure_rounds(fusor, lengths, ratios, repeats, patience_s, report)
     geometry = fusor.decoder.geometry
     profile = Profile(
         model=fusor.fingerprint,
@@ -208,13 +191,37 @@ def measure_profile(
         torch_version=torch.__version__,
         layers=geometry.layers,
         layer_token_bytes=geometry.layer_bytes(1),
-        prefill=_medians(prefill[1:]),
-        blend=_medians(blend[1:]),
+        prefill=prefill,
+        blend=blend,
         logits_s=_logits_s(fusor, repeats),
         tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats),
     )
-    report("profile", done + 1, done + 1)
+    steps = (repeats + 1) * len(lengths) + 1
+    report("profile", steps, steps)
     return profile
+
+
+def _measure_rounds(
+    fusor: Fusor, lengths: Sequence[int], ratios: Sequence[float], repeats: int, patience_s: float, report: Progress
+) -> tuple[tuple[PrefillSample, ...], tuple[LayerSample, ...]]:
+    """Medians of every length and ratio over the rounds; lengths after one whose prefill exceeded the patience are left out."""
+    prefill: list[list[PrefillSample]] = []  # of each round
+    blend: list[list[LayerSample]] = []
+    for number in range(repeats + 1):  # the first one warms up
+        prefill.append([])
+        blend.append([])
+        for at, tokens in enumerate(lengths):
+            prefill[-1].append(_prefill(fusor, tokens))
+            for ratio in ratios:
+                blend[-1] += _blend_layers(fusor, tokens, ratio)
+            report("profile", number * len(lengths) + at + 1, (repeats + 1) * len(lengths) + 1)
+            if number == 0 and prefill[-1][-1].seconds > patience_s:
+                break
+        if left_out := lengths[len(prefill[-1]) :]:
+            named = ", ".join(map(str, left_out))
+            logger.warning("lengths %s were left out: a prefill of %d tokens took over %g s", named, tokens, patience_s)
+        lengths = lengths[: len(prefill[-1])]
+    return _medians(prefill[1:]), _medians(blend[1:])
 
 
 class _OneLayer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.errors import InputError, ProfileError
-from cacheblend.loader import LoaderConfig, Profile, compare_devices, load_profile, read_price_table
+from cacheblend.loader import LoaderConfig, Profile, compare_devices, load_profile
 from cacheblend.loader.profiler import LENGTHS, RATIOS
 from cacheblend.service.engine.config import EngineConfig, load_fusor
 
@@ -88,10 +87,6 @@ def plan(
         typer.Option("--profile", help="A profile file, in place of the model's own; it may be of another machine."),
     ] = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    prices: Annotated[
-        Path | None,
-        typer.Option(help="CSV: device, read_bytes_per_s, price_per_gb_month and, if known, read_s. Left out: an example."),
-    ] = None,
     tokens: Annotated[int, typer.Option(help="Reused tokens of a request.")] = 3072,
     ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = LoaderConfig().quality_ratio,
     stored_tokens: Annotated[int | None, typer.Option(help="Tokens to store, for the price; left out: --tokens.")] = None,
@@ -99,58 +94,35 @@ def plan(
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Compare storage devices for a model's KV, and name the cheapest that adds no delay to a request.
+    """Compare storage devices for a model's KV, at example prices, and name the cheapest that adds no delay to a request.
 
-    Examples:
-        cacheblend profile ./model && cacheblend plan ./model --tokens 4096
-
-        cacheblend plan --profile gpu-box.json --prices devices.csv --stored-tokens 100000000 --json
+    Example: cacheblend profile ./model && cacheblend plan ./model --tokens 4096
     """
-    table = read_price_table(prices)
     if profile_file is not None:
         measured = load_profile(profile_file)
     elif model is not None:
         measured = _profile_of(settings.make(EngineConfig, model=model, store_dir=store_dir))
     else:
         raise InputError("give a model, or a profile with --profile")
-    choices = compare_devices(
-        measured, table, tokens=tokens, ratio=ratio, chunk_tokens=settings.values["chunk_tokens"], stored_tokens=stored_tokens
-    )
-    cheapest = next((choice.device.device for choice in choices if choice.adds_no_delay), None)
+    chunk_tokens = settings.values["chunk_tokens"]
+    choices = compare_devices(measured, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens)
+    cheapest = next((choice.device for choice in choices if choice.adds_no_delay), None)
     if as_json:
-        terminal.print_json(
-            {
-                "cheapest": cheapest,
-                "tokens": tokens,
-                "ratio": ratio,
-                "stored_tokens": tokens if stored_tokens is None else stored_tokens,
-                "profiled_on": measured.device,
-                "devices": [dataclasses.asdict(choice) | dataclasses.asdict(choice.device) for choice in choices],
-            }
-        )
+        given = {"cheapest": cheapest, "tokens": tokens, "ratio": ratio, "profiled_on": measured.device}
+        terminal.print_json({**given, "devices": [choice._asdict() for choice in choices]})
         return
-    out = terminal.stdout
-    rows = Table("device", "price a month", "load a layer", "recompute a layer", "TTFT", "delay", "full prefill", "")
+    rows = Table("device", "price a month", "load a layer", "TTFT", "delay", "")
     for choice in choices:
-        rows.add_row(
-            choice.device.device,
-            f"{choice.price_per_month:,.4g}",
-            f"{choice.load_layer_s * 1000:,.2f} ms",
-            f"{choice.recompute_layer_s * 1000:,.2f} ms",
-            f"{choice.prefill_s * 1000:,.0f} ms",
-            f"{choice.delay_s * 1000:,.0f} ms",
-            f"{choice.full_s * 1000:,.0f} ms",
-            "cheapest without delay" if choice.device.device == cheapest else "no delay" if choice.adds_no_delay else "",
-        )
-    out.print(rows)
-    out.print(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}", highlight=False)
+        milliseconds = [f"{seconds * 1000:,.1f} ms" for seconds in (choice.load_layer_s, choice.prefill_s, choice.delay_s)]
+        note = "cheapest without delay" if choice.device == cheapest else "no delay" if choice.adds_no_delay else ""
+        rows.add_row(choice.device, f"{choice.price_per_month:,.4g}", *milliseconds, note)
+    terminal.stdout.print(rows)
+    terminal.stdout.print(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}", highlight=False)
     if tokens > 2 * (longest := max(sample.tokens for sample in measured.prefill)):
-        warning = (
-            f"no prefill of more than {longest:,} tokens was measured, so these seconds are carried on far: `cacheblend profile"
-        )
-        out.print(f"{warning} --length {tokens}` measures them", style="yellow", highlight=False)
+        warning = f"no prefill of over {longest:,} tokens was measured: `cacheblend profile --length {tokens}` measures it"
+        terminal.stdout.print(warning, style="yellow", highlight=False)
     if cheapest is None:
-        out.print("no device of the table is fast enough to add no delay at this ratio", highlight=False)
+        terminal.stdout.print("no device is fast enough to add no delay at this ratio", highlight=False)
 
 
 def _profile_of(config: EngineConfig) -> Profile:

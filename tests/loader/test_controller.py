@@ -32,7 +32,7 @@ def blend_s(controller: LoadingController, ratio: float, reusable: int, fresh: i
     compute_s = RecomputeEstimator(controller.profile, Schedule(0.0)).layer_s(ratio, reusable, fresh)
     load_s = sum(LoadEstimator(controller.profile.tiers).seconds(reads(reusable)).values())
     lookahead = controller.config.lookahead_layers((reusable + fresh) * LAYER_TOKEN_BYTES)
-    return Pipeline.of([0.0, *[load_s] * (len(compute_s) - 1)], compute_s, lookahead)
+    return Pipeline.from_layers([0.0, *[load_s] * (len(compute_s) - 1)], compute_s, lookahead)
 
 
 @given(rate=rates, reusable=tokens, fresh=tokens, bounds=st.tuples(st.floats(0, 1), st.floats(0, 1)), layers=st.integers(1, 40))

@@ -11,15 +11,6 @@ from profiles import linear_profile
 from cacheblend.cli import main as cli
 from cacheblend.loader import write_profile
 
-PRICES = "device,read_bytes_per_s,price_per_gb_month\nram,1e12,4\ndisk,1e11,1\ntape,1e3,0.01\n"
-
-
-@pytest.fixture
-def prices(tmp_path: Path) -> Path:
-    path = tmp_path / "prices.csv"
-    path.write_text(PRICES)
-    return path
-
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `cacheblend`, in this process."""
@@ -29,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return int(exit_.value.code or 0), captured.out, captured.err
 
 
-def test_profile_then_plan(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path, prices: Path) -> None:
+def test_profile_then_plan(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
     """What `profile` keeps beside the store, `plan` finds by the model, and sorts the devices by price."""
     store = ("--store-dir", tmp_path / "store")
     code, _, err = run(capsys, "plan", model_dir, *store)
@@ -41,24 +32,23 @@ def test_profile_then_plan(capsys: pytest.CaptureFixture[str], model_dir: Path, 
     measured = json.loads(out)
     assert [sample["tokens"] for sample in measured["prefill"]] == [16, 64]
     assert Path(measured["file"]).parent == tmp_path / "store" / "profiles"
-    code, out, _ = run(capsys, "plan", model_dir, *store, "--tokens", 48, "--prices", prices, "--json")
+    code, out, _ = run(capsys, "plan", model_dir, *store, "--tokens", 48, "--json")
     assert code == 0
     plan = json.loads(out)
     assert plan["profiled_on"] == measured["device"]
-    assert [row["device"] for row in plan["devices"]] == ["tape", "disk", "ram"]
+    prices = [row["price_per_month"] for row in plan["devices"]]
+    assert prices == sorted(prices)
 
 
-def test_cheapest_without_delay(capsys: pytest.CaptureFixture[str], tmp_path: Path, prices: Path) -> None:
+def test_cheapest_without_delay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The cheapest device that adds no delay is named, on a profile file of another machine, as a table and as JSON."""
     profile = write_profile(tmp_path, linear_profile())
-    code, out, _ = run(capsys, "plan", "--profile", profile, "--prices", prices, "--tokens", 1000, "--json")
+    code, out, _ = run(capsys, "plan", "--profile", profile, "--tokens", 1000, "--json")
     assert code == 0
     plan = json.loads(out)
-    assert plan["cheapest"] == "disk"
-    assert {row["device"]: row["adds_no_delay"] for row in plan["devices"]} == {"tape": False, "disk": True, "ram": True}
-    code, out, _ = run(capsys, "plan", "--profile", profile, "--prices", prices, "--tokens", 1000)
+    assert plan["cheapest"] == next(row["device"] for row in plan["devices"] if row["adds_no_delay"])
+    code, out, _ = run(capsys, "plan", "--profile", profile, "--tokens", 1000)
     assert code == 0
-    assert "tape" in out
     assert "1,000 reused tokens" in out
 
 
@@ -67,7 +57,6 @@ def test_cheapest_without_delay(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     [
         ((), 2, "give a model"),
         (("--profile", "nowhere.json"), 1, "nowhere.json"),
-        (("--profile", "PROFILE", "--prices", "nowhere.csv"), 2, "nowhere.csv"),
         (("--profile", "PROFILE", "--tokens", "0"), 2, "tokens=0"),
         (("--profile", "PROFILE", "--ratio", "2"), 2, "ratio=2.0"),
     ],
