@@ -28,6 +28,8 @@ A message names the value at fault and the remedy. The command line turns any of
 for `ConfigError` and `InputError`; a traceback is printed only with `--debug`.
 """
 
+MAX_SHOWN = 200  # characters of a value in a message
+
 
 class CacheBlendError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -37,7 +39,9 @@ class ConfigError(CacheBlendError, ValueError):
     """An option has a value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}={value!r} is not allowed: {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[: MAX_SHOWN - 3]}..."
+        super().__init__(f"{field}={shown} is not allowed: {allowed}")
         self.field, self.value, self.allowed = field, value, allowed
 
 

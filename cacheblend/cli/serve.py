@@ -137,6 +137,8 @@ def serve(
 
         cacheblend serve --config cacheblend.toml --port 9000
     """
+    if os.environ.get("CACHEBLEND_API_KEY") == "":
+        raise ConfigError("CACHEBLEND_API_KEY", "", "a key, or unset it: an empty one would open the API to everybody")
     http = settings.make(HttpConfig)
     hold_freed_memory()
     chosen = choose_model(model, yes=yes)

@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
-from . import completions, documents, operations
+from . import chat, documents, operations
 from .errors import install_error_handlers
 from .guard import Guard
 from .metrics import RequestLog
@@ -30,7 +30,7 @@ def create_app(server: Server) -> FastAPI:
         responses={"default": {"description": "An error in OpenAI's shape.", "content": _ERROR_CONTENT}},
     )
     app.state.server = server
-    for module in (completions, documents, operations):
+    for module in (chat, documents, operations):
         app.include_router(module.router)
     add_page(app)
     install_error_handlers(app)

@@ -1,128 +1,110 @@
-"""A client's answer on its way: prepared, submitted once for each choice, its events brought to the event loop."""
+"""A client's answer on its way: a request for each choice in the scheduler, whose events come to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import DeadlineError, MissingExtraError
-from cacheblend.base.progress import Check
-from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prompt import PromptLayout
 from cacheblend.service.engine.request import Request as PromptRequest
+from cacheblend.service.serving.grammar import ANY_OBJECT, GrammarCompiler
 from cacheblend.service.serving.sampling import Sampling
 from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
-from ..serving.grammar import ANY_OBJECT
 from .errors import ApiError
 from .schemas import GenerationBody
-from .server import LOOK_FOR_CLIENT_S, Server, arrived, run_call
+from .server import LOOK_FOR_CLIENT_S, Server, arrived
 
 LATE_S = 1.0  # so long after its deadline a request that the scheduler has not ended is answered all the same
-Prepare = Callable[[Check], PromptRequest]
 
 
 class Generation:
-    """The choices of one client's request, in the scheduler; made by `begin`.
+    """The choices of one client's request, in the scheduler.
 
     The first choice is prefilled, and the others go on from its prompt; see `ServedRequest`.
+
+    Args:
+        request: the client's.
+        prepared: its prompt.
+        sampling: how tokens are drawn; each choice has a seed of its own.
+        body: what is asked for.
 
     Attributes:
         served: a request for each choice.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request, self._server = request, request.app.state.server
+    def __init__(self, request: Request, prepared: PromptRequest, sampling: Sampling, body: GenerationBody) -> None:
+        self._request = request
+        self._server: Server = request.app.state.server
         self._events = asyncio.Queue[tuple[int, Event]]()
-        self._look_at = time.perf_counter() + LOOK_FOR_CLIENT_S
+        self._looked = time.monotonic()
         self.served: list[ServedRequest] = []
-
-    @classmethod
-    async def begin(cls, body: GenerationBody, request: Request, prepare: Prepare) -> Self:
-        """Check a request, prepare it, and submit it.
-
-        Args:
-            body: what is asked for.
-            request: by whom.
-            prepare: lays out the prompt, in a thread.
-
-        Raises:
-            ApiError: there is no such model, or a field is not allowed.
-            QueueFullError, ShuttingDownError, DeadlineError: see `run_call` and `Scheduler.submit`.
-        """
-        server: Server = request.app.state.server
-        engine: Engine = request.state.engine
-        tenant, choices = request.state.tenant, body.n or 1
-        # 1. Refuse what needs no work to be refused.
-        server.check_model(body.model)
-        server.scheduler.check_room(tenant, server.preparing.count(tenant) + choices - 1)
-        if body.documents is not None and len(body.documents) > server.http.max_documents:
-            message = f"documents: {len(body.documents)} are more than max_documents={server.http.max_documents}; give fewer"
-            raise ApiError(400, message, param="documents", code="too_many_documents")
-        # 2. Lay out the prompt and make the grammar, in a thread.
-        prepared, sampling = await run_call(
-            server.preparing, request, lambda check: (prepare(check), sampling_of(body, server))
-        )
-        # 3. Submit a request for each choice.
-        loop, generation = asyncio.get_running_loop(), cls(request)
-
-        def deliver_to(index: int) -> Callable[[Event], None]:
-            def deliver(event: Event) -> None:
-                loop.call_soon_threadsafe(generation._events.put_nowait, (index, event))
-
-            return deliver
-
-        for index in range(choices):
-            generation.served.append(
+        for index in range(body.n or 1):
+            self.served.append(
                 ServedRequest(
-                    engine,
-                    prepared if index == 0 else replace(prepared),
-                    deliver_to(index),
-                    tenant=tenant,
+                    request.state.engine,
+                    replace(prepared) if index else prepared,
+                    self._deliver_to(index),
+                    tenant=request.state.tenant,
                     sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index),
                     stop=body.stop_strings(),
                     own_ratio=body.recompute_ratio is not None,
                     arrived=arrived(request),
-                    leader=generation.served[0] if index else None,
+                    leader=self.served[0] if index else None,
                 )
             )
+
+    def _deliver_to(self, index: int) -> Callable[[Event], None]:
+        loop = asyncio.get_running_loop()
+
+        def deliver(event: Event) -> None:
+            loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+        return deliver
+
+    def submit(self) -> None:
+        """Put all choices into the scheduler's queue, or none.
+
+        Raises:
+            QueueFullError, ShuttingDownError: see `Scheduler.submit`.
+        """
         try:
-            for served in generation.served:
-                server.scheduler.submit(served)
+            for served in self.served:
+                self._server.scheduler.submit(served)
         except BaseException:
-            generation.cancel()
+            self.cancel()
             raise
-        return generation
 
     async def next(self) -> tuple[int, Event]:
-        """Wait for the next event, and return it with its choice's number; look for the client and the deadline now and then.
+        """The next event, and of which choice; every `LOOK_FOR_CLIENT_S` it is looked for client and deadline.
 
         Raises:
             ApiError: 499, the client has gone.
-            DeadlineError: the request is late, and the scheduler has not ended it.
+            DeadlineError: it is late.
         """
         deadline_s = self._server.scheduler.config.deadline_s
         while True:
-            if (now := time.perf_counter()) >= self._look_at:  # by the clock: a request that decodes has always an event
-                self._look_at = now + LOOK_FOR_CLIENT_S
+            if time.monotonic() >= self._looked + LOOK_FOR_CLIENT_S:
+                self._looked = time.monotonic()
                 if await self._request.is_disconnected():
-                    raise ApiError(499, "the client went away")  # only the log shows it
-                if now > self.served[0].arrived + deadline_s + LATE_S:
+                    raise ApiError(499, "the client went away")  # nobody reads it; the log does
+                if time.perf_counter() > self.served[0].arrived + deadline_s + LATE_S:  # a step takes longer than that
                     raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
-            with contextlib.suppress(TimeoutError):
+            try:
                 return await asyncio.wait_for(self._events.get(), LOOK_FOR_CLIENT_S)
+            except TimeoutError:
+                pass
 
     async def first(self) -> tuple[int, Piece | Done]:
-        """Wait for the first event; an error is raised, so that its response is not a stream."""
+        """The first event; one that is an error is raised, so that its response is plain and no stream."""
         try:
             index, event = await self.next()
             if isinstance(event, Failed):
@@ -133,7 +115,7 @@ class Generation:
         return index, event
 
     async def all_done(self) -> list[Done]:
-        """Wait for all choices' answers, and return them in order."""
+        """All choices' answers, in order."""
         done: dict[int, Done] = {}
         try:
             while len(done) < len(self.served):
@@ -147,10 +129,7 @@ class Generation:
         return [done[index] for index in range(len(self.served))]
 
     async def events(self, index: int, event: Piece | Done) -> AsyncIterator[tuple[int, Event]]:
-        """The first event and those after it, to the end of the last choice, or of one that failed.
-
-        The stream's response looks for the client itself.
-        """
+        """The first event and those after it, to the end of the last choice, or of one that failed."""
         ended = 0
         following: Event = event
         while True:
@@ -161,7 +140,7 @@ class Generation:
             index, following = await self._events.get()
 
     def cancel(self) -> None:
-        """Nobody waits any more; does nothing to what has ended."""
+        """Give up what has not ended."""
         for served in self.served:
             served.cancel()
 
@@ -190,41 +169,14 @@ def server_event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
-def prepare_prompt(
-    engine: Engine,
-    body: GenerationBody,
-    layout: PromptLayout,
-    question: str,
-    num_chunks: int,
-    max_tokens: int | None,
-    check: Check,
-) -> PromptRequest:
-    """`Engine.prepare` with a body's options."""
-    return engine.prepare(
-        question,
-        layout=layout,
-        top_k=num_chunks,
-        method=body.method,
-        documents=None if body.documents is None else [document.model_dump() for document in body.documents],
-        recompute_ratio=body.recompute_ratio,
-        max_tokens=max_tokens,
-        temperature=body.temperature or 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        sampling_top_k=body.top_k or 0,
-        cache_salt=body.cache_salt,
-        check=check,
-    )
-
-
-def sampling_of(body: GenerationBody, server: Server) -> Sampling:
-    """A body's options of sampling beside those of `prepare_prompt`.
+def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> Sampling:
+    """A body's options of sampling that `Engine.prepare` has not.
 
     Raises:
         ApiError: a bias is of no token; JSON cannot be asked for here.
         InputError: a schema that cannot be enforced.
     """
-    words = server.grammars.words
-    bias = body.logit_bias or {}
+    bias, words = body.logit_bias or {}, grammars.words
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
         message = f"logit_bias: {wrong[0][:40]!a} is no token id of this model, which has {words}"
         raise ApiError(400, message, param="logit_bias", code="invalid_value")
@@ -233,7 +185,7 @@ def sampling_of(body: GenerationBody, server: Server) -> Sampling:
         own = body.response_format.json_schema
         field, schema = "response_format", ANY_OBJECT if own is None else own.schema_
     try:
-        grammar = None if schema is None else server.grammars.json(schema, field)
+        grammar = None if schema is None else grammars.json(schema, field)
     except MissingExtraError as error:
         remedy = f"{field}: JSON needs the extra `structured` where the service runs; leave it out"
         raise ApiError(400, remedy, param=field) from error

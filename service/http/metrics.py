@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.service.engine.engine import Engine
@@ -58,6 +60,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry()
+        self._scraping, self._scraped, self._scrape = asyncio.Lock(), 0.0, b""
         self.guard = GuardMetrics(registry, model)
         self._requests = Counter("cacheblend_requests", "Requests that ended.", ["method", "outcome"], registry=registry)
         self._ttft_s = Histogram(
@@ -134,6 +137,15 @@ class Metrics:
     def text(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)
+
+    async def scrape(self) -> bytes:
+        """`text`, made in a thread, once for all who asked before its making began."""
+        came = time.perf_counter()
+        async with self._scraping:
+            if self._scraped < came:
+                self._scraped = time.perf_counter()
+                self._scrape = await run_in_threadpool(self.text)
+            return self._scrape
 
 
 class _State(Collector):

@@ -17,7 +17,7 @@ from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
 
 from .body import JsonRoute
-from .completions import DEFAULT_NUM_CHUNKS
+from .chat import DEFAULT_NUM_CHUNKS
 from .errors import ApiError
 from .schemas import EmbeddingsBody
 from .server import Server, run_call, run_document_call
@@ -122,8 +122,7 @@ async def readyz(request: Request) -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     """Counters in Prometheus' text format."""
     server: Server = request.app.state.server
-    text = await run_call(server.scrapes, request, lambda _: server.metrics.text())
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await server.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _model(server: Server) -> dict[str, Any]:

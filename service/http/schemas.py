@@ -313,6 +313,11 @@ class GenerationBody(IgnoredFields):
     return_chunks: bool = False
 
     @property
+    def called_tools(self) -> list[ToolBody]:
+        """The tools that the model may call."""
+        return []
+
+    @property
     def forced_call(self) -> dict[str, Any] | None:
         """The JSON schema of the call that the answer must be; None where it may be a text."""
         return None

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -35,7 +35,6 @@ from .errors import ApiError, shortened
 from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
-MAX_SCRAPES = 8
 WARM_UP_TOKENS = 32
 MAX_DOCUMENT_CALLS = 32  # of a tenant, waiting and running; and as many embeddings
 STALL_S = 60.0
@@ -50,7 +49,7 @@ class Server:
     """Owns all that answers requests; a context manager.
 
     What is done for requests beside the model has threads of its own by its kind: `preparing` (layout, retrieval), `uploads`,
-    `document_calls` (lists, deletions), `embeddings` and `scrapes` (metrics), so that none of them waits
+    `document_calls` (lists, deletions) and `embeddings` (metrics), so that none of them waits
     for another. Tenants take turns.
 
     Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
@@ -117,7 +116,9 @@ class Server:
             self.scheduler = scheduler = opened.enter_context(
                 Scheduler(any_engine.fusor, serving, ended, self.metrics.guard.observe, several_tenants=several)
             )
-            self.grammars = GrammarCompiler(any_engine.fusor.model, any_engine.fusor.tokenizer)
+            tokenizer = any_engine.fusor.tokenizer
+            self.grammars = GrammarCompiler(any_engine.fusor.model, tokenizer)
+            self.token_text = lru_cache(None)(lambda token: str(tokenizer.decode([token])))  # at most one of each word
             limits = scheduler.config
             self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=1)
             background = partial(
@@ -129,7 +130,6 @@ class Server:
             self.uploads = background("uploads", limits.max_uploads)
             self.document_calls = CallPool("calls about documents", MAX_DOCUMENT_CALLS, per_tenant=2)
             self.embeddings = background("embeddings", MAX_DOCUMENT_CALLS)
-            self.scrapes = CallPool("scrapes", MAX_SCRAPES)
             self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
             for pool in self._pools:
                 opened.callback(pool.close)
@@ -185,7 +185,7 @@ class Server:
 
     @property
     def _pools(self) -> tuple[CallPool, ...]:
-        return self.preparing, self.uploads, self.document_calls, self.embeddings, self.scrapes
+        return self.preparing, self.uploads, self.document_calls, self.embeddings
 
     def __enter__(self) -> Self:
         return self

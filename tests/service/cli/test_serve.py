@@ -129,6 +129,14 @@ def test_the_file_of_deploy(served: list[Any]) -> None:
     assert served[2].port == 8000
 
 
+@pytest.mark.usefixtures("served")
+def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable for the key that is empty opens no service."""
+    monkeypatch.setenv("CACHEBLEND_API_KEY", "")
+    with pytest.raises(ConfigError, match="open the API to everybody"):
+        CliRunner().invoke(cli.app, ["serve", "-m", "m"], catch_exceptions=False)
+
+
 def test_api_key() -> None:
     """A key that is made is found by its hash."""
     result = CliRunner().invoke(cli.app, ["api-key", "--json"])

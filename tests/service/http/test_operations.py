@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import signal
@@ -75,6 +76,23 @@ def test_counters(client: httpx.Client, engine: Engine) -> None:
     assert prediction["costs"][-1] == {"ratio": 1.0, "work_share": 1.0, "prefill_s": None}
     assert store["nvme"]["entries"] == value('cacheblend_store_entries{tier="nvme"}') > 0
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
+
+
+def test_scrapes_share_their_work(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask for the counters at once, all have them, and the counters are read twice at most."""
+    read, texts = server.metrics.text, list[bytes]()
+
+    def count() -> bytes:
+        texts.append(read())
+        return texts[-1]
+
+    monkeypatch.setattr(server.metrics, "text", count)
+
+    async def ask_all() -> list[bytes]:
+        return await asyncio.gather(*(server.metrics.scrape() for _ in range(40)))
+
+    assert set(asyncio.run(ask_all())) == set(texts)
+    assert len(texts) <= 2
 
 
 def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:

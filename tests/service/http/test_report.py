@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fakes import tiny_tokenizer
 
-from cacheblend.service.http.completions import token_texts
+from cacheblend.service.http.chat import token_texts
 
 TEXT = "Ada Thornley plays the zither.\n\nHis café opened in 1988 🙂, as most people know"
 

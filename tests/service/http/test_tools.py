@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
-from cacheblend.service.http import generation
+from cacheblend.service.http import chat
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
 from cacheblend.service.http.tools import MAX_TOOLS, CallReader, call_schema
@@ -80,13 +80,12 @@ def writes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model writes `WRITTEN`, whatever it is asked."""
     llguidance = pytest.importorskip("llguidance")
 
-    def sampling_of(_: Any, server: Server) -> Sampling:
-        compiler: GrammarCompiler = server.grammars
+    def sampling_of(_: Any, compiler: GrammarCompiler) -> Sampling:
         compiler.json()  # makes the vocabulary
         lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json.dumps(WRITTEN)}")
         return Sampling(grammar=Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "tools"))
 
-    monkeypatch.setattr(generation, "sampling_of", sampling_of)
+    monkeypatch.setattr(chat, "sampling_of", sampling_of)
 
 
 @pytest.mark.usefixtures("writes_a_call")
