@@ -1,7 +1,7 @@
 """GGUF files: which of them can be blended, and their conversion into a model folder that loads fast.
 
-A GGUF file holds quantised weights, their architecture, and mostly a tokenizer. Transformers reads it, and takes its time:
-half a minute for 135 M parameters. So a file is converted once, into a folder of the user's cache that is named by its SHA-256;
+A GGUF file holds quantised weights, their architecture, and usually a tokenizer. Transformers needs half a minute to read one
+of 135 M parameters. So a file is converted once, into a folder of the user's cache that is named by its SHA-256;
 later loads take the folder. Its weights are float32, which holds every dequantised value exactly; its config names bfloat16 for
 a quantised file, the dtype that such a model may run in.
 """
@@ -39,7 +39,7 @@ ORIGIN = "origin.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
-_FOLDER_ALONE = "use the model's own folder (config.json and safetensors) instead of the GGUF file"
+_FOLDER_ONLY = "use the model's own folder (config.json and safetensors) instead of the GGUF file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def converted_folder(name: str, gguf_sha256: str) -> Path:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a folder holds a whole conversion of today's format."""
+    """Whether a folder holds a finished conversion of today's format."""
     try:
         origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def convert_gguf(path: Path) -> Path:
 def new_folder(target: Path) -> Iterator[Path | None]:
     """An empty folder that becomes `target` if the block ends well; None where another process made `target` meanwhile.
 
-    One process at a time fills it. What a killed one left is removed. The new folder appears whole or not at all.
+    One process at a time fills it. The files of a killed one are removed. The new folder appears complete or not at all.
 
     Raises:
         InputError: the folder above cannot be written, or the disk is full.
@@ -162,10 +162,10 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
             str(path.parent), **source, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # whatever shapes and values that do not fit run into
-        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); {_FOLDER_ALONE}") from error
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); {_FOLDER_ONLY}") from error
     model, report = loaded
     if report["missing_keys"]:
-        raise InputError(f"{path} lacks weights ({', '.join(sorted(report['missing_keys'])[:3])}, ...); {_FOLDER_ALONE}")
+        raise InputError(f"{path} lacks weights ({', '.join(sorted(report['missing_keys'])[:3])}, ...); {_FOLDER_ONLY}")
     # What is left is an ordinary model of plain weights; transformers would save it as a quantised one.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -246,7 +246,7 @@ def read_header(path: Path) -> GGUFHeader:
     if parts > 1:
         raise InputError(f"{path} is one part of {parts}; join them with llama-gguf-split --merge")
     if reasons:
-        raise UnsupportedModelError(f"{path}: {reasons[0]}, which transformers does not read from GGUF; {_FOLDER_ALONE}")
+        raise UnsupportedModelError(f"{path}: {reasons[0]}, which transformers does not read from GGUF; {_FOLDER_ONLY}")
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return GGUFHeader(
         dtype="float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
@@ -302,7 +302,7 @@ def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
 
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
     if scaled.shape != plain.shape or not torch.allclose(plain / torch.tensor(factors), scaled, rtol=1e-4):
-        raise UnsupportedModelError(f"{path}: its rope is scaled, and not as Llama 3's is; {_FOLDER_ALONE}")
+        raise UnsupportedModelError(f"{path}: its rope is scaled, and not as Llama 3's is; {_FOLDER_ONLY}")
 
 
 def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any]) -> Any:

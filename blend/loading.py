@@ -176,12 +176,12 @@ def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -
     """
     name = locate_model(path_or_hub_id)
     try:
-        whole = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
+        full = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
     except (OSError, ValueError) as error:
         raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
-    config: Any = whole.get_text_config(decoder=True)
+    config: Any = full.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = _resolve_dtype(dtype, name, device, {"config": whole})
+    dtype = _resolve_dtype(dtype, name, device, {"config": full})
     return KVGeometry(int(config.num_hidden_layers), int(config.num_key_value_heads), int(head_dim), dtype, device)
 
 

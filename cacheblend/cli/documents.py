@@ -84,7 +84,7 @@ def show(
 
 
 @app.command("delete")
-@options.takes(StoreConfig, only=options.OF_REMOTES)
+@options.accepts(StoreConfig, only=options.OF_REMOTES)
 def delete(
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,

@@ -20,9 +20,8 @@ from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.integrations.ray.config import RayConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
-from cacheblend.service.engine.document_sources import DocumentStream, SourceReport
+from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, StreamSize
 from cacheblend.service.engine.ingest import IngestReport
-from cacheblend.service.engine.stream_size import StreamSize
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
 from cacheblend.service.engine.web_pages import WebFiles
 from cacheblend.store.codecs import CODECS, LayerShape
@@ -47,7 +46,7 @@ NOT_OF_INGEST = (
 )
 
 
-@options.takes(EngineConfig, RayConfig, VllmConfig, without=NOT_OF_INGEST)
+@options.accepts(EngineConfig, RayConfig, VllmConfig, without=NOT_OF_INGEST)
 def ingest(
     context: typer.Context,
     sources: Annotated[
@@ -275,15 +274,15 @@ def _print_faults(found: SourceReport) -> None:
             terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
 
 
-def _follow(engine: Engine, folders: Sequence[str], told: Mapping[str, str]) -> tuple[IngestReport, dict[str, str]]:
-    """Follow folders until a signal; what that ingested, and the faults that there are then.
+def _follow(engine: Engine, folders: Sequence[str], printed: Mapping[str, str]) -> tuple[IngestReport, dict[str, str]]:
+    """Follow folders until a signal, and return the ingests' report and the faults at the end.
 
-    Faults by file that were told before are not told again.
+    Faults in `printed` are not printed again.
     """
     from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
 
     total, watch = IngestReport(), FolderWatch(engine, folders)
-    told_files = {os.path.abspath(name) for name in told}
+    printed_files = {os.path.abspath(name) for name in printed}
 
     def show_report(report: FollowReport) -> None:
         nonlocal total
@@ -294,7 +293,7 @@ def _follow(engine: Engine, folders: Sequence[str], told: Mapping[str, str]) -> 
 
     try:
         report = watch.follow()
-        report.faults = {name: why for name, why in report.faults.items() if name not in told_files}
+        report.faults = {name: why for name, why in report.faults.items() if name not in printed_files}
         if report:
             show_report(report)
         terminal.stderr.print(f"watching {', '.join(folders)}; Ctrl-C ends it", highlight=False, soft_wrap=True)
@@ -338,7 +337,7 @@ def _codec_is_free(context: typer.Context) -> bool:
 
 
 def _agreed(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, codec_is_free: bool, yes: bool) -> EngineConfig:
-    """Say what an ingest takes, ask where that is much, and give the configuration with a codec that fits.
+    """Print an ingest's need of disk, ask where that is much, and return the configuration with a codec that fits.
 
     Args:
         config: as it was asked for.

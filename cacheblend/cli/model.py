@@ -25,9 +25,9 @@ def get(
     accept_license: Annotated[bool, typer.Option("--accept-license", hidden=True)] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Fetch a known model, check it, and convert it once; every command then takes its name for --model, offline.
+    """Fetch a known model, check it, and convert it once; every command then accepts its name for --model, offline.
 
-    It is kept in the user's cache folder (XDG_CACHE_HOME); nothing is installed. A second time does nothing.
+    It lies in the user's cache folder (XDG_CACHE_HOME); nothing is installed. A second time does nothing.
 
     Examples:
         cacheblend model get smollm2-135m && cacheblend ask -m smollm2-135m "Who signs?" --store-dir ./store

@@ -37,7 +37,7 @@ DEFAULT_STORE_DIR = user_data_folder() / "store"
 
 
 def _apply_settings(context: typer.Context, store_dir: Path) -> Path:
-    """What the store was made with becomes the defaults, so flags, variables and a config file win over it."""
+    """Make the settings of the store the defaults, so that flags, variables and a config file win over them."""
     context.default_map = {**remembered_settings(store_dir), **(context.default_map or {})}
     return store_dir
 
@@ -59,7 +59,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; p
 class OptionGroup:
     """Base of dataclasses whose fields are options that several commands have, `Annotated` as typer wants them.
 
-    A command that `takes` decorates has them in place of its parameter of the class.
+    A command that `accepts` decorates has them in place of its parameter of the class.
     """
 
     __slots__ = ()
@@ -67,7 +67,7 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Options that a command was given, of those that `takes` made for it.
+    """Options that a command was given, of those that `accepts` made for it.
 
     Args:
         values: by name; what was left out has its default.
@@ -87,7 +87,7 @@ class Settings:
         return from_options(config, given | fixed)
 
 
-def takes(
+def accepts(
     *configs: type, only: Collection[str] | None = None, without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the options of config classes, in place of its parameter `settings: Settings`, and those of its groups.
@@ -149,8 +149,8 @@ def _parameters_of(group: type[OptionGroup]) -> list[inspect.Parameter]:
 def engine_options(
     *, without: Collection[str] = (), only: Collection[str] | None = None, **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`takes` of an engine's options."""
-    return takes(EngineConfig, only=only, without=without, **defaults)
+    """`accepts` of an engine's options."""
+    return accepts(EngineConfig, only=only, without=without, **defaults)
 
 
 def listed(text: str) -> list[str]:

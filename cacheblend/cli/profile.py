@@ -35,7 +35,7 @@ def profile(
 ) -> None:
     """Measure prefill over lengths, recompute over ratios, and each tier's throughput; the loading controller plans with it.
 
-    It is kept beside the store and found again by model, device and version. Measure on a quiet machine.
+    It is written beside the store and found again by model, device and version. Measure on a quiet machine.
 
     Examples:
         cacheblend profile ./model --store-dir ./store

@@ -108,7 +108,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-@options.takes(HttpConfig, ServingConfig, EngineConfig)
+@options.accepts(HttpConfig, ServingConfig, EngineConfig)
 def serve(
     context: typer.Context,
     model: options.OptionalModel = None,

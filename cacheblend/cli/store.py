@@ -167,7 +167,7 @@ def clear(
 
 
 @app.command("push")
-@options.takes(StoreConfig, only=options.OF_REMOTES)
+@options.accepts(StoreConfig, only=options.OF_REMOTES)
 def push(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     *,

@@ -30,8 +30,7 @@ from cacheblend.base import progress
 from cacheblend.base.errors import InputError
 
 if TYPE_CHECKING:
-    from cacheblend.service.engine.document_sources import DocumentStream
-    from cacheblend.service.engine.stream_size import StreamSize
+    from cacheblend.service.engine.document_sources import DocumentStream, StreamSize
 
 LOADING = "loading libraries"
 LINE_EVERY_S = 10.0  # of progress, where there is no terminal
@@ -143,7 +142,7 @@ class _Stages(logging.Handler):
 
 @contextmanager
 def shown_stages() -> Iterator[None]:
-    """Show on stderr what is being opened, as long as that takes; libraries first, which are to be imported in the block."""
+    """Show on stderr what is being opened, until the block ends; import libraries in the block, which are shown first."""
     log = logging.getLogger("cacheblend")
     level = log.level
     with ExitStack() as opened:
@@ -217,7 +216,7 @@ class IngestProgress(LiveLine, progress.Progress):
 
     Args:
         console: where to.
-        stream: the documents being read; None where others read them, and whole documents are what is known to be done.
+        stream: the documents being read; None where others read them, and only finished documents are known.
         size: of the stream; None where that is not known, and no time left can be shown.
     """
 

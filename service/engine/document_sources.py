@@ -17,11 +17,10 @@ from typing import Any
 
 from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.base.extras import needs_extra
-from cacheblend.retriever import Document
+from cacheblend.retriever import Document, PlainTokenizer
 
 from .file_converter import CONVERTED_SUFFIXES, FileConverter
 from .json_lines import LineLimits, read_json_lines, read_lines
-from .stream_size import StreamSize, TextSample
 from .web_pages import SCHEMES, WebFiles
 
 logger = logging.getLogger(__name__)
@@ -29,17 +28,14 @@ logger = logging.getLogger(__name__)
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".csv")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
 PARQUET_SUFFIX = ".parquet"
-KNOWN_SUFFIXES = (
-    *TEXT_SUFFIXES,
-    *JSONL_SUFFIXES,
-    PARQUET_SUFFIX,
-    *CONVERTED_SUFFIXES,
-)  # other files are read where they are text
+KNOWN_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX, *CONVERTED_SUFFIXES)  # of others those with text are read
 IGNORE_FILES = (".gitignore", ".cacheblendignore")
 STANDARD_INPUT = "-"
 MAX_TEXT_BYTES = 8 * 2**20  # of one document: some 2 million tokens, whose tokenising takes about 2 GiB of memory
 PARQUET_ROWS = 64  # in memory at once
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
+CHARACTERS_PER_TOKEN = 4.0  # of English text, where none can be tokenised
+PIECE_CHARACTERS, SAMPLE_PIECES = 1024, 64  # to count tokens in: enough to know a language by
 _BOM = b"\xef\xbb\xbf"
 _BOMS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
 _BOMS[codecs.BOM_UTF16_BE] = "utf-16"  # after UTF-32's, which begin as UTF-16's
@@ -67,10 +63,49 @@ class SourceReport:
         return {"faults": self.faults, "skipped": self.skipped}
 
 
+@dataclass(frozen=True, slots=True)
+class StreamSize:
+    """Size of a stream.
+
+    Args:
+        documents: how many.
+        characters: of their texts.
+        sample: pieces of the texts, from all over the stream.
+    """
+
+    documents: int
+    characters: int
+    sample: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def tokens(self, tokenizer: Any) -> int:
+        """About how many tokens the texts are; by the sample where there are a sample and a tokenizer."""
+        sampled = sum(map(len, self.sample))
+        if not sampled or tokenizer is None:
+            return round(self.characters / CHARACTERS_PER_TOKEN)
+        plain = PlainTokenizer(tokenizer)
+        return round(self.characters * sum(len(plain.ids(piece)) for piece in self.sample) / sampled)
+
+
+class TextSample:
+    """Pieces at even distances of all texts together, as if these were one; `SAMPLE_PIECES` at most, however many there are."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._distance, self._characters = PIECE_CHARACTERS, 0
+
+    def add(self, text: str) -> None:
+        """Take what falls into a text."""
+        while (at := len(self.pieces) * self._distance - self._characters) < len(text):
+            self.pieces.append(text[at : at + PIECE_CHARACTERS])
+            if len(self.pieces) > SAMPLE_PIECES:
+                self.pieces, self._distance = self.pieces[::2], 2 * self._distance
+        self._characters += len(text)
+
+
 class DocumentStream:
     """Documents of files, folders or standard input; memory holds one at a time. A context manager, for its converter.
 
-    Of several files, one that cannot be used is reported, and the others are given. One file that is named alone must be right.
+    Of several files, those that cannot be used are reported, and the others are read. A single file must be right.
 
     Args:
         sources: see `read_documents`; beside that URLs, each of which is fetched once.
@@ -164,7 +199,7 @@ def read_documents(
     Args:
         path: a file, a folder, a pattern such as `docs/**/*.pdf`, or "-".
         leave_out: a file that is no document.
-        report: takes the files that cannot be used; without it the first one ends the reading.
+        report: collects the files that cannot be used; without it the first one ends the reading.
         converter: of PDF and Office files; without it one of its own.
 
     Raises:
@@ -200,7 +235,7 @@ def read_documents(
 def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = None) -> list[tuple[Path, str]]:
     """The files of a file, a folder or a pattern, each with the id of its document; see `read_documents`.
 
-    `skipped` takes what is left out, and why.
+    `skipped` collects the files that are left out, and why.
 
     Raises:
         InputError: there is no such file, or none that holds text.
@@ -299,7 +334,7 @@ def file_documents(
         path: the file.
         id_: of its document; parts of it have their place appended.
         converter: of PDF and Office files.
-        skipped: takes a file of an unknown kind that is no text; without it that is a fault.
+        skipped: collects a file of an unknown kind that is no text; without it that is a fault.
         title: in place of the file's name.
         where: names the file in messages; its path where left out.
         check: called once a line, and again and again during a conversion; what it raises ends the reading.

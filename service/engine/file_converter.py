@@ -2,7 +2,7 @@
 
 The files are untrusted, and their parsers are large. A process that hangs or swells is killed, and only its file is lost. It
 has none of the service's environment, and refuses Python's own calls for the network and for other programs (`_confine`). That
-bounds a parser, not code that takes it over: such code can do what the service's user can. The process speaks JSON lines:
+bounds a parser, not code that has taken it over: such code can do what the service's user can. The process speaks JSON lines:
 a path comes in, the parts of its text or an error go out.
 """
 
@@ -56,10 +56,10 @@ CONVERTING = threading.Lock()  # one conversion at a time in all, since each may
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A page of a PDF, a slide or a sheet, or the whole of another file; short pages and slides with those that follow.
+    """A page of a PDF, a slide or a sheet, or all of another file; short pages and slides with those that follow.
 
     Args:
-        place: "page=3", "slide=2-4", "sheet=Sales"; empty for a whole file.
+        place: "page=3", "slide=2-4", "sheet=Sales"; empty for all of a file.
         text: Markdown, or plain text of a PDF.
     """
 
@@ -189,7 +189,7 @@ class FileConverter:
 def join_short_parts(parts: Sequence[TextPart]) -> list[TextPart]:
     """Join pages and slides of fewer than `SHORT_PART_CHARACTERS` to the next, and the last to the one before.
 
-    A page that says "Chapter 3" alone would be a chunk of a few tokens. The place names all that were joined, "page=3-4", from
+    A page that says only "Chapter 3" would be a chunk of a few tokens. The place names all that were joined, "page=3-4", from
     the first to the last with text.
     """
     joined = list[TextPart]()

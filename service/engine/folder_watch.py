@@ -58,7 +58,7 @@ class FolderWatch:
     noted beside the store, so that files which go while nobody watches are found later.
 
     Args:
-        engine: ingests and deletes; nothing else changes its documents meanwhile, or it takes them for others'.
+        engine: ingests and deletes; nothing else changes its documents meanwhile.
         folders: of the files.
     """
 
@@ -119,26 +119,27 @@ class FolderWatch:
         """Ingest a file if it is new or has changed, and delete the documents that it has no more."""
         name, status = str(file), file.stat()
         seen, last = [status.st_size, status.st_mtime_ns], self._files.get(name, WatchedFile())
-        if seen != last.seen:
-            try:
-                documents = [Document.of(one) for one in file_documents(file, id_, converter, {})]
-            except InputError as error:
-                last = self._files[name] = replace(last, seen=seen, fault=str(error))
-            else:
-                for one in documents:
-                    for other in owners[one.id] - {name}:
-                        if self._files[other].documents[one.id] != one.version:
-                            raise InputError(f"{file}: {other} has a document of the id {one.id!r}; rename it")
-                changed = [one for one in documents if self._engine.retriever.version(one.id) != one.version]
-                if changed:
-                    report.ingested += self._engine.ingest_stream(changed)
-                now = {one.id: one.version for one in documents}
-                self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, owners, report)
-                last = self._files[name] = WatchedFile(seen, now)
-                for one in documents:
-                    owners[one.id].add(name)
-        if last.fault:
-            self.faults[name] = last.fault
+        if seen == last.seen:
+            if last.fault:
+                self.faults[name] = last.fault
+            return
+        try:
+            documents = [Document.of(one) for one in file_documents(file, id_, converter, {})]
+        except InputError as error:
+            self._files[name] = replace(last, seen=seen, fault=str(error))
+            raise
+        for one in documents:
+            for other in owners[one.id] - {name}:
+                if self._files[other].documents[one.id] != one.version:
+                    raise InputError(f"{file}: {other} has a document of the id {one.id!r}; rename it")
+        changed = [one for one in documents if self._engine.retriever.version(one.id) != one.version]
+        if changed:
+            report.ingested += self._engine.ingest_stream(changed)
+        now = {one.id: one.version for one in documents}
+        self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, owners, report)
+        self._files[name] = WatchedFile(seen, now)
+        for id_ in now:
+            owners[id_].add(name)
 
     def _delete(self, name: str, documents: Mapping[str, str], owners: dict[str, set[str]], report: FollowReport) -> None:
         """Delete the documents of a file that no other file has, unless they have another version by now."""

@@ -42,7 +42,7 @@ def read_json_lines(
     Args:
         path: the file.
         check: called once a line; what it raises ends the reading.
-        limits: of the whole file; None for no bounds.
+        limits: bounds of the file; None for none.
 
     Raises:
         InputError: a line that is too long or no JSON in UTF-8, named by file and line; a gzip file that is cut off or damaged;
@@ -72,8 +72,8 @@ def read_lines(
         if len(raw) > MAX_LINE_BYTES:
             raise InputError(f"{where}: longer than {MAX_LINE_BYTES // 2**20} MiB; split it into several lines")
         if limits is not None and (number > limits.lines or read_bytes > limits.decompressed_bytes):
-            most = f"{limits.lines:,} lines or {limits.decompressed_bytes // 2**20} MiB"
-            raise InputError(f"{name}: more than {most}, unpacked; split it")
+            bound = f"{limits.lines:,} lines or {limits.decompressed_bytes // 2**20} MiB"
+            raise InputError(f"{name}: more than {bound}, unpacked; split it")
         check_values(raw, where)
         if (text := _decode(raw, where)).strip():
             yield where, parse_json(text, where)

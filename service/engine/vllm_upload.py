@@ -79,11 +79,11 @@ def upload_documents(
     Args:
         documents: taken one at a time.
         config: the vLLM.
-        faults: takes the documents that it refuses, and why.
+        faults: collects the documents that it refuses, and why.
         progress: follows the upload; `tokens` are those of documents of which KV was computed.
 
     Raises:
-        ServiceError: it does not answer, or has no such route; what was done is kept, and the same call goes on from there.
+        ServiceError: it does not answer, or has no such route; the same call goes on where it was.
         InputError: it refuses the key.
     """
     started, taken, chunks, computed, tokens = time.monotonic(), 0, 0, 0, 0

@@ -84,7 +84,7 @@ class WebFiles:
         """The file at a URL.
 
         Raises:
-            InputError: it cannot be had, is too large, too slow, at a private address or behind too many redirects.
+            InputError: it cannot be had, is too large, too slow, at a private address, or has too many redirects.
         """
         if url not in self._files:
             self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")

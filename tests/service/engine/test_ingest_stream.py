@@ -28,8 +28,7 @@ from cacheblend.cli.terminal import IngestProgress
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine import ingest
-from cacheblend.service.engine.document_sources import DocumentStream
-from cacheblend.service.engine.stream_size import StreamSize
+from cacheblend.service.engine.document_sources import DocumentStream, StreamSize
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
 
