@@ -1,4 +1,4 @@
-"""A chat over an engine, as frameworks' models have it: options of a call, chunks in messages, answers piece by piece."""
+"""A chat over an engine, shared by the adapters of frameworks: options of a call, chunks in messages, streamed answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequen
 from typing import Any, TypeVar
 
 from cacheblend.base.errors import InputError
-from cacheblend.retriever import Chunk
+from cacheblend.retriever import Chunk, ScoredChunk
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.request import Request
@@ -22,7 +22,7 @@ PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top
 SAMPLING_OPTIONS = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 OPTIONS = (*PROMPT_OPTIONS, "top_k", *SAMPLING_OPTIONS, "response_format")  # of a call, beside documents and stop
 LONG_CHARACTERS = 2000  # of messages that most likely hold a retriever's texts
-Pieces = Generator[str, None, Done]
+Pieces = Generator[tuple[str, Done | None], None, None]
 
 
 class EngineChat:
@@ -46,13 +46,13 @@ class EngineChat:
         stop: Sequence[str] | str | None = None,
         documents: Sequence[Mapping[str, object] | Chunk] | None = None,
     ) -> Pieces:
-        """The answer's text as its tokens come, and at the end what it came of.
+        """Yield the answer's text as its tokens come, with None, and at last the remaining text with the finished request.
 
-        The caller's thread runs the model, a token a step; one that leaves before the end frees all.
+        The caller's thread runs the model, a token a step; closing the generator before its end frees everything.
 
         Args:
             messages: the chat.
-            options: of `OPTIONS`; those that are None or missing are the engine's.
+            options: of `OPTIONS`; the engine's are used for those that are None or missing.
             stop: strings that end the answer.
             documents: to answer over, put before the last message. None: chunks are looked for in the messages.
 
@@ -76,25 +76,17 @@ class EngineChat:
             complete = False
             while not served.is_prefilled:
                 complete = served.prefill_layer()
-            yield from _texts(events)
+            yield from ((text, None) for text in _texts(events))
             # 3. Decode, a token a step.
             while not complete:
                 logits_RV = engine.fusor.decoder.decode([served.last_token], [served.kv])
                 complete = served.decode(logits_RV[0])
-                yield from _texts(events)
-            # 4. What was held back, and the whole answer.
+                yield from ((text, None) for text in _texts(events))
+            # 4. Text that was held back for stop strings, and the finished request.
             done = served.finish()
-            if done.rest:
-                yield done.rest
-            return done
+            yield done.rest, done
         finally:
             served.end()
-
-    def answer(self, *args: Any, **options: Any) -> Done:
-        """Return the complete answer."""
-        *_, (_, done) = with_end(self.stream(*args, **options))
-        assert done is not None
-        return done
 
     def known_chunk(self, text: str, metadata: Mapping[str, Any]) -> Chunk | None:
         """The engine's own chunk that a framework's document is; None where it is another retriever's, or was deleted."""
@@ -129,7 +121,7 @@ class EngineChat:
         )
 
     def _warn(self, found: int, other: int, characters: int) -> None:
-        """Warn once of what keeps stored KV from being used, with what to change."""
+        """Warn once if stored KV cannot be used, with the remedy."""
         searched = self.engine.chunk_texts.take_unused()
         separator = self.engine.retriever.config.separator
         if other:
@@ -160,7 +152,7 @@ class EngineChat:
             warnings.warn(text, UserWarning, stacklevel=2)
 
     def _grammar(self, response_format: Any) -> Any:
-        """The grammar of OpenAI's `response_format`, a dict."""
+        """The grammar of OpenAI's `response_format`; None for plain text."""
         if response_format is None:
             return None
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
@@ -184,32 +176,18 @@ def _texts(events: deque[Event]) -> Generator[str, None, None]:
             yield event.text
 
 
-def with_end(pieces: Pieces) -> Iterator[tuple[str, Done | None]]:
-    """The pieces of `EngineChat.stream` with None each, and at last no text with what it came of."""
-    try:
-        while True:
-            try:
-                text = next(pieces)
-            except StopIteration as end:
-                yield "", end.value
-                return
-            yield text, None
-    finally:
-        pieces.close()
-
-
 _Item = TypeVar("_Item")
 
 
 async def in_threads(items: Iterator[_Item]) -> AsyncGenerator[_Item, None]:
-    """Items of an iterator each step of which is taken in a thread, so that the event loop goes on."""
+    """Items of an iterator whose steps run in a thread, so that the event loop goes on."""
     end: Any = object()
     while (item := await asyncio.to_thread(next, items, end)) is not end:
         yield item
 
 
 def report(done: Done) -> dict[str, Any]:
-    """What a framework's answer has beside its text: why it ended, tokens, plan and timings."""
+    """Metadata of an answer: why it ended, tokens, plan and timings."""
     plan, answer = done.answer.plan, done.answer.as_dict()
     return {
         "finish_reason": done.finish_reason,
@@ -220,3 +198,27 @@ def report(done: Done) -> dict[str, Any]:
         "plan": answer["plan"],
         "timings": answer["timings"],
     }
+
+
+def chunk_metadata(found: ScoredChunk) -> dict[str, Any]:
+    """Metadata of a found chunk as a framework's document; `EngineChat.known_chunk` finds the chunk by it."""
+    chunk = found.chunk
+    return {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position, **found.place.as_dict()}
+
+
+def message_of(role: str | None, kind: str, texts: Sequence[object]) -> Message:
+    """A framework's message.
+
+    Args:
+        role: "system", "user" or "assistant"; None for another one.
+        kind: the framework's own name of it.
+        texts: its parts; a part that is no text is None.
+
+    Raises:
+        InputError: the role is another one, or a part is no text.
+    """
+    if role is None:
+        raise InputError(f"a {kind} message cannot be answered; give system, user and assistant messages")
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError("a message's content must be text; leave images and files out")
+    return Message(role, "".join(map(str, texts)))

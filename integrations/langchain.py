@@ -8,6 +8,7 @@ documents in as the engine does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from operator import itemgetter
 from typing import Any
 
@@ -32,7 +33,7 @@ from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.serving.served_request import Done
 
-from .chat import OPTIONS, EngineChat, report, with_end
+from .chat import OPTIONS, EngineChat, Pieces, chunk_metadata, message_of, report
 
 __all__ = ["CacheBlendRetriever", "ChatCacheBlend"]
 
@@ -57,14 +58,7 @@ class CacheBlendRetriever(BaseRetriever):
         return [
             Document(
                 page_content=scored.chunk.text,
-                metadata={
-                    "document_id": scored.chunk.document_id,
-                    "title": scored.chunk.title,
-                    "position": scored.chunk.position,
-                    **scored.place.as_dict(),
-                    "distance": scored.distance,
-                    "score": scored.score,
-                },
+                metadata={**chunk_metadata(scored), "distance": scored.distance, "score": scored.score},
             )
             for scored in self.engine.search(query, self.top_k)
         ]
@@ -149,10 +143,9 @@ class ChatCacheBlend(BaseChatModel):
         documents: Sequence[Document | Mapping[str, object]] | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        given = self._given(messages, kwargs)
-        done = self._chat.answer(*given, stop=stop, documents=self._documents(documents))
-        usage, metadata = _report(done)
-        message = AIMessage(content=done.answer.text, usage_metadata=usage, response_metadata=metadata)
+        *_, (_, done) = self._pieces(messages, stop, documents, kwargs)
+        assert done is not None, "the last piece"
+        message = AIMessage(content=done.answer.text, **_metadata(done))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _stream(
@@ -164,52 +157,54 @@ class ChatCacheBlend(BaseChatModel):
         documents: Sequence[Document | Mapping[str, object]] | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        given = self._given(messages, kwargs)
-        for text, done in with_end(self._chat.stream(*given, stop=stop, documents=self._documents(documents))):
-            message = AIMessageChunk(content=text)
-            if done is not None:
-                usage, metadata = _report(done)
-                message = AIMessageChunk(content=text, usage_metadata=usage, response_metadata=metadata, chunk_position="last")
-            chunk = ChatGenerationChunk(message=message)
-            if run_manager is not None:
-                run_manager.on_llm_new_token(text, chunk=chunk)
-            yield chunk
+        with closing(self._pieces(messages, stop, documents, kwargs)) as pieces:
+            for text, done in pieces:
+                message = AIMessageChunk(
+                    content=text, **({} if done is None else {**_metadata(done), "chunk_position": "last"})
+                )
+                chunk = ChatGenerationChunk(message=message)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
 
-    def _given(self, messages: Sequence[BaseMessage], options: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
-        # What LangChain itself puts beside the options of `with_structured_output` is for tracers.
-        own = {name: value for name, value in options.items() if name != "ls_structured_output_format"}
+    def _pieces(
+        self,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        documents: Sequence[Document | Mapping[str, object]] | None,
+        options: Mapping[str, Any],
+    ) -> Pieces:
         fields = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
-        return [_turn(message) for message in messages], {**fields, **own}
+        # LangChain itself puts an option for tracers beside those of `with_structured_output`.
+        own = {name: value for name, value in options.items() if name != "ls_structured_output_format"}
+        return self._chat.stream(
+            [_message(message) for message in messages],
+            {**fields, **own},
+            stop=stop,
+            documents=None if documents is None else [self._document(given) for given in documents],
+        )
 
-    def _documents(
-        self, documents: Sequence[Document | Mapping[str, object]] | None
-    ) -> list[Mapping[str, object] | Chunk] | None:
-        """The engine's own chunks where the documents are such, else texts, to be split."""
-        if documents is None:
-            return None
-        return [
-            (self._chat.known_chunk(given.page_content, given.metadata) or {"text": given.page_content})
-            if isinstance(given, Document)
-            else given
-            for given in documents
-        ]
+    def _document(self, given: Document | Mapping[str, object]) -> Mapping[str, object] | Chunk:
+        """The engine's own chunk if the document is one; else a text of any other retriever, to be split."""
+        if not isinstance(given, Document):
+            return given
+        title = given.metadata.get("title")
+        known = self._chat.known_chunk(given.page_content, given.metadata)
+        return known or {"title": title if isinstance(title, str) else "", "text": given.page_content}
 
 
-def _report(done: Done) -> tuple[UsageMetadata, dict[str, Any]]:
-    meta = report(done)
+def _metadata(done: Done) -> dict[str, Any]:
+    metadata = report(done)
     usage = UsageMetadata(
-        input_tokens=meta.pop("prompt_tokens"),
-        output_tokens=meta.pop("completion_tokens"),
-        total_tokens=meta.pop("total_tokens"),
-        input_token_details={"cache_read": meta.pop("cached_tokens")},
+        input_tokens=metadata.pop("prompt_tokens"),
+        output_tokens=metadata.pop("completion_tokens"),
+        total_tokens=metadata.pop("total_tokens"),
+        input_token_details={"cache_read": metadata.pop("cached_tokens")},
     )
-    return usage, meta
+    return {"usage_metadata": usage, "response_metadata": metadata}
 
 
-def _turn(message: BaseMessage) -> Message:
-    if message.type not in ROLES:
-        raise InputError(f"a {message.type} message cannot be answered; give system, human and ai messages")
+def _message(message: BaseMessage) -> Message:
     parts = [message.content] if isinstance(message.content, str) else message.content
-    if not all(isinstance(part, str) or part.get("type") == "text" for part in parts):
-        raise InputError("a message's content must be text; leave images and files out")
-    return Message(ROLES[message.type], "".join(part if isinstance(part, str) else part["text"] for part in parts))
+    texts = [part if isinstance(part, str) else part.get("text") if part.get("type") == "text" else None for part in parts]
+    return message_of(ROLES.get(message.type), message.type, texts)

@@ -6,12 +6,13 @@ As in `integrations/langchain.py`: chunks that the retriever found are looked fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cacheblend.base.extras import needs_extra
 
 with needs_extra("llamaindex"):
+    from llama_index.core.base.llms.generic_utils import chat_to_completion_decorator, stream_chat_to_completion_decorator
     from llama_index.core.base.llms.types import (
         ChatMessage,
         ChatResponse,
@@ -29,15 +30,13 @@ with needs_extra("llamaindex"):
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from cacheblend.base.errors import InputError
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import MAX_NEW_TOKENS, Message
 
-from .chat import OPTIONS, EngineChat, in_threads, report, with_end
+from .chat import OPTIONS, EngineChat, chunk_metadata, in_threads, message_of, report
 
 __all__ = ["CacheBlendLLM", "CacheBlendRetriever"]
 
-_Piece = tuple[str, str, dict[str, Any]]
 ROLES = {
     MessageRole.SYSTEM: "system",
     MessageRole.DEVELOPER: "system",
@@ -61,9 +60,7 @@ class CacheBlendRetriever(BaseRetriever):
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = []
         for scored in self._engine.search(query_bundle.query_str, self._top_k):
-            chunk = scored.chunk
-            metadata: dict[str, Any] = {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position}
-            metadata |= scored.place.as_dict()
+            chunk, metadata = scored.chunk, chunk_metadata(scored)
             node = TextNode(
                 id_=f"{chunk.document_id}:{chunk.position}",
                 text=chunk.text,
@@ -81,7 +78,8 @@ class CacheBlendRetriever(BaseRetriever):
 class CacheBlendLLM(CustomLLM):
     """Answers prompts and chats over the stored KV of the chunks that they hold; see `ChatCacheBlend` of LangChain.
 
-    Options of a call are those of `integrations/chat.py`, and `stop` and `documents`.
+    Options of a call are those of `integrations/chat.py`, `stop` and `documents`. A prompt is a chat of one message. The event
+    loop goes on during the asynchronous calls.
 
     Args:
         engine: open.
@@ -120,69 +118,58 @@ class CacheBlendLLM(CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat."""
-        return _chat_response(*self._answer(_turns(messages), kwargs))
+        return self._answer(messages, **kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a chat; the event loop goes on meanwhile."""
-        return _chat_response(*await asyncio.to_thread(self._answer, _turns(messages), kwargs))
+        """Answer a chat."""
+        return await asyncio.to_thread(self._answer, messages, **kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a chat, piece by piece."""
-        return (_chat_response(*piece) for piece in self._pieces(_turns(messages), kwargs))
+        """Stream the answer of a chat."""
+        return self._pieces(messages, **kwargs)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """Answer a chat, piece by piece; the event loop goes on meanwhile."""
-        return (_chat_response(*piece) async for piece in in_threads(self._pieces(_turns(messages), kwargs)))
+        """Stream the answer of a chat."""
+        return in_threads(self._pieces(messages, **kwargs))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt, as a chat of one message."""
-        return _text_response(*self._answer([Message("user", prompt)], kwargs))
+        """Answer a prompt."""
+        return chat_to_completion_decorator(self._answer)(prompt, **kwargs)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt; the event loop goes on meanwhile."""
-        return _text_response(*await asyncio.to_thread(self._answer, [Message("user", prompt)], kwargs))
+        """Answer a prompt."""
+        return await asyncio.to_thread(chat_to_completion_decorator(self._answer), prompt, **kwargs)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Answer a prompt, piece by piece."""
-        return (_text_response(*piece) for piece in self._pieces([Message("user", prompt)], kwargs))
+        """Stream the answer of a prompt."""
+        return stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """Answer a prompt, piece by piece; the event loop goes on meanwhile."""
-        return (_text_response(*piece) async for piece in in_threads(self._pieces([Message("user", prompt)], kwargs)))
+        """Stream the answer of a prompt."""
+        return in_threads(stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs))
 
-    def _answer(self, messages: Sequence[Message], given: Mapping[str, Any]) -> _Piece:
-        *_, last = self._pieces(messages, given)
+    def _answer(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        *_, last = self._pieces(messages, **kwargs)
         return last
 
-    def _pieces(self, messages: Sequence[Message], given: Mapping[str, Any]) -> Iterator[_Piece]:
-        """The text so far, what is new of it, and at the end what it came of."""
+    def _pieces(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """The text so far and its newest piece, and at last the answer's metadata."""
         fields = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
-        options = {**fields, **given}
-        stop, documents = options.pop("stop", None), options.pop("documents", None)
-        text = ""
-        for piece, done in with_end(self._chat.stream(messages, options, stop=stop, documents=documents)):
+        stop, documents = kwargs.pop("stop", None), kwargs.pop("documents", None)
+        asked, text = [_message(message) for message in messages], ""
+        for piece, done in self._chat.stream(asked, {**fields, **kwargs}, stop=stop, documents=documents):
             text += piece
-            yield text, piece, {} if done is None else report(done)
+            message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+            yield ChatResponse(message=message, delta=piece, additional_kwargs={} if done is None else report(done))
 
 
-def _chat_response(text: str, delta: str, meta: dict[str, Any]) -> ChatResponse:
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(message=message, delta=delta, additional_kwargs=meta)
-
-
-def _text_response(text: str, delta: str, meta: dict[str, Any]) -> CompletionResponse:
-    return CompletionResponse(text=text, delta=delta, additional_kwargs=meta)
-
-
-def _turns(messages: Sequence[ChatMessage]) -> list[Message]:
-    for message in messages:
-        if message.role not in ROLES or any(block.block_type != "text" for block in message.blocks):
-            raise InputError(f"a {message.role.value} message cannot be answered, or not all of it is text; give text alone")
-    return [Message(ROLES[message.role], message.content or "") for message in messages]
+def _message(message: ChatMessage) -> Message:
+    texts = [block.text if block.block_type == "text" else None for block in message.blocks]
+    return message_of(ROLES.get(message.role), message.role.value, texts)

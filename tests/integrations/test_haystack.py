@@ -12,10 +12,10 @@ os.environ.setdefault("HAYSTACK_TELEMETRY_ENABLED", "False")
 pytest.importorskip("haystack", reason="haystack-ai is not installed: pip install 'cacheblend[haystack]'")
 
 from haystack import Pipeline
-from haystack.components.builders import ChatPromptBuilder, PromptBuilder
+from haystack.components.builders import ChatPromptBuilder
 from haystack.dataclasses import ChatMessage, StreamingChunk
 
-from cacheblend.integrations.haystack import CacheBlendChatGenerator, CacheBlendGenerator, CacheBlendRetriever
+from cacheblend.integrations.haystack import CacheBlendChatGenerator, CacheBlendRetriever
 from cacheblend.service import Engine
 
 QUESTION = "What does the else clause of a while loop do?"
@@ -32,25 +32,16 @@ def pipeline(engine: Engine, builder: Any, generator: Any) -> Pipeline:
     return made
 
 
-def test_pipeline_with_a_generator(engine: Engine) -> None:
-    """A pipeline with `PromptBuilder` blends the stored KV; a callback has each piece."""
-    pieces: list[StreamingChunk] = []
-    generator = CacheBlendGenerator(engine, {"max_tokens": 9}, pieces.append)
-    asked = pipeline(engine, PromptBuilder(TEMPLATE, required_variables="*"), generator)
-    found = asked.run({"retriever": {"query": QUESTION}, "builder": {"question": QUESTION}})["generator"]
-    plan = found["meta"][0]["plan"]
-    assert (plan["hits"], plan["misses"]) == (4, 0)
-    assert found["meta"][0]["usage"]["cached_tokens"] > 0
-    assert "".join(piece.content for piece in pieces) == found["replies"][0]
-    assert len(pieces) > 3
-
-
 def test_pipeline_with_a_chat_generator(engine: Engine) -> None:
     """A pipeline with `ChatPromptBuilder` blends the stored KV; `run_async` gives the same reply."""
+    pieces: list[StreamingChunk] = []
     builder = ChatPromptBuilder([ChatMessage.from_user(TEMPLATE)], required_variables="*")
-    asked = pipeline(engine, builder, CacheBlendChatGenerator(engine))
+    asked = pipeline(engine, builder, CacheBlendChatGenerator(engine, {"max_tokens": 9}, pieces.append))
     (reply,) = asked.run({"retriever": {"query": QUESTION}, "builder": {"question": QUESTION}})["generator"]["replies"]
-    assert reply.meta["plan"]["hits"] == 4
+    assert (reply.meta["plan"]["hits"], reply.meta["plan"]["misses"]) == (4, 0)
+    assert reply.meta["usage"]["cached_tokens"] > 0
+    assert "".join(piece.content for piece in pieces) == reply.text
+    assert len(pieces) > 3
     generator = CacheBlendChatGenerator(engine)
     messages = [ChatMessage.from_system("Be short."), ChatMessage.from_user("When?")]
     whole = generator.run(messages)["replies"][0].text
@@ -60,24 +51,23 @@ def test_pipeline_with_a_chat_generator(engine: Engine) -> None:
 
 
 def test_async_streaming(engine: Engine) -> None:
-    """A coroutine is awaited on the event loop with each piece before the next, of both generators; `run` refuses it."""
+    """A coroutine is awaited on the event loop with each piece before the next; `run` refuses it."""
     pieces: list[StreamingChunk] = []
 
-    async def take(chunk: StreamingChunk) -> None:
+    async def receive(chunk: StreamingChunk) -> None:
         await asyncio.sleep(0)
         assert asyncio.get_running_loop() is loop[0]
         pieces.append(chunk)
 
-    async def answer(generator: Any, asked: Any) -> Any:
+    async def answer() -> ChatMessage:
         loop[:] = [asyncio.get_running_loop()]
-        return (await generator.run_async(asked, {"max_tokens": 9}, take))["replies"][0]
+        return (await generator.run_async(messages, {"max_tokens": 9}))["replies"][0]
 
     loop: list[asyncio.AbstractEventLoop] = []
-    assert asyncio.run(answer(CacheBlendGenerator(engine), "When?")) == "".join(piece.content for piece in pieces)
+    generator, messages = CacheBlendChatGenerator(engine, streaming_callback=receive), [ChatMessage.from_user("When?")]
+    reply = asyncio.run(answer())
+    assert reply.text == "".join(piece.content for piece in pieces)
     assert len(pieces) > 3
     assert [piece.finish_reason for piece in pieces].count(None) == len(pieces) - 1
-    pieces.clear()
-    reply = asyncio.run(answer(CacheBlendChatGenerator(engine, streaming_callback=take), [ChatMessage.from_user("When?")]))
-    assert reply.text == "".join(piece.content for piece in pieces)
     with pytest.raises(ValueError, match="cannot be a coroutine"):
-        CacheBlendGenerator(engine).run("When?", streaming_callback=take)
+        generator.run(messages)

@@ -196,3 +196,15 @@ def test_long_message_of_another_retriever_warns(model: ChatCacheBlend) -> None:
     long = ChatCacheBlend(engine=model.engine, max_tokens=1)
     with pytest.warns(UserWarning, match="long and hold no chunk"), pytest.raises(InputError, match="more than the model's"):
         long.invoke(text)
+
+
+def test_documents_of_any_retriever(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
+    """`documents=` takes what any vector database found; of the engine's own chunks the stored KV is used."""
+    own, others = (
+        retriever.invoke(QUESTION),
+        [Document("Boats leave at nine.", metadata={"title": "Boats"}), {"text": "Or ten."}],
+    )
+    plan = model.invoke(QUESTION, documents=[*own, *others]).response_metadata["plan"]
+    assert (plan["hits"], plan["misses"]) == (4, 2)
+    engine.drain()
+    assert model.invoke(QUESTION, documents=[*own, *others]).response_metadata["plan"]["misses"] == 0
