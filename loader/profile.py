@@ -7,7 +7,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from cacheblend.base.errors import ProfileError
 from cacheblend.base.files import make_folder, replacing
 
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Profile:
         prefill: full prefills, of at least one length.
         blend: layers of blends; at least one of layer 0, and one later one where the model has several layers.
         logits_s: seconds from the last layer to the first logits.
-        tiers: speed by tier: "ram", "nvme", and "remote" where the store has one.
+        tiers: speed by tier: "ram" and "nvme".
 
     Raises:
         ProfileError: a measurement is impossible or missing.
@@ -128,10 +128,7 @@ class Profile:
         """Plain values for JSON."""
         return {
             "format": PROFILE_FORMAT,
-            **{name.name: getattr(self, name.name) for name in fields(self)},
-            "prefill": [_plain(sample) for sample in self.prefill],
-            "blend": [_plain(sample) for sample in self.blend],
-            "tiers": {tier: _plain(speed) for tier, speed in self.tiers.items()},
+            **asdict(self),
         }
 
     @classmethod
@@ -174,10 +171,6 @@ def _cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _plain(sample: PrefillSample | LayerSample | TierSpeed) -> dict[str, float]:
-    return {name.name: getattr(sample, name.name) for name in fields(sample)}
 
 
 def _numbers(sample: Mapping[str, Any]) -> dict[str, Any]:

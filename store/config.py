@@ -24,16 +24,16 @@ class StoreConfig:
 
     Args:
         directory: a folder on a local file system; made when missing; an engine sets its own. Its file system needs room for
-            one group of writes more than the NVMe budget (64 MiB, or one larger entry), since what is new is whole before what
-            it displaces goes.
+            one group of writes more than the NVMe budget, since new entries are written before older ones are removed.
         cache_budgets: bytes of further tiers of copies, by their names in `CACHE_TIERS`; they stand between RAM and NVMe, the
             fastest first.
-        remote: where further machines' entries are, behind NVMe: `redis://host:6379/0`, `rediss://` with TLS, `unix:///path`,
+        write_queue_bytes: bytes of entries that wait to be written before a put blocks.
+        write_group_bytes: bytes of the entries that are written in one commit.
+        remote: the tier that several machines share: `redis://host:6379/0`, `rediss://` with TLS, `unix:///path`,
             `s3://bucket/prefix`, `gs://`, `az://` or `file:///folder`. No text shows it, since it may hold a password.
         remote_secret: of the deployment; with it objects have names that nobody else can compute, and bytes that nobody else
             can make. `remote_secret_file` is a file that holds it.
-        remote_tenant: whose entries these are; two tenants have no object in common, and a tenant's replicas have all. A
-            service with tenants sets it.
+        remote_tenant: the tenant of these entries; two tenants have no object in common. A service with tenants sets it.
 
     Raises:
         ConfigError: an empty directory name, a number of bytes that is not a positive integer, or an unknown tier; by the
@@ -46,10 +46,12 @@ class StoreConfig:
         50 * GIB, "Bytes of KV on disk, headers included; the least recently used is evicted. Each process applies its own."
     )
     cache_budgets: Mapping[str, int] = field(default_factory=dict)
+    write_queue_bytes: int = 512 * MIB
+    write_group_bytes: int = 64 * MIB
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
-        "URL of a tier behind the disk that machines share: redis://, rediss:// (TLS), unix://, s3://bucket/prefix, gs://, "
+        "URL of a tier that machines share: redis://, rediss:// (TLS), unix://, s3://bucket/prefix, gs://, "
         "az://, file:///folder. Others of the machine see a flag with a password in it, and no variable.",
         panel=REMOTE_PANEL,
         secret=True,
@@ -64,8 +66,7 @@ class StoreConfig:
     remote_secret_file: str | None = option(None, "File that holds the deployment's secret.", panel=REMOTE_PANEL)
     remote_tenant: str | None = option(
         None,
-        "Tenant whose entries in the remote tier are meant, for commands at the folder of one (tenants/NAME); a service names "
-        "its tenants by itself.",
+        "Tenant of the entries in the remote tier, for a command on the folder of one (tenants/NAME); a service sets it.",
         panel=REMOTE_PANEL,
     )
     remote_timeout_s: float = option(
@@ -83,6 +84,8 @@ class StoreConfig:
             raise ConfigError("directory", self.directory, "name the folder that holds the store")
         check_bytes("ram_budget_bytes", self.ram_budget_bytes)
         check_bytes("nvme_budget_bytes", self.nvme_budget_bytes)
+        check_bytes("write_queue_bytes", self.write_queue_bytes)
+        check_bytes("write_group_bytes", self.write_group_bytes)
         further = sorted(set(CACHE_TIERS) - {RAM})
         for name, budget_bytes in self.cache_budgets.items():
             if name not in further:

@@ -72,7 +72,7 @@ class KVStore:
                 self._remote.close()
             raise
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
-        self._queue = WriteQueue()
+        self._queue = WriteQueue(config.write_queue_bytes, config.write_group_bytes)
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()  # hits by tier, misses, failed writes
         self._closed = False
@@ -84,7 +84,7 @@ class KVStore:
             key: the chunk's key; checked against the KV where that knows its model.
             kv: the KV, on any device; not referred to after return.
             flush: return when the entry would outlive a power cut. Otherwise it is readable at once and written in the
-                background; blocks only while more than 512 MiB wait.
+                background; blocks only while more than `StoreConfig.write_queue_bytes` wait.
             document: id and version of the ingested document whose chunk it is. The entry is stored only while the store knows
                 the document in that version (or, without a namespace, another one has the chunk), and without a namespace it
                 belongs to the document from then on.

@@ -16,8 +16,6 @@ from .entry import EncodedEntry
 logger = logging.getLogger(__name__)
 
 GROUP_ENTRIES = 64
-GROUP_BYTES = 64 * 2**20
-QUEUE_BYTES = 512 * 2**20  # that may wait before a put blocks
 MAX_DISCARDED = 65_536  # digests that are remembered
 _MAX_OFFERS = 16
 DocumentVersion = tuple[str, str]  # a document's id and version
@@ -56,9 +54,14 @@ class WriteQueue:
 
     The thread starts with the first entry. Between entries it holds no reference to who gave them, so that a store that was not
     closed can be collected, and warn.
+
+    Args:
+        limit_bytes: bytes that may wait before a put blocks.
+        group_bytes: bytes of the entries of one commit; a larger entry has a commit of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int, group_bytes: int) -> None:
+        self._limit_bytes, self._group_bytes = limit_bytes, group_bytes
         self._changed = threading.Condition()  # never held while waiting for the disk
         self._writes: dict[str, PendingWrite] = {}
         self._bytes = 0
@@ -110,12 +113,12 @@ class WriteQueue:
             return waiting
 
     def wait_for_room(self) -> None:
-        """Block while more than `QUEUE_BYTES` wait, except for one entry."""
+        """Block while more bytes wait than the limit, except for one entry."""
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or len(self._writes) < 2)
+            self._changed.wait_for(lambda: self._bytes <= self._limit_bytes or len(self._writes) < 2)
 
     def group(self, write: PendingWrite) -> list[PendingWrite]:
-        """An entry and others of its namespace that wait, up to `GROUP_BYTES`, for one commit; none where it waits no more."""
+        """An entry and others of its namespace that wait, for one commit; none if it does not wait any more."""
         with self._changed:
             if self._writes.get(write.digest) is not write:
                 return []
@@ -124,7 +127,7 @@ class WriteQueue:
                 if other is write or other.entry.info.key.namespace != write.entry.info.key.namespace:
                     continue
                 group_bytes += other.entry.nbytes
-                if len(group) == GROUP_ENTRIES or group_bytes > GROUP_BYTES:
+                if len(group) == GROUP_ENTRIES or group_bytes > self._group_bytes:
                     break
                 group.append(other)
             return group

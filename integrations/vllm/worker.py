@@ -23,7 +23,6 @@ from cacheblend.base.threads import DaemonThreads
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
-from cacheblend.store.write_queue import QUEUE_BYTES
 
 from .keys import Chunk, ChunkKeys
 from .scheduler import BlendJob, MissedChunk
@@ -409,7 +408,7 @@ class BlendWorker:
     def _has_room(self, kv_bytes: int) -> bool:
         """Whether this rank's store takes so much without waiting for the disk; the engine's thread must not."""
         pending_bytes = self._store.stats().pending_bytes
-        return not pending_bytes or pending_bytes + kv_bytes <= QUEUE_BYTES
+        return not pending_bytes or pending_bytes + kv_bytes <= self._store.config.write_queue_bytes
 
     def _find_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `KVStore.find`; none in a store that cannot be read, since the other ranks wait for an answer."""

@@ -68,7 +68,7 @@ def put_in_background(store: KVStore) -> None:
 
 
 def put_together(store: KVStore) -> None:
-    with store._nvme.exclusive():  # so that both wait when the background comes to them
+    with store.exclusive():  # so that both wait when the background comes to them
         for pair in PAIRS[4:6]:
             store.put(*pair, flush=False)
     store.flush()

@@ -9,7 +9,7 @@ import threading
 import pytest
 from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same
 
-from cacheblend.store import ChunkKey, StoreFullError, write_queue
+from cacheblend.store import ChunkKey, StoreFullError
 from cacheblend.store.catalog import Catalog
 from cacheblend.store.entry_file import write_files
 
@@ -19,7 +19,7 @@ PAIRS = [make_chunk(seed) for seed in range(8)]
 def test_readable_at_once_and_durable_after_flush(open_store) -> None:
     """An entry that waits is got, found and counted; after `flush` it is on NVMe."""
     store = open_store(ram_budget_bytes=1)
-    with store._nvme.exclusive():  # holds the background's writer up
+    with store.exclusive():  # holds the background's writer up
         for pair in PAIRS:
             store.put(*pair, flush=False)
         assert all(same(store.get(key), kv) for key, kv in PAIRS)
@@ -42,11 +42,10 @@ def test_close_writes_what_waits(open_store) -> None:
         assert all(same(store.get(key), kv) for key, kv in PAIRS)
 
 
-def test_the_queue_is_bounded(open_store, monkeypatch) -> None:
+def test_the_queue_is_bounded(open_store) -> None:
     """A put blocks while more bytes wait than the queue may hold."""
-    monkeypatch.setattr(write_queue, "QUEUE_BYTES", 2 * RAM_BYTES)
-    store = open_store()
-    with store._nvme.exclusive():
+    store = open_store(write_queue_bytes=2 * RAM_BYTES)
+    with store.exclusive():
         for pair in PAIRS[:2]:
             store.put(*pair, flush=False)
         third = threading.Thread(target=lambda: store.put(*PAIRS[2], flush=False))
@@ -61,7 +60,7 @@ def test_the_queue_is_bounded(open_store, monkeypatch) -> None:
 def test_a_synchronous_put_of_what_waits(open_store) -> None:
     """Putting a waiting entry with `flush` returns when it is durable."""
     store = open_store()
-    with store._nvme.exclusive():
+    with store.exclusive():
         store.put(*PAIRS[0], flush=False)
         store.put(*PAIRS[0])
         assert store.stats().nvme.entries == 1
@@ -79,10 +78,9 @@ def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
         change(catalog, add=add, **options)
 
     monkeypatch.setattr(Catalog, "change", counting)
-    monkeypatch.setattr(write_queue, "GROUP_ENTRIES", 4)
-    store = open_store()
+    store = open_store(write_group_bytes=4 * RAM_BYTES)
     other = ChunkKey.of(PAIRS[7][1].token_ids, prefix_ids=(1,), model=MODEL, namespace="other")
-    with store._nvme.exclusive():
+    with store.exclusive():
         for key, kv in PAIRS[:3]:
             store.put(key, kv, flush=False)
         store.put(other, PAIRS[7][1], flush=False)
@@ -91,20 +89,12 @@ def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
     store.flush()
     assert commits == [4, 1, 3]
     assert store.stats().nvme.entries == 8
-    monkeypatch.setattr(write_queue, "GROUP_BYTES", 2 * RAM_BYTES)
-    with store._nvme.exclusive():
-        store.clear()
-        for pair in PAIRS[:5]:
-            store.put(*pair, flush=False)
-    del commits[:]
-    store.flush()
-    assert commits == [2, 2, 1]
 
 
 def test_what_has_no_room_together_is_written_one_by_one(open_store) -> None:
     """A group larger than the budget is no error: the last ones stay, as if each had been put alone."""
     store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
-    with store._nvme.exclusive():
+    with store.exclusive():
         for pair in PAIRS[:5]:
             store.put(*pair, flush=False)
     store.flush()
@@ -124,7 +114,7 @@ def test_one_of_a_group_cannot_be_written(open_store, monkeypatch) -> None:
         write_files(files)
 
     monkeypatch.setattr("cacheblend.store.nvme_tier.write_files", failing)
-    with store._nvme.exclusive():
+    with store.exclusive():
         writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
     assert writes[0].result()
     with pytest.raises(StoreFullError, match="no room for this one"):
@@ -138,7 +128,7 @@ def test_one_of_a_group_cannot_be_written(open_store, monkeypatch) -> None:
 def test_deleted_before_it_is_written(open_store) -> None:
     """An entry that is deleted while it waits is never written."""
     store = open_store()
-    with store._nvme.exclusive():
+    with store.exclusive():
         writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
         assert store.delete(PAIRS[1][0])
     assert [write.result() for write in writes] == [True, False, True]
@@ -202,7 +192,7 @@ def test_an_error_is_told_to_all_who_put_the_same_entry(open_store) -> None:
     """Two callers that put one entry while it waits share its result; a third one with another entry has its own."""
     store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
     store.put(*PAIRS[0])
-    with store.pin([PAIRS[0][0]]), store._nvme.exclusive():
+    with store.pin([PAIRS[0][0]]), store.exclusive():
         one, two = (store.put(*PAIRS[1], flush=False) for _ in range(2))
         other = store.put(*PAIRS[0], flush=False)
     assert one.result()
@@ -213,7 +203,7 @@ def test_an_error_is_told_to_all_who_put_the_same_entry(open_store) -> None:
 def test_a_folder_that_is_gone_fails_every_entry_of_a_group(open_store, monkeypatch) -> None:
     """An error that is of no single entry is told to all that were to be written together."""
     store = open_store()
-    with store._nvme.exclusive():
+    with store.exclusive():
         writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
         monkeypatch.setattr(store._queue, "group", lambda _: 1 / 0)
     store.flush()

@@ -143,7 +143,7 @@ def test_deleted_while_it_is_pinned_in_ram(open_store) -> None:
 def test_pin_during_a_background_write(open_store) -> None:
     """An entry that waits to be written is placed in RAM even where the RAM tier has no room for it."""
     store = open_store(ram_budget_bytes=1)
-    with store._nvme.exclusive():
+    with store.exclusive():
         store.put(KEY, KV, flush=False)
         with store.pin([KEY]) as (placement,):
             assert placement.tier == "ram"

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from chunks import FILE_BYTES, RAM_BYTES, make_chunk, same
 
-from cacheblend.store import StoreFullError, write_queue
+from cacheblend.store import StoreFullError
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 
 
-def test_threads_hammering(open_store, monkeypatch) -> None:
+def test_threads_hammering(open_store) -> None:
     """Puts, gets, pins and deletes from three threads under small budgets never give wrong bytes or break a budget."""
-    monkeypatch.setattr(write_queue, "QUEUE_BYTES", 2 * RAM_BYTES)
-    store = open_store(nvme_budget_bytes=5 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES)
+    budgets = {"ram_budget_bytes": 2 * RAM_BYTES, "write_queue_bytes": 2 * RAM_BYTES}
+    store = open_store(nvme_budget_bytes=5 * FILE_BYTES, **budgets)
 
     def hammer(seed: int) -> None:
         choose = random.Random(seed)

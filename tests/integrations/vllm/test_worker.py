@@ -16,12 +16,11 @@ from tiny_models import VOCAB, tiny_model
 
 from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.integrations.vllm.keys import ChunkKeys, find_stored
+from cacheblend.integrations.vllm.keys import ChunkKeys
 from cacheblend.integrations.vllm.marks import Marks
 from cacheblend.integrations.vllm.scheduler import BlendJob, MissedChunk
 from cacheblend.integrations.vllm.worker import BlendWorker
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, LayerPair, StoreConfig
-from cacheblend.store.write_queue import QUEUE_BYTES
 
 PROMPT = tuple(torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist())
 SPANS = ((8, 30), (30, 52))
@@ -144,7 +143,7 @@ def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remot
     assert first.blend()["hits"] == 2
     keys = [second.keys.key(chunk, (), None) for chunk in CHUNKS]
     assert [key in second.store for key in keys] == [False, False]
-    assert find_stored(second.store, keys) == [True, True]
+    assert second.store.find(keys) == [True, True]
     assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 0)
     assert second.blend()["hits"] == 2
     assert [key in second.store for key in keys] == [True, True]
@@ -261,7 +260,7 @@ def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMac
     def broken(*_: Any, **__: Any) -> list[bool]:
         raise StoreFullError("planted")
 
-    monkeypatch.setattr("cacheblend.integrations.vllm.worker.find_stored", broken)
+    monkeypatch.setattr(machine.store, "find", broken)
     assert machine.worker.precompute([CHUNKS], None, None) == (2, 0)
     assert ranks.together[0] == 2
     monkeypatch.setattr(machine.store, "pin", broken)
@@ -273,7 +272,7 @@ def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMac
 def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where much waits to be written, nothing is computed or put: the caller is told what is left, and misses are dropped."""
     machine = open_machine("a")
-    stats, behind = machine.store.stats, QUEUE_BYTES
+    stats, behind = machine.store.stats, machine.store.config.write_queue_bytes
     monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=behind))
     monkeypatch.setattr(machine.worker._fusor, "precompute_documents", lambda *_: pytest.fail("computed"))
     assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 2)
@@ -294,7 +293,8 @@ def test_a_disk_that_falls_behind_leaves_the_others(open_machine: OpenMachine, m
         return own(key, kv, **options)
 
     monkeypatch.setattr(machine.store, "put", count)
-    monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=QUEUE_BYTES * len(put)))
+    limit_bytes = machine.store.config.write_queue_bytes
+    monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=limit_bytes * len(put)))
     assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 1)
     monkeypatch.undo()
     assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 0)
