@@ -108,7 +108,7 @@ class CacheBlendLLM(CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex packs contexts by."""
+        """Sizes by which LlamaIndex packs contexts."""
         window = self.engine.fusor.max_positions or 2**20
         output = min(self.max_tokens or self.engine.config.max_tokens or window // 4, MAX_NEW_TOKENS)
         return LLMMetadata(

@@ -282,7 +282,7 @@ class Catalog:
                 raise self._unusable(still_broken)
         # By rowid, and every id: the id of a damaged row may be no text, or not the one that its chunks name.
         rows = self._rows("SELECT rowid, id FROM documents ORDER BY rowid")
-        bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_whole(id_)]
+        bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_intact(id_)]
         [[chunks]] = self._rows("SELECT count(*) FROM chunks")
         [[strays]] = self._rows("SELECT count(*) FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
         if repair and (bad or strays):
@@ -364,7 +364,7 @@ class Catalog:
         query = "SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY rowid"
         return [id_ for (id_,) in self._rows(query, (prefix, prefix_end(prefix)))]
 
-    def is_whole(self, document_id: str) -> bool:
+    def is_intact(self, document_id: str) -> bool:
         """Whether all rows of a document are there, and are what was written."""
         try:
             self.chunks(document_id)

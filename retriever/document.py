@@ -198,23 +198,41 @@ def chunk_places(document_id: str, title: str, texts: Iterable[str], *, has_over
     suffix = _suffix(document_id)
     has_lines = not has_overlap and suffix not in CONVERTED_SUFFIXES
     line = 1 - (title.count("\n") + 1 if title else 0)
-    open_headings, fence = dict[int, str](), ""
+    outline = _Outline()
     for text in texts:
         first = line + text[: len(text) - len(text.lstrip())].count("\n")
         last = line + text.rstrip().count("\n")
         first = min(first, last)  # of white space alone
         line += text.count("\n")
-        above = dict(open_headings)
-        for found in _LINE.finditer(text) if suffix in MARKDOWN_SUFFIXES else ():
-            if found["fence"]:
-                fence = "" if fence == found["fence"] else fence or found["fence"]
-            elif not fence:
-                level, heading = len(found["marks"]), _CLOSING.sub("", found["heading"][:MAX_HEADING_CHARACTERS].rstrip())
-                open_headings = {each: open_headings[each] for each in open_headings if each < level} | {level: heading}
-                if not text[: found.start()].strip():
-                    above = {each: above[each] for each in above if each < level}
-        headings = tuple(heading for heading in above.values() if heading.casefold() != title.casefold())
+        above = outline.read(text) if suffix in MARKDOWN_SUFFIXES else ()
+        headings = tuple(heading for heading in above if heading.casefold() != title.casefold())
         yield ChunkPlace((max(first, 1), max(last, 1)) if has_lines else None, headings)
+
+
+class _Outline:
+    """The Markdown headings that are open at the end of the texts read so far, and whether a code fence is."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, str] = {}  # by level
+        self._fence = ""
+
+    def read(self, text: str) -> tuple[str, ...]:
+        """Read the next text; returns the headings above it, without those that its own first lines close."""
+        above = dict(self._open)
+        for found in _LINE.finditer(text):
+            if found["fence"]:
+                self._fence = "" if self._fence == found["fence"] else self._fence or found["fence"]
+            elif not self._fence:
+                level, heading = len(found["marks"]), _CLOSING.sub("", found["heading"][:MAX_HEADING_CHARACTERS].rstrip())
+                self._open = _outside(self._open, level) | {level: heading}
+                if not text[: found.start()].strip():
+                    above = _outside(above, level)
+        return tuple(above.values())
+
+
+def _outside(headings: dict[int, str], level: int) -> dict[int, str]:
+    """The headings that a heading of a level stands under."""
+    return {each: heading for each, heading in headings.items() if each < level}
 
 
 def _suffix(document_id: str) -> str:

@@ -295,7 +295,7 @@ class Retriever(IndexedDocuments):
     def _changed(self, wanted: Mapping[str, Document]) -> list[Document]:
         with self._lock:
             # A damaged document is replaced by what is given now, though it be the same.
-            versions = {id_: self._catalog.version(id_) if self._catalog.is_whole(id_) else None for id_ in wanted}
+            versions = {id_: self._catalog.version(id_) if self._catalog.is_intact(id_) else None for id_ in wanted}
         return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> Iterator[str]:
@@ -303,8 +303,8 @@ class Retriever(IndexedDocuments):
 
         Only the beginning of a long title is used, so that embedding every chunk with it costs little.
         """
-        least, most = TITLE_TOKENS
-        tokens = max(least, min(most, self.config.chunk_tokens // 4))
+        at_least, at_most = TITLE_TOKENS
+        tokens = max(at_least, min(at_most, self.config.chunk_tokens // 4))
         shorten = functools.cache(lambda text: self.splitter.beginning(text, tokens))
         return found_texts(document.id, document.title, [chunk.text for chunk in chunks], shorten)
 
@@ -341,14 +341,14 @@ class Retriever(IndexedDocuments):
         best = fuse_rankings(rankings)
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
         if self._words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
-            kept = best[: max(1, round(FIRST_ROUND_SHARE * count))]
-            chunks = [chunk for id_ in kept if (chunk := self._catalog.chunk(id_)) is not None]
-            if len(chunks) < len(kept):
+            first = best[: max(1, round(FIRST_ROUND_SHARE * count))]
+            chunks = [chunk for id_ in first if (chunk := self._catalog.chunk(id_)) is not None]
+            if len(chunks) < len(first):
                 return None
             texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
             if found_names := " ".join(names(" ".join([chunks[0].title, *texts]))):
-                second = self._words.search(f"{question} {found_names}", count + len(kept))
-                best = [*kept, *[id_ for id_ in second if id_ not in kept][: count - len(kept)], *best[len(kept) :]]
+                second = self._words.search(f"{question} {found_names}", count + len(first))
+                best = [*first, *[id_ for id_ in second if id_ not in first][: count - len(first)], *best[len(first) :]]
         # 3. The chunks themselves, and how near they are.
         found = []
         for id_ in list(dict.fromkeys(best))[:count]:

@@ -43,13 +43,15 @@ class PlainTokenizer:
 
     Args:
         tokenizer: a fast Hugging Face tokenizer, or the `tokenizers.Tokenizer` inside one.
+        slice_characters: of a long text that are tokenised at once.
 
     Raises:
         RetrieverError: the tokenizer is not a fast one.
 
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer, *, slice_characters: int = CUT_CHARACTERS) -> None:
+        self._slice_characters = slice_characters
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
             raise RetrieverError(
@@ -99,11 +101,11 @@ class PlainTokenizer:
         Pieces are slices of `text`, not decoded tokens: decoding would turn a character with bytes on both sides of a
         border into U+FFFD, and drop leading spaces with some tokenizers. Such a character belongs to the later piece.
         Without overlap the pieces joined are exactly `text`; a text without tokens has no piece. A long text is tokenised in
-        slices of `CUT_CHARACTERS`, each from the start of the previous slice's last piece: at once it would need 300 bytes a
+        slices of `slice_characters`, each from the start of the previous slice's last piece: at once it would need 300 bytes a
         byte. `check` is called before each slice; an error that it raises ends the work.
         """
         spans: list[tuple[int, int]] = []
-        start, size = 0, CUT_CHARACTERS
+        start, size = 0, self._slice_characters
         while True:
             check()
             found = self._spans(text[start : start + size], max_tokens, overlap_tokens, at_sentences)
@@ -114,7 +116,7 @@ class PlainTokenizer:
                 size *= 2
                 continue
             spans.extend((start + first, start + end) for first, end in found[:-1])
-            start, size = start + found[-1][0], CUT_CHARACTERS
+            start, size = start + found[-1][0], self._slice_characters
 
     def _spans(self, text: str, max_tokens: int, overlap_tokens: int, at_sentences: bool) -> list[tuple[int, int]]:
         """Start and end of each piece."""
@@ -210,9 +212,9 @@ class Splitter:
         """SHA-256 of the tokenizer's definition; chunks of another tokenizer do not fit."""
         return self._tokenizer.fingerprint
 
-    def beginning(self, text: str, most_tokens: int) -> str:
+    def beginning(self, text: str, max_tokens: int) -> str:
         """The first tokens of a text, as text."""
-        return next(iter(self._tokenizer.cut(text, most_tokens)), "")
+        return next(iter(self._tokenizer.cut(text, max_tokens)), "")
 
     def split(self, document: Document, check: Check = lambda: None) -> list[Chunk]:
         """Cut a document into chunks.
@@ -227,14 +229,16 @@ class Splitter:
             InputError: the tokenizer makes no tokens of the document.
 
         """
-        content, most = document.content, self.config.chunk_tokens
-        if len(content) <= SHORT_CHARACTERS * most:
+        content, max_tokens = document.content, self.config.chunk_tokens
+        if len(content) <= SHORT_CHARACTERS * max_tokens:
             ids = self._tokenizer.ids(content + self.config.separator)
-            if self._separator_tokens < len(ids) <= most:  # one chunk, tokenised once: most passages that a request brings
+            if self._separator_tokens < len(ids) <= max_tokens:  # one chunk, tokenised once, as a request's passage usually is
                 return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
         at_sentences = self.config.split_at == "sentences"
         check()
-        texts = self._tokenizer.cut(content, most, self.config.chunk_overlap_tokens, at_sentences=at_sentences, check=check)
+        texts = self._tokenizer.cut(
+            content, max_tokens, self.config.chunk_overlap_tokens, at_sentences=at_sentences, check=check
+        )
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
         chunks: list[Chunk] = []

@@ -1,6 +1,6 @@
 """The ingest on Ray: files are read in tasks, encoded in actors, and their documents put into the index here, by one writer.
 
-Ray Data moves the batches: it starts the actors, holds readers back while actors are busy, and gives the batch of an actor that
+Ray Data moves the batches: it starts the actors, holds readers back while actors are busy, and hands the batch of an actor that
 died to another. What such a batch had stored is found by its key.
 """
 
@@ -61,7 +61,7 @@ def ingest_on_ray(
 ) -> IngestReport:
     """Split, index and precompute the documents of files in actors; what is stored already is skipped.
 
-    Documents come into the index a batch at a time, each batch whole or not at all, when the KV of its chunks is durable. If it
+    Documents come into the index a batch at a time, each batch all at once, when the KV of its chunks is durable. If it
     ends early, the same call goes on from there.
 
     Args:

@@ -51,7 +51,7 @@ class DocumentStatus:
         shared_chunks: different chunks that other documents have as well; each is stored once.
         stored_bytes: bytes of the files of its chunks' KV.
         own_bytes: the part of them that goes with the document.
-        damaged: whether its id, version or title in the index is not what was written; ingested again it is whole.
+        damaged: whether its id, version or title in the index is not what was written; a new ingest repairs it.
         parts: documents that it consists of: 1, or those of a file. A file's figures are sums over them, so that chunks which
             they share count with each.
     """
@@ -164,13 +164,13 @@ class Documents:
         return self._index
 
     def ls(self) -> list[DocumentStatus]:
-        """Every document: those in the index in the order of adding, then by id those that the store alone knows."""
+        """Every document: those in the index in the order of adding, then by id those that only the store knows."""
         return self.page()[0]
 
     def page(
         self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
     ) -> tuple[list[DocumentStatus], bool]:
-        """A part of what `ls` gives, at the cost of that part.
+        """A page of `ls`, without a look at the other documents.
 
         Args:
             limit: at most so many, 1 and above; None for all.
@@ -192,7 +192,7 @@ class Documents:
         return _first(limit, self._listed(limit, after, by_file=True, newest_first=newest_first))
 
     def _listed(self, limit: int | None, after: str | None, *, by_file: bool, newest_first: bool) -> Iterator[DocumentStatus]:
-        """What `page` and `files` list."""
+        """The documents of `page`, or the files of `files`."""
 
         def first_listed(file: str) -> str:
             """The part of a file that is listed before the others; a document is its only one, empty where there is none."""
@@ -397,7 +397,7 @@ def _status(document: CatalogedDocument, stored: StoredDocument | None) -> Docum
 
 
 def _lost(stored: StoredDocument) -> DocumentStatus:
-    """Of a document that the store alone knows."""
+    """The status of a document that only the store knows."""
     return _status(CatalogedDocument(stored.id, stored.version, "", 0, 0.0), stored)
 
 

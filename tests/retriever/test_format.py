@@ -59,20 +59,3 @@ def test_a_format_that_changes_under_an_open_index(tmp_path: Path) -> None:
         later.close()
         with pytest.raises(RetrieverError, match=REFUSED):
             index.add([{"id": "2", "text": "other words"}])
-
-
-@pytest.mark.parametrize("documents", [[], [DOCUMENT]])
-def test_another_version_beside_an_open_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: list[dict[str, str]]
-) -> None:
-    """A later version is refused where this one has the index open, with documents or without, and this one goes on."""
-    with open_index(tmp_path) as index:
-        if documents:
-            index.add(documents)
-        with monkeypatch.context() as later:
-            later.setattr("cacheblend.retriever.catalog.FORMAT", "3")
-            with pytest.raises(
-                RetrieverError, match="has format 2, this version of cacheblend reads 3; use the version that made"
-            ):
-                open_index(tmp_path)
-        assert index.add([{"id": "2", "text": "other words"}]).added == 1

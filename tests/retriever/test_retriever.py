@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 
-from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.base.errors import InputError, RetrieverError, StoreFullError
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
 
 CATS = {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof."}
@@ -229,16 +229,15 @@ def test_interrupted_add_keeps_whole_documents(tmp_path: Path) -> None:
     assert progress == [(done, 12) for done in range(5, 13)]
 
 
-def test_failing_write_changes_nothing(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_write_changes_nothing() -> None:
     """A replacement that fails halfway leaves the old version in place and searchable."""
-    retriever.add([CATS])
-    before = retriever.chunks()
-    monkeypatch.setattr(retriever._catalog, "_insert", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        retriever.add([{**CATS, "text": "other"}])
-    monkeypatch.undo()
-    assert retriever.chunks() == before
-    assert {hit.chunk for hit in retriever.search("cat", len(before))} == set(before)
+    with open_retriever(index_budget_bytes=60_000) as retriever:
+        retriever.add([CATS])
+        before = retriever.chunks()
+        with pytest.raises(StoreFullError, match="index_budget_bytes=60000"):
+            retriever.add([{**CATS, "text": "other words " * 2000}])
+        assert retriever.chunks() == before
+        assert {hit.chunk for hit in retriever.search("cat", len(before))} == set(before)
 
 
 def test_threads_add_and_search_at_once(retriever: Retriever) -> None:

@@ -2,8 +2,6 @@
 
 import random
 import re
-import threading
-import time
 
 import pytest
 from fakes import tiny_tokenizer
@@ -58,11 +56,11 @@ def test_overlapping_chunks_are_slices_that_cover_the_text(text: str, chunk_toke
 @given(text=_texts, title=st.sampled_from(["", "A title"]), chunk_tokens=st.integers(1, 60), split_at=st.sampled_from(SPLITS))
 @settings(max_examples=100, deadline=None)
 def test_a_short_text_is_cut_as_a_long_one(text: str, title: str, chunk_tokens: int, split_at: str) -> None:
-    """What fits in one chunk is tokenised once, and gives what the cutting of longer texts gives."""
-    fast = split(text, title, chunk_tokens=chunk_tokens, split_at=split_at)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splitter, "SHORT_CHARACTERS", 0)
-        assert split(text, title, chunk_tokens=chunk_tokens, split_at=split_at) == fast
+    """A text that fits in one chunk is tokenised once, and is cut as a longer text is."""
+    chunks = split(text, title, chunk_tokens=chunk_tokens, split_at=split_at)
+    content = f"{title}\n{text}" if title else text
+    cut = PlainTokenizer(tiny_tokenizer()).cut(content, chunk_tokens, at_sentences=split_at == "sentences")
+    assert [chunk.text for chunk in chunks] == cut
 
 
 def test_overlap_repeats_the_end_of_the_chunk_before() -> None:
@@ -169,46 +167,15 @@ def test_slow_tokenizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "overlap"), [(7, 0), (7, 3), (300, 0)])
-def test_a_long_text_is_tokenised_in_slices(monkeypatch: pytest.MonkeyPatch, max_tokens: int, overlap: int) -> None:
-    """A long text is never given to the tokenizer whole, loses nothing, and has about the pieces that it has in one go."""
-    plain = PlainTokenizer(tiny_tokenizer())
+def test_a_long_text_is_tokenised_in_slices(max_tokens: int, overlap: int) -> None:
+    """A text that is tokenised in slices loses nothing, and has about the pieces that it has in one go."""
+    plain, sliced = (PlainTokenizer(tiny_tokenizer(), slice_characters=size) for size in (10**6, 500))
     text = " ".join(f"word{number} und Straße, {number}" for number in range(1000))
-    whole = plain.cut(text, max_tokens, overlap)
-    lengths: list[int] = []
-
-    class Spy:
-        def encode_batch(self, texts: list[str], **options: bool) -> object:
-            lengths.extend(map(len, texts))
-            return real.encode_batch(texts, **options)
-
-    real, plain._tokenizer = plain._tokenizer, Spy()  # type: ignore[assignment]  # a stand-in
-    monkeypatch.setattr(splitter, "CUT_CHARACTERS", 500)
-    sliced = plain.cut(text, max_tokens, overlap)
-    assert overlap or "".join(sliced) == text
-    assert sliced[0] == whole[0]
-    assert len(sliced) == pytest.approx(len(whole), rel=0.02)
-    assert max(len(real.encode(piece, add_special_tokens=False).ids) for piece in sliced) <= max_tokens + 4
-    assert max(lengths) <= 500 * (1 if max_tokens < 100 else 8)
-    assert len(lengths) > 3
-
-
-def test_other_threads_go_on_while_a_long_text_is_tokenised() -> None:
-    """Tokenising a long text does not hold Python's lock: another thread gets on meanwhile."""
-    tokenizer, text = PlainTokenizer(tiny_tokenizer()), "word " * 200_000
-    done, turns = threading.Event(), []
-
-    def count() -> None:
-        while not done.is_set():
-            turns.append(done.wait(0.001))
-
-    other = threading.Thread(target=count)
-    other.start()
-    began = time.perf_counter()
-    tokenizer.ids(text)
-    turns_meanwhile, took_s = len(turns), time.perf_counter() - began
-    done.set()
-    other.join()
-    assert turns_meanwhile > took_s / 0.1  # of a hundred times as many that it would have alone
+    whole, pieces = plain.cut(text, max_tokens, overlap), sliced.cut(text, max_tokens, overlap)
+    assert overlap or "".join(pieces) == text
+    assert pieces[0] == whole[0]
+    assert len(pieces) == pytest.approx(len(whole), rel=0.02)
+    assert max(len(plain.ids(piece)) for piece in pieces) <= max_tokens + 4
 
 
 def test_a_check_ends_the_splitting() -> None:
