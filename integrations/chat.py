@@ -84,7 +84,7 @@ class EngineChat:
                 yield from ((text, None) for text in _texts(events))
             # 4. Text that was held back for stop strings, and the finished request.
             done = served.finish()
-            yield done.rest, done
+            yield done.last_text, done
         finally:
             served.end()
 

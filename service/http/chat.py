@@ -217,7 +217,7 @@ class TextChoice:
         """The choice of a streamed piece; None where nothing is certain yet."""
         calls, reason = list[dict[str, Any]](), None
         if isinstance(event, Done):
-            text, calls = self._reader.finish(event.rest)
+            text, calls = self._reader.finish(event.last_text)
             reason = "tool_calls" if calls else event.finish_reason
         else:
             text = self._reader.add(event.text)

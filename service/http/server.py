@@ -123,7 +123,7 @@ class Server:
             self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=1)
             background = partial(
                 CallPool,
-                gives_way=lambda: scheduler.is_busy or preparing.is_busy,
+                pauses_while=lambda: scheduler.is_busy or preparing.is_busy,
                 share=BACKGROUND_SHARE,
                 low_priority=True,
             )

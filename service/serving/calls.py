@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
@@ -18,7 +17,7 @@ from cacheblend.base.threads import lower_priority
 
 from .fair_queue import FairQueue
 
-LOOK_EVERY_S = 0.02  # how often a pool that gives way looks whether it may go on
+LOOK_EVERY_S = 0.02  # how often a pool that pauses looks whether it may go on
 _Result = TypeVar("_Result")
 
 
@@ -52,7 +51,8 @@ class Call(Generic[_Result]):
     def give_up(self, error: ServiceError) -> None:
         """Answer with an error now, and end the work at its next check; the first error counts."""
         self._given_up = self._given_up or error
-        self._settle(lambda: self.future.set_exception(error))
+        with suppress(InvalidStateError):  # it is answered
+            self.future.set_exception(error)
 
     @property
     def over(self) -> ServiceError | None:
@@ -69,17 +69,14 @@ class Call(Generic[_Result]):
             raise error
 
     def run(self, check: Check) -> None:
-        """Do the work, and set its outcome."""
-        try:
-            outcome = partial(self.future.set_result, self.work(check))
-        except BaseException as error:  # the waiting client must see it, whatever it is
-            outcome = partial(self.future.set_exception, error)
-        self._settle(outcome)
-
-    @staticmethod
-    def _settle(settle: Callable[[], None]) -> None:
-        with suppress(InvalidStateError):  # it was given up meanwhile
-            settle()
+        """Do the work, and set its outcome, unless the call was given up meanwhile."""
+        with suppress(InvalidStateError):
+            try:
+                self.future.set_result(self.work(check))
+            except InvalidStateError:
+                raise
+            except BaseException as error:  # the waiting client must see it, whatever it is
+                self.future.set_exception(error)
 
 
 class CallPool:
@@ -92,7 +89,7 @@ class CallPool:
         max_calls: of one tenant, waiting and running; the next one is refused.
         per_tenant: calls of one tenant that run at once.
         at_once: calls of all tenants that run at once; None for no limit.
-        gives_way: says whether requests run; while they do, the pool's calls together work for `share` of the time.
+        pauses_while: says whether requests run; while they do, the pool's calls work for `share` of the time together.
         share: above 0 to 1.
         low_priority: whether the threads have a low priority (`lower_priority`).
     """
@@ -104,12 +101,12 @@ class CallPool:
         *,
         per_tenant: int = 1,
         at_once: int | None = None,
-        gives_way: Callable[[], bool] = lambda: False,
+        pauses_while: Callable[[], bool] = lambda: False,
         share: float = 1.0,
         low_priority: bool = False,
     ) -> None:
         self._name, self._max_calls, self._per_tenant, self._at_once = name, max_calls, per_tenant, at_once
-        self._gives_way, self._share, self._low_priority = gives_way, share, low_priority
+        self._pauses_while, self._share, self._low_priority = pauses_while, share, low_priority
         self._lock = threading.RLock()
         self._queue: FairQueue[Call[Any]] = FairQueue()
         self._running: dict[Call[Any], threading.Thread] = {}
@@ -211,7 +208,7 @@ class CallPool:
         assert call.begun is not None
         paused = time.perf_counter()
         pause_s = (len(self._running) / self._share - 1) * (paused - call.begun)
-        while self._gives_way() and time.perf_counter() < paused + pause_s:
+        while self._pauses_while() and time.perf_counter() < paused + pause_s:
             call.begun = time.perf_counter()
             time.sleep(LOOK_EVERY_S)
             call.check()

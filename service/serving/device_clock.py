@@ -1,4 +1,4 @@
-"""Clock of a device that runs what a host launches ahead of it."""
+"""Clock of a device whose work a host launches ahead of it."""
 
 from __future__ import annotations
 

@@ -147,9 +147,9 @@ def written_out(pattern: str) -> int:
     """Characters of a regular expression with its repetitions written out: 12 of `(ab{2}){4}`, for `abbabbabbabb`."""
     groups, last = [0], 0  # size of each open group; of the last character, class or group, which a repetition multiplies
     for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}|.", pattern, re.DOTALL):
-        least, most = token.groups()
-        if least or most:
-            repeated = last * max(int(number[:9]) for number in (least, most) if number)
+        low, high = token.groups()
+        if low or high:
+            repeated = last * max(int(number[:9]) for number in (low, high) if number)
             groups[-1] += repeated - last
             last = repeated
         elif token[0] == "(":

@@ -42,7 +42,7 @@ class Done:
     Args:
         answer: the answer; TTFT and prefill in its timings include the time in the queue.
         finish_reason: "stop" (end of sequence or a stop string) or "length".
-        rest: text that was held back until now.
+        last_text: text that was held back until now.
         queue_s: seconds that the request waited before its prefill began.
         logprobs: of each token, if the request asked for them.
         deviation_N: each prompt token's KV deviation where it was measured (paper §4.1), 0 elsewhere.
@@ -50,7 +50,7 @@ class Done:
 
     answer: Answer
     finish_reason: str
-    rest: str
+    last_text: str
     queue_s: float
     logprobs: tuple[TokenLogprob, ...]
     deviation_N: torch.Tensor = field(repr=False)

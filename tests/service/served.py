@@ -31,7 +31,7 @@ class Client:
                 self._on_token()
             return
         if isinstance(event, Done):
-            self.text += event.rest
+            self.text += event.last_text
         self.end = event
         self._ended.set()
 

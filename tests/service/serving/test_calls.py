@@ -150,7 +150,7 @@ def test_giving_way() -> None:
     """While requests run, a pool pauses between batches, does not count as stalled, and goes on at once when they end."""
     looks, busy, went_on = itertools.count(), threading.Event(), threading.Event()
     busy.set()
-    pool = CallPool(NAME, 8, gives_way=lambda: next(looks) >= 0 and busy.is_set(), share=1e-9)
+    pool = CallPool(NAME, 8, pauses_while=lambda: next(looks) >= 0 and busy.is_set(), share=1e-9)
 
     def work(check: Check) -> None:
         check()
