@@ -33,7 +33,6 @@ from .entry import LENGTH_BYTES, EncodedEntry, EntryHeader
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FETCHES = 16  # entries that are fetched at the same time
-MAX_PENDING_FETCHES = 4096  # more are misses at once
 MAX_TRANSFER_S = 30.0  # of one object; the time-out of the configuration is for silence
 MAX_HEADER_BYTES = 2**20  # of an object: about 100,000 token ids; without a secret anybody may have written it
 MAX_CHANGES = 65_536  # that wait to be sent
@@ -158,10 +157,7 @@ BACKENDS: dict[str, tuple[Callable[[str, float, int | None, int], Backend], str]
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Address of a remote tier.
-
-    Args:
-        url: of a scheme in `BACKENDS`. No text of this object shows its user, password and query.
+    """Address of a remote tier: a URL of a scheme in `BACKENDS`, whose user, password and query no text shows.
 
     Raises:
         ConfigError: another scheme, nothing after it, or a password or a folder's name that is not percent-encoded.
@@ -188,11 +184,10 @@ class RemoteAddress:
         return self.shown
 
     def open(self, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> Backend:
-        """A backend for the address, which connects at its first use; larger objects than the limit are given as empty.
+        """A backend, which connects at its first use; an object beyond the limit reads as empty.
 
         Raises:
-            MissingExtraError: its library is not installed.
-            ConfigError: the library does not accept the URL.
+            MissingExtraError, ConfigError: its library is not installed, or does not accept the URL.
         """
         make, extra = BACKENDS[urlsplit(self.url).scheme]
         try:
@@ -225,18 +220,14 @@ class ObjectFormat:
         return digest if self._tenant is None else hashlib.sha256(f"{self._tenant}\0{digest}".encode()).hexdigest()
 
     def pack(self, entry: EncodedEntry) -> bytes:
-        """The bytes of an entry's object.
-
-        Raises:
-            StoreError: its header is longer than `MAX_HEADER_BYTES`.
-        """
+        """The bytes of an entry's object; raises `StoreError` if the header is longer than `MAX_HEADER_BYTES`."""
         header = EntryHeader.from_entry(entry).pack()
         if len(header) > MAX_HEADER_BYTES:
             raise StoreError(f"a chunk of {len(entry.info.token_ids)} tokens is too long for the remote tier")
         parts: list[bytes | memoryview] = [header, *entry.parts()]
-        if self._keys is None:
-            return b"".join(parts)
-        return b"".join([SEAL, self._tag(self._keys[1], self.name(entry.info.key.digest), parts), *parts])
+        if self._keys is not None:
+            parts = [SEAL, self._tag(self._keys[1], self.name(entry.info.key.digest), parts), *parts]
+        return b"".join(parts)
 
     def unpack(self, digest: str, data: Bytes) -> EncodedEntry:
         """The entry of an object, checked: its tag, its key, and the checksum of every layer.
@@ -319,12 +310,7 @@ class RemoteTier:
     A remote that does not answer makes misses and no errors; fetched bytes are checked, and damaged ones are a miss. A thread
     sends entries and removals; a change that fails `MAX_ATTEMPTS` times or finds no room is dropped and counted.
 
-    Args:
-        address: shown in messages.
-        backend: of the address.
-        objects: names and bytes of the objects.
-        timeout_s: seconds that `contains` and `close` wait for answers.
-        queue_bytes: of entries that wait to be sent.
+    `contains` and `close` wait for `timeout_s`; at most `queue_bytes` of entries wait to be sent.
     """
 
     def __init__(
@@ -351,18 +337,18 @@ class RemoteTier:
         arrivals: list[Future[bool]] = []
         with self._changed:
             for digest in dict.fromkeys(digests) if self._asks() else ():
-                if self._is_removing(digest) or len(self._arrivals) >= MAX_PENDING_FETCHES:
-                    continue
-                if digest not in self._arrivals:
+                if digest not in self._arrivals and not self._is_removing(digest):
                     self._arrivals[digest] = self._readers.submit(self._fetch, digest, store)
-                arrivals.append(self._arrivals[digest])
+                if digest in self._arrivals:
+                    arrivals.append(self._arrivals[digest])
         return arrivals
 
     def contains(self, digests: Iterable[str]) -> set[str]:
         """The entries among these that the remote says, within its time-out, that it has."""
         with self._changed:
             asked = [digest for digest in dict.fromkeys(digests) if self._asks() and not self._is_removing(digest)]
-            answers = {self._readers.submit(self._is_there, digest): digest for digest in asked}
+            ask = {digest: partial(self._backend.contains, self._format.name(digest)) for digest in asked}
+            answers = {self._readers.submit(self._call, self._reads, call): digest for digest, call in ask.items()}
         answered, late = wait(answers, self._timeout_s)
         for answer in late:
             answer.cancel()
@@ -385,10 +371,10 @@ class RemoteTier:
             StoreError: the entry is too long for the remote tier.
         """
         digest, data = entry.info.key.digest, self._format.pack(entry)
-        self._call(self._writes, lambda: self._backend.put(self._format.name(digest), data))
+        self._call(self._writes, partial(self._backend.put, self._format.name(digest), data))
         self._count(sent=1, sent_bytes=len(data))
 
-    def flush(self, timeout_s: float | None = None) -> bool:
+    def flush(self, timeout_s: float | None) -> bool:
         """Wait until no change waits; False after the time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._changes, timeout_s)
@@ -396,8 +382,8 @@ class RemoteTier:
     def stats(self) -> RemoteStats:
         """What happened since it was opened."""
         with self._changed:
-            state = "open" if self._reads.pause_left_s() else "closed"
-            return RemoteStats(state, **self._counts, pending_writes=len(self._changes))
+            is_open = self._reads.pause_left_s() > 0
+            return RemoteStats("open" if is_open else "closed", **self._counts, pending_writes=len(self._changes))
 
     def stop_fetching(self) -> None:
         """Fetch nothing more; what comes later is not stored."""
@@ -443,15 +429,11 @@ class RemoteTier:
         breaker.succeed()
         return result
 
-    def _is_there(self, digest: str) -> bool:
-        return self._call(self._reads, lambda: self._backend.contains(self._format.name(digest)))
-
     def _fetch(self, digest: str, store: Callable[[EncodedEntry], bool]) -> bool:
         """Fetch an entry, check it and have it stored; whether it is."""
-        get = partial(self._backend.get, self._format.name(digest))
         try:
-            data = None if self._reads.pause_left_s() else self._call(self._reads, get)
-            if data is None:
+            get = partial(self._backend.get, self._format.name(digest))
+            if self._reads.pause_left_s() or (data := self._call(self._reads, get)) is None:
                 self._count(misses=1)
                 return False
             entry = self._format.unpack(digest, data)
@@ -461,8 +443,9 @@ class RemoteTier:
             self._count(damaged=1)
             level = logging.WARNING if self._counts["damaged"] == 1 else logging.DEBUG  # one line, and the counter
             logger.log(level, "an entry in the remote tier at %s is damaged, and a miss: %s", self._address, error)
-        except StoreError as error:  # the remote does not answer, or the store is closed or full
-            logger.debug("entry %s was not fetched: %s", digest, error)
+        except Exception as error:  # the remote does not answer, the store is closed or full; or memory is short
+            level = logging.DEBUG if isinstance(error, StoreError) else logging.ERROR
+            logger.log(level, "entry %s was not fetched: %s: %s", digest, type(error).__name__, error)
         finally:
             with self._changed:
                 self._arrivals.pop(digest, None)
