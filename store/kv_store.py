@@ -431,22 +431,22 @@ class KVStore:
 
     def _write_waiting(self, first: PendingWrite) -> None:
         """Write an entry that waits, with others; in the queue's thread."""
-        group = [first]
         try:
             with self._nvme.exclusive():
-                group = self._queue.group(first)
-                try:
-                    if group:
-                        self._write(group)
-                except Exception:  # what has no room together may have it one by one
-                    for write in group:
-                        try:
-                            self._write([write])
-                        except Exception as error:
-                            self._give_up(write, error)
-        except Exception as error:  # not of one entry: the folder is gone, say
+                self._write_group(self._queue.group(first))
+        except Exception as error:  # the folder is gone, for example: the others of the group meet it too
+            self._give_up(first, error)
+
+    def _write_group(self, group: Sequence[PendingWrite]) -> None:
+        try:
+            if group:
+                self._write(group)
+        except Exception:  # entries that have no room together may have it one by one
             for write in group:
-                self._give_up(write, error)
+                try:
+                    self._write([write])
+                except Exception as error:
+                    self._give_up(write, error)
 
     def _give_up(self, write: PendingWrite, error: Exception) -> None:
         logger.error("entry %s was not written: %s", write.digest, error)
