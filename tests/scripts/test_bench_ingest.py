@@ -31,7 +31,7 @@ def test_a_few_chunks(tmp_path: Path) -> None:
     assert all(value > 0 for value in ratios.values())
     assert set(summary["seconds"]) == {"forward", "kv", "ingest"}
     assert 12 <= summary["chunks"] < 20
-    assert summary["read_tokens"] == summary["tokens"]
+    assert summary["read_tokens"] >= summary["tokens"]  # the overlap of a document's windows is read twice
     assert summary["shared_tokens"] > 0
     assert summary["dtype"] == "torch.float32"
     assert not list(stores.iterdir())
