@@ -17,6 +17,9 @@ _SCALARS = (bool, int, float, str)
 GONE_OPTIONS: dict[str, str] = {
     "otlp_endpoint": "`opentelemetry-instrument cacheblend serve ...`, which traces the service from outside",
     "reader": "nothing: without --model the default known model is used",
+    "passages": "`cacheblend eval documents`, which measures the methods on documents of your own",
+    "serve_config": "--address: start the service, and name it to `cacheblend eval load`",
+    "peer_completions": "nothing: peers are asked chats",
     "decode_share": "nothing: decoding has a quarter of the time while a prompt is prefilled",
     "ingest_share": "nothing: uploads have a quarter of the time while requests run or wait",
     "max_document_calls": "nothing: 32 of a tenant may wait or run",
