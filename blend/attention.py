@@ -3,7 +3,7 @@
 A row at absolute position p sees the keys at positions <= p, and within the layer's window, whatever its row number. Rows
 are sorted by position and processed in blocks, each against the keys up to its last position. So no attention is computed for
 keys that no row of the block can see, scores of a complete layer (rows x keys x heads) never exist, and no mask is larger than
-`KEPT_MASK_BYTES`.
+`MAX_CACHED_MASK_BYTES`.
 
 On a CPU `row_attention.c` computes each row over the keys that it sees, and rotates stored keys: in float32, and in bfloat16
 where there is AMX or AVX512-BF16 (docs/adr/020). It is compiled when a model is first loaded on a machine, for its head size
@@ -46,7 +46,7 @@ HALF = ("torch.bfloat16", "torch.float16")
 # each new shape, which doubles its time, and rows of a new prompt end anywhere.
 KEYS_MULTIPLE = 64
 # Bytes of masks that are cached for the next layer with an equal window; making them again costs a small model 5 % of a layer.
-KEPT_MASK_BYTES = 16 * 2**20
+MAX_CACHED_MASK_BYTES = 16 * 2**20
 SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURES = "amx_bf16", "avx512_bf16"  # either of which bfloat16 needs
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
@@ -129,14 +129,14 @@ class Rows:
                 yield from stretch._part(first, len(stretch)).split(size)
 
     def masked_blocks(self, groups: int | None, window: int | None, dtype: torch.dtype) -> Iterable[Block]:
-        """`blocks` with their masks, cached for the next layer if they are smaller than `KEPT_MASK_BYTES`.
+        """`blocks` with their masks, cached for the next layer if they are smaller than `MAX_CACHED_MASK_BYTES`.
 
         Args:
             groups: G of masks over all keys, the form that PyTorch's kernel needs; None for masks of the hidden keys only.
             window: as in `attend`.
             dtype: of the scores.
         """
-        if len(self) * (groups or 1) * (int(self.positions_S[-1]) + 1) * dtype.itemsize > KEPT_MASK_BYTES:
+        if len(self) * (groups or 1) * (int(self.positions_S[-1]) + 1) * dtype.itemsize > MAX_CACHED_MASK_BYTES:
             return self._mask_blocks(groups, window, dtype)
         kind = groups, window, dtype
         if kind not in self._masked:

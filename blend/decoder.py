@@ -61,8 +61,8 @@ class _RowPieces(nn.Module):
 
     def forward(self, hidden_RSM: torch.Tensor) -> torch.Tensor:
         if hidden_RSM.shape[1] <= MLP_ROWS_AT_ONCE:
-            whole: torch.Tensor = self.mlp(hidden_RSM)
-            return whole
+            output: torch.Tensor = self.mlp(hidden_RSM)
+            return output
         return torch.cat([self.mlp(piece) for piece in hidden_RSM.split(MLP_ROWS_AT_ONCE, dim=1)], dim=1)
 
 
@@ -101,15 +101,15 @@ class Decoder:
         # Without layers and norm, the decoder's own forward is its embedding, multipliers included.
         self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
         head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
-        pack = packed_linear.packed if packed_linear.pays(model) else _as_it_is
+        pack = packed_linear.packed if packed_linear.is_worth_packing(model) else _as_it_is
         self._layers, self._head = [pack(layer) for layer in layers], pack(head)
         # Decoding and chosen rows run fused norms; contiguous rows run the model's own norms, bit for bit.
         self._fused_layers, self._fused_head = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(self._head)
         cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
         types = getattr(self.config, "layer_types", None) or []
-        self._takes_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        self.layer_types: list[Hashable] = list(types) if self._takes_layer_type else [None] * len(self._layers)
+        self._accepts_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        self.layer_types: list[Hashable] = list(types) if self._accepts_layer_type else [None] * len(self._layers)
         first = next(model.parameters())
         self.dtype, self.device = model.dtype, first.device
         attention: Any = self._layers[0].self_attn
@@ -145,7 +145,7 @@ class Decoder:
     def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
         """Cosine and sine (1, N, rotary size) of the positions, one pair a layer type, from the model's own rotary module."""
         position_ids_1N = positions_N[None]
-        if self._takes_layer_type:
+        if self._accepts_layer_type:
             return {kind: self._rotary(hidden_1SM, position_ids_1N, kind) for kind in set(self.layer_types)}
         return {None: self._rotary(hidden_1SM, position_ids_1N)}
 
@@ -168,13 +168,13 @@ class Decoder:
         return k_1SHD.transpose(1, 2), v_1SHD.transpose(1, 2)
 
     def run_rows(
-        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, layer_kv: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
         """Run rows of the prompt through one layer; the paper's `prefill_layer` (§6). Returns (1, S, M)."""
         pieces: list[torch.Tensor] = []
         for piece in rows.split(ROWS_AT_ONCE):
             done = sum(part.shape[1] for part in pieces)
-            layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
+            layer_pass = RowsPass(layer_kv, piece, self.windows[layer], scatter=scatter)
             cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])
             piece_hidden = hidden_1SM[:, done : done + len(piece)]
             block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
@@ -293,25 +293,27 @@ class CacheSink:
         self._windows, self.cache = runner.windows, runner.empty_cache()
         self.memory: list[torch.Tensor | None] = []
 
-    def put(self, layer: int, whole: LayerKV) -> None:
+    def put(self, layer: int, layer_kv: LayerKV) -> None:
         """Put a finished layer into the cache."""
-        nothing = whole.k_1HND[:, :, :0]
+        nothing = layer_kv.k_1HND[:, :, :0]
         self.cache.update(nothing, nothing, layer)
         target: Any = self.cache.layers[layer]
-        target.keys, target.values = whole.k_1HND, whole.v_1HND
+        target.keys, target.values = layer_kv.k_1HND, layer_kv.v_1HND
         if target.is_sliding:
-            target.cumulative_length = whole.k_1HND.shape[2]
-            kept = target.sliding_window - 1
-            target.keys, target.values = (x[:, :, max(0, x.shape[2] - kept) :].clone() for x in (whole.k_1HND, whole.v_1HND))
-        self.memory.append(whole.memory_21HCD if self._windows[layer] is None else None)
+            target.cumulative_length = layer_kv.k_1HND.shape[2]
+            window_tokens = target.sliding_window - 1
+            target.keys, target.values = (
+                x[:, :, max(0, x.shape[2] - window_tokens) :].clone() for x in (layer_kv.k_1HND, layer_kv.v_1HND)
+            )
+        self.memory.append(layer_kv.memory_21HCD if self._windows[layer] is None else None)
 
 
 def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.Tensor:
     """The last `count` outputs of a linear layer; a quantised layer computes the others too."""
     linear = linear.plain if isinstance(linear, packed_linear.PackedLinear) else linear
     if type(linear) is not nn.Linear:
-        whole: torch.Tensor = linear(inputs)
-        return whole[..., -count:]
+        outputs: torch.Tensor = linear(inputs)
+        return outputs[..., -count:]
     return nn.functional.linear(inputs, linear.weight[-count:], None if linear.bias is None else linear.bias[-count:])
 
 

@@ -164,8 +164,8 @@ def fingerprint_module(model: nn.Module, dtype: torch.dtype) -> str:
 def _config_digest(model: nn.Module, dtype: torch.dtype) -> hashlib._Hash:
     config: Any = model.config
     volatile = {"_name_or_path", "transformers_version", "dtype"}
-    kept = {name: value for name, value in config.to_dict().items() if name not in volatile}
-    return hashlib.sha256(f"{dtype}\n{json.dumps(kept, sort_keys=True, default=str)}\n".encode())
+    stable = {name: value for name, value in config.to_dict().items() if name not in volatile}
+    return hashlib.sha256(f"{dtype}\n{json.dumps(stable, sort_keys=True, default=str)}\n".encode())
 
 
 def _known_file() -> Path:

@@ -48,14 +48,14 @@ class RowsPass:
     With `scatter=False` the layer already holds the rows' fresh KV.
     """
 
-    def __init__(self, whole: LayerKV, rows: Rows, window: int | None, *, scatter: bool) -> None:
-        self._whole, self._rows, self._window, self._scatter = whole, rows, window, scatter
+    def __init__(self, layer_kv: LayerKV, rows: Rows, window: int | None, *, scatter: bool) -> None:
+        self._layer_kv, self._rows, self._window, self._scatter = layer_kv, rows, window, scatter
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter the rows' keys and values; return the layer's."""
         if self._scatter:
-            self._whole.put(self._rows.on_device_S, k_1HSD, v_1HSD)
-        return self._whole.k_1HND, self._whole.v_1HND
+            self._layer_kv.put(self._rows.on_device_S, k_1HSD, v_1HSD)
+        return self._layer_kv.k_1HND, self._layer_kv.v_1HND
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
@@ -221,7 +221,7 @@ class QuestionPass:
     """The question's rows through one layer over stored KV.
 
     Args:
-        whole: the layer's KV, keys rotated; the question's own KV is put into it.
+        layer_kv: the layer's KV, keys rotated; the question's own KV is put into it.
         question: the rows and their masks.
         window: the layer's sliding window; None for none.
 
@@ -229,14 +229,14 @@ class QuestionPass:
         attention_N: float32 (N,), the weights of the last row, in the mean over heads.
     """
 
-    def __init__(self, whole: LayerKV, question: Question, window: int | None) -> None:
-        self._whole, self._question, self._window = whole, question, window
-        self.attention_N = torch.zeros(whole.k_1HND.shape[2], device=whole.k_1HND.device)
+    def __init__(self, layer_kv: LayerKV, question: Question, window: int | None) -> None:
+        self._layer_kv, self._question, self._window = layer_kv, question, window
+        self.attention_N = torch.zeros(layer_kv.k_1HND.shape[2], device=layer_kv.k_1HND.device)
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the rows' keys and values into the layer; return the layer's known KV."""
-        self._whole.put(self._question.rows.on_device_S, k_1HSD, v_1HSD)
-        k_1HND, v_1HND, readable_K = self._whole.k_1HND, self._whole.v_1HND, self._question.readable_K
+        self._layer_kv.put(self._question.rows.on_device_S, k_1HSD, v_1HSD)
+        k_1HND, v_1HND, readable_K = self._layer_kv.k_1HND, self._layer_kv.v_1HND, self._question.readable_K
         if readable_K is None:
             return k_1HND, v_1HND
         return k_1HND.index_select(2, readable_K), v_1HND.index_select(2, readable_K)

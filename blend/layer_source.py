@@ -124,7 +124,7 @@ class ResidentLayers:
 
     def synchronize(self, layer: int) -> LayerKV:
         """Copy the layer of every cached segment to its place."""
-        whole = LayerKV.empty(self._geometry, len(self._prompt))
+        layer_kv = LayerKV.empty(self._geometry, len(self._prompt))
         for start, stop, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
-            kv.copy_layer(layer, whole.kv_21HND[:, 0, :, start:stop])
-        return whole
+            kv.copy_layer(layer, layer_kv.kv_21HND[:, 0, :, start:stop])
+        return layer_kv

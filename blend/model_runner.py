@@ -64,9 +64,9 @@ class ModelRunner(Protocol):
         """Keys before RoPE and values (1, H, S, D) of rows at a layer's input."""
 
     def run_rows(
-        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, layer_kv: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
-        """Run rows through one layer over the buffer `whole`; returns (1, S, M). With `scatter` their KV is written there."""
+        """Run rows through one layer over `layer_kv`; returns (1, S, M). With `scatter` their KV is written there."""
 
     def run_question(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
@@ -94,5 +94,5 @@ class ModelRunner(Protocol):
 class LayerSink(Protocol):
     """Receives the layers of a blended prompt as they are finished, from 0 up."""
 
-    def put(self, layer: int, whole: LayerKV) -> None:
+    def put(self, layer: int, layer_kv: LayerKV) -> None:
         """Receive a finished layer: keys rotated, all positions filled. The blend does not use its memory again."""

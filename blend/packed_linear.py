@@ -64,18 +64,18 @@ class _Product:
     def first(self, inputs_SI: torch.Tensor) -> torch.Tensor:
         """The first layer's outputs; the others' outputs wait for their calls."""
         outputs: tuple[torch.Tensor, ...] = _product(inputs_SI, self._weight, self._bias).split(self._outputs, dim=-1)
-        self._of_thread.kept = inputs_SI, outputs
+        self._of_thread.pending = inputs_SI, outputs
         return outputs[0]
 
     def next(self, index: int, inputs_SI: torch.Tensor) -> torch.Tensor | None:
         """Outputs of a later layer; None if the first was not called with this tensor."""
         nothing: tuple[None, tuple[torch.Tensor, ...]] = None, ()
-        kept: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = getattr(self._of_thread, "kept", nothing)
-        kept_SI, outputs = kept
-        if kept_SI is not inputs_SI:
+        pending: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = getattr(self._of_thread, "pending", nothing)
+        pending_SI, outputs = pending
+        if pending_SI is not inputs_SI:
             return None
         if index == len(outputs) - 1:
-            del self._of_thread.kept
+            del self._of_thread.pending
         return outputs[index]
 
 
@@ -96,11 +96,11 @@ class SharingLinear(nn.Module):
         """Outputs (S, O)."""
         if self._index == 0:
             return self._product.first(inputs_SI)
-        kept = self._product.next(self._index, inputs_SI)
-        return self.plain(inputs_SI) if kept is None else kept
+        pending = self._product.next(self._index, inputs_SI)
+        return self.plain(inputs_SI) if pending is None else pending
 
 
-def pays(model: nn.Module) -> bool:
+def is_worth_packing(model: nn.Module) -> bool:
     """Whether to pack a model's linear layers: bfloat16, a CPU with instructions for it, and memory for a copy."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     if any(linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu" for linear in linears):

@@ -77,12 +77,12 @@ class Prompt:
             InputError: there are no tokens, an exact segment follows another kind, or all segments are exact.
 
         """
-        kept = tuple(segment for segment in segments if segment.token_ids)
-        if not kept:
+        non_empty = tuple(segment for segment in segments if segment.token_ids)
+        if not non_empty:
             raise InputError("the prompt is empty: give at least one segment with tokens")
         starts, token_ids, exact_tokens = [], list[int](), 0
         kinds: list[torch.Tensor] = []
-        for segment in kept:
+        for segment in non_empty:
             starts.append(len(token_ids))
             if segment.exact:
                 if exact_tokens != len(token_ids):
@@ -96,8 +96,8 @@ class Prompt:
         reusable_N = torch.cat(kinds)
         fresh_N = ~reusable_N
         fresh_N[:exact_tokens] = False
-        offset_N = torch.cat([torch.arange(len(segment.token_ids)) for segment in kept])
-        return cls(kept, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, offset_N)
+        offset_N = torch.cat([torch.arange(len(segment.token_ids)) for segment in non_empty])
+        return cls(non_empty, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, offset_N)
 
     def __len__(self) -> int:
         return len(self.token_ids)

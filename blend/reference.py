@@ -97,8 +97,8 @@ def blend(
             score_N = torch.zeros(len(ids_N)).index_copy(0, rows_S, deviation_S)
         k_HND[:, rows_S], v_HND[:, rows_S] = k_HSD, v_HSD  # fresh KV stays, also that of tokens that go no further
         if layer > 0:
-            kept_S = torch.isin(rows_S, _choose(rows_S, reusable_N, score_N, counts[layer]))
-            rows_S, q_QSD, hidden_SM = rows_S[kept_S], q_QSD[:, kept_S], hidden_SM[kept_S]
+            chosen_S = torch.isin(rows_S, _choose(rows_S, reusable_N, score_N, counts[layer]))
+            rows_S, q_QSD, hidden_SM = rows_S[chosen_S], q_QSD[:, chosen_S], hidden_SM[chosen_S]
         visible_SN = everywhere_N <= rows_S[:, None]  # the exact mask: each row's own position, not its row number
         out_SX, _ = _attend(_rotate(q_QSD, _at(cos_sin_N, rows_S)), k_HND, v_HND, visible_SN)
         hidden_SM = _finish(module, hidden_SM, out_SX)

@@ -193,7 +193,7 @@ class QuestionAttention:
         return step.all() if keep >= len(step.candidates_C) else step.top(step.attention_C, keep)
 
 
-class _ChosenOnce(ABC):
+class SingleShotSelector(ABC):
     """A choice at layer 0 for all layers; layer 1 measures its KV deviation, for `FusionResult.deviation`."""
 
     schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=1)
@@ -215,7 +215,7 @@ class _ChosenOnce(ABC):
         """Float32 scores (C,); the highest are chosen."""
 
 
-class FirstTokens(_ChosenOnce):
+class FirstTokens(SingleShotSelector):
     """The first tokens of every chunk (EPIC's LegoLink, arXiv 2410.15332)."""
 
     def score(self, step: SelectionStep) -> torch.Tensor:
@@ -223,7 +223,7 @@ class FirstTokens(_ChosenOnce):
         return 1 / (1 + step.offset_C)
 
 
-class RandomTokens(_ChosenOnce):
+class RandomTokens(SingleShotSelector):
     """Random tokens, seeded by the number of candidates, so that a prompt's choice repeats: the control."""
 
     def score(self, step: SelectionStep) -> torch.Tensor:

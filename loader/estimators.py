@@ -71,10 +71,10 @@ class RecomputeEstimator:
 
     def __init__(self, profile: Profile, schedule: Schedule) -> None:
         self.layers, self._schedule, self._logits_s = profile.layers, schedule, profile.logits_s
-        whole = [sample for sample in profile.blend if sample.layer == 0]
+        all_rows = [sample for sample in profile.blend if sample.layer == 0]
         later = [sample for sample in profile.blend if sample.layer > 0]
         self._prefill = _fit_lengths([(sample.tokens, sample.seconds) for sample in profile.prefill])
-        self._layer_0 = _fit_lengths([(sample.rows, sample.seconds) for sample in whole])
+        self._layer_0 = _fit_lengths([(sample.rows, sample.seconds) for sample in all_rows])
         self._later = fit([_of_sample(sample) for sample in later], [sample.seconds for sample in later])
 
     def prefill_s(self, tokens: int) -> float:
@@ -97,8 +97,8 @@ class RecomputeEstimator:
             rows = max(1, min(fresh, MAX_QUESTION_TOKENS))
             layer_s = float(self._later @ _of_rows(reusable + fresh + exact, rows, 0))
             asked = [layer_s] * (self.layers - 1)
-        runs_whole = not asked and self._schedule.counts(reusable, self.layers, ratio)[0] == reusable
-        first = max(len(asked), int(runs_whole))
+        runs_all = not asked and self._schedule.counts(reusable, self.layers, ratio)[0] == reusable
+        first = max(len(asked), int(runs_all))
         blended = enumerate(self.layer_s(ratio, reusable, fresh, exact))
         return [*((seconds, True) for seconds in asked), *((seconds, layer >= first) for layer, seconds in blended)]
 
@@ -114,10 +114,10 @@ class RecomputeEstimator:
         tokens = reusable + fresh + exact
         counts = self._schedule.counts(reusable, self.layers, ratio)
         rows = counts[0] + fresh
-        whole = counts[0] in (0, reusable)  # fresh tokens are mostly contiguous too
-        seconds = [float(self._layer_0 @ _of_length(rows) if whole else self._later @ _of_rows(tokens, rows, 0))]
-        for layer, (before, kept) in enumerate(itertools.pairwise(counts), start=1):
-            rows, projected = kept + fresh, before + fresh if kept < before else 0
+        is_contiguous = counts[0] in (0, reusable)  # fresh tokens are mostly contiguous too
+        seconds = [float(self._layer_0 @ _of_length(rows) if is_contiguous else self._later @ _of_rows(tokens, rows, 0))]
+        for layer, (before, after) in enumerate(itertools.pairwise(counts), start=1):
+            rows, projected = after + fresh, before + fresh if after < before else 0
             if layer == self.layers - 1:  # only the last position of the prompt; of the others K and V
                 rows, projected = 1, projected or rows
             seconds.append(float(self._later @ _of_rows(tokens, rows, projected)))

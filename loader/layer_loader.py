@@ -162,7 +162,7 @@ class LayerLoader:
             stop: the position after its last.
         """
         if self._is_copy(kv, self._geometry):
-            kv.copy_layer(layer, buffer.whole.kv_21HND[:, 0, :, start:stop])
+            kv.copy_layer(layer, buffer.layer_kv.kv_21HND[:, 0, :, start:stop])
         else:
             self._staging.load(kv, layer, buffer, start, stop)
 

@@ -160,8 +160,8 @@ def describe_device(device: torch.device) -> str:
 
 def profile_name(model: str, device: str) -> str:
     """The file name of a profile: model, and a digest of device, torch version and format."""
-    rest = hashlib.sha256(f"{device}\n{torch.__version__}\n{PROFILE_FORMAT}".encode()).hexdigest()
-    return f"{model[:16]}-{rest[:16]}.json"
+    suffix = hashlib.sha256(f"{device}\n{torch.__version__}\n{PROFILE_FORMAT}".encode()).hexdigest()
+    return f"{model[:16]}-{suffix[:16]}.json"
 
 
 def _cpu_name() -> str:

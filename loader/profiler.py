@@ -228,12 +228,12 @@ class _OneLayer:
     """A source that returns one buffer on the device for every layer, at once: only computing is timed."""
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        self._whole = LayerKV.empty(geometry, len(prompt))
-        for x_1HND in (self._whole.k_1HND, self._whole.v_1HND):
+        self._layer_kv = LayerKV.empty(geometry, len(prompt))
+        for x_1HND in (self._layer_kv.k_1HND, self._layer_kv.v_1HND):
             x_1HND.normal_()
 
     def synchronize(self, layer: int) -> LayerKV:
-        return self._whole
+        return self._layer_kv
 
 
 def _prefill(fusor: Fusor, tokens: int) -> PrefillSample:

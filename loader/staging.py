@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class LayerBuffer:
     """Memory for a prompt's layer; on the CPU also as the bytes of its keys and values, B to a head's vector."""
 
-    whole: LayerKV
+    layer_kv: LayerKV
     bytes_2HNB: Bytes | None
 
 
@@ -32,17 +32,17 @@ class LayerBuffer:
 class PendingLayer:
     """A layer that is being loaded: `wait` makes the caller's stream wait for the copy, not the host."""
 
-    whole: LayerKV
+    layer_kv: LayerKV
     copied: torch.cuda.Event | None
 
     def wait(self) -> LayerKV:
         """The layer, safe to use on the current stream."""
         if self.copied is not None:
-            stream = torch.cuda.current_stream(self.whole.k_1HND.device)
+            stream = torch.cuda.current_stream(self.layer_kv.k_1HND.device)
             stream.wait_event(self.copied)
-            for tensor in (self.whole.k_1HND, self.whole.v_1HND):
+            for tensor in (self.layer_kv.k_1HND, self.layer_kv.v_1HND):
                 tensor.record_stream(stream)
-        return self.whole
+        return self.layer_kv
 
 
 class Staging:
@@ -63,8 +63,8 @@ class Staging:
         still write to it, and the copies do not wait for them.
         """
         if self._stream is None:
-            whole = LayerKV.empty(self._geometry, tokens)
-            return LayerBuffer(whole, host_bytes(whole.kv_21HND)[:, 0])
+            layer_kv = LayerKV.empty(self._geometry, tokens)
+            return LayerBuffer(layer_kv, host_bytes(layer_kv.kv_21HND)[:, 0])
         with torch.cuda.stream(self._stream):
             return LayerBuffer(LayerKV.empty(self._geometry, tokens), None)
 
@@ -73,7 +73,7 @@ class Staging:
         if buffer.bytes_2HNB is not None:
             kv.read_layer_into(layer, buffer.bytes_2HNB[:, :, start:stop])
             return
-        kv_2HTD = buffer.whole.kv_21HND[:, 0, :, start:stop]
+        kv_2HTD = buffer.layer_kv.kv_21HND[:, 0, :, start:stop]
         if (encoded := kv.encoded_layer(layer)) is not None:  # goes to a GPU as it is stored, and is decoded there
             pinned = encoded.tensor.pin_memory()
             with torch.cuda.stream(self._stream):
@@ -88,7 +88,7 @@ class Staging:
 
     def finish(self, buffer: LayerBuffer) -> PendingLayer:
         """Close a layer: all of its copies have been issued."""
-        return PendingLayer(buffer.whole, None if self._stream is None else self._stream.record_event())
+        return PendingLayer(buffer.layer_kv, None if self._stream is None else self._stream.record_event())
 
 
 @functools.cache

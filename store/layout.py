@@ -33,13 +33,8 @@ _KIND = "cacheblend-store"
 _MARKER = "store.json"
 _MARKER_BYTES = 4096
 _UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
-_KEPT_DAMAGED = 8
+_MAX_DAMAGED_FILES = 8
 _IGNORED = ("lost+found", f"{_MARKER}.")  # the root of a fresh file system is an empty folder too
-
-
-def holds_store(root: Path) -> bool:
-    """Whether a folder was made by `StoreFolder`; changes nothing."""
-    return (root / _MARKER).is_file()
 
 
 class StoreFolder:
@@ -103,12 +98,12 @@ class StoreFolder:
         with suppress(FileNotFoundError):
             os.replace(path, self.damaged / path.name)
             os.utime(self.damaged / path.name)
-        for old in sorted(self.damaged.iterdir(), key=lambda file: file.stat().st_mtime_ns)[:-_KEPT_DAMAGED]:
+        for old in sorted(self.damaged.iterdir(), key=lambda file: file.stat().st_mtime_ns)[:-_MAX_DAMAGED_FILES]:
             old.unlink(missing_ok=True)
 
     def _make(self) -> None:
         strangers = sorted(path.name for path in self.root.iterdir() if not path.name.startswith(_IGNORED))
-        if self._has_the_rest():
+        if self._is_complete_but_for_marker():
             logger.warning("%s is missing or damaged, and is made again: the rest of the store is there", self._marker)
         elif strangers and not self._marker.exists():  # another process may just have made it
             raise StoreDirectoryError(
@@ -119,13 +114,13 @@ class StoreFolder:
             file.write(json.dumps({"kind": _KIND, "format": STORE_FORMAT}).encode() + b"\n")
         sync_folder(self.root)
 
-    def _has_the_rest(self) -> bool:
+    def _is_complete_but_for_marker(self) -> bool:
         """Whether the folder has everything of a store except a valid marker; the catalog has a version of its own."""
         return self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()
 
     def _is_damaged_marker(self) -> bool:
         """Whether no version can have written the marker, in a folder with everything else of a store."""
-        if not self._has_the_rest():
+        if not self._is_complete_but_for_marker():
             return False
         try:
             kind, version = self._read_marker()

@@ -74,8 +74,8 @@ def _write(fusor: Fusor, segments: Sequence[Segment], ratio: float, pages: Pages
     """Blend a prompt into pages."""
 
     class Sink:
-        def put(self, layer: int, whole: LayerKV) -> None:
-            k_THD, v_THD = (x_1HND[0].transpose(0, 1) for x_1HND in (whole.k_1HND, whole.v_1HND))
+        def put(self, layer: int, layer_kv: LayerKV) -> None:
+            k_THD, v_THD = (x_1HND[0].transpose(0, 1) for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND))
             pages.write(layer, k_THD, v_THD, block_ids, 0)
 
     for _ in fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio), sink=Sink()):

@@ -148,11 +148,11 @@ class CpuRowsPass(RowsPass):
     Args:
         kernel: vLLM's.
         layer: index.
-        whole, rows, scatter: see `RowsPass`; the window is vLLM's.
+        layer_kv, rows, scatter: see `RowsPass`; the window is vLLM's.
     """
 
-    def __init__(self, kernel: CpuAttention, layer: int, whole: LayerKV, rows: Rows, *, scatter: bool) -> None:
-        super().__init__(whole, rows, None, scatter=scatter)
+    def __init__(self, kernel: CpuAttention, layer: int, layer_kv: LayerKV, rows: Rows, *, scatter: bool) -> None:
+        super().__init__(layer_kv, rows, None, scatter=scatter)
         self._kernel, self._layer = kernel, layer
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any) -> torch.Tensor:

@@ -212,14 +212,14 @@ class VllmRunner:
         return capture.k_1HSD, capture.v_1HSD
 
     def run_rows(
-        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, whole: LayerKV, *, scatter: bool
+        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, layer_kv: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
         pieces: list[torch.Tensor] = []
         done = 0
         for piece in rows.split(ROWS_AT_ONCE):
-            layer_pass = RowsPass(whole, piece, self.windows[layer], scatter=scatter)
+            layer_pass = RowsPass(layer_kv, piece, self.windows[layer], scatter=scatter)
             if self.cpu_attention is not None and self.cpu_attention.takes(piece):
-                layer_pass = CpuRowsPass(self.cpu_attention, layer, whole, piece, scatter=scatter)
+                layer_pass = CpuRowsPass(self.cpu_attention, layer, layer_kv, piece, scatter=scatter)
             block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
             pieces.append(self._run(block, layer, hidden_2SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
             done += len(piece)

@@ -89,5 +89,5 @@ def test_copying_what_a_pass_gave_makes_no_team() -> None:
     kv = ChunkKV([(k_HND[:, 512:1536], v_HND[:, 512:1536])], range(1024))
     assert made_by(lambda: k_HND[:, 512:1536].contiguous()) > 0
     assert made_by(lambda: staging.load(kv, 0, buffer, 0, 1024)) == 0
-    assert torch.equal(buffer.whole.k_1HND[0], kv.layers[0][0])
-    assert torch.equal(buffer.whole.v_1HND[0], kv.layers[0][1])
+    assert torch.equal(buffer.layer_kv.k_1HND[0], kv.layers[0][0])
+    assert torch.equal(buffer.layer_kv.v_1HND[0], kv.layers[0][1])

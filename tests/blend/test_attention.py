@@ -66,7 +66,7 @@ def test_blocks_equal_the_dense_mask(
         patch.setitem(attention.BLOCK_ROWS, "cpu", block)
         patch.setattr(attention, "LONG_RUN", run)
         patch.setattr(attention, "LONG_GAP", gap)
-        patch.setattr(attention, "KEPT_MASK_BYTES", 2**20 if kept else 0)
+        patch.setattr(attention, "MAX_CACHED_MASK_BYTES", 2**20 if kept else 0)
         same_rows = Rows.of(rows, torch.device("cpu"))
         for seen in (window, None, window):
             mine = attend(q, k, v, same_rows, scaling=0.3, window=seen, softcap=softcap)

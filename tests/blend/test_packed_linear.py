@@ -66,10 +66,10 @@ def test_threads_do_not_mix() -> None:
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of 32 bits, and those that would take too much of the memory, are left as they are; logits agree."""
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    assert not packed_linear.pays(tiny_model("llama"))
+    assert not packed_linear.is_worth_packing(tiny_model("llama"))
     packed = Fusor(model)
     monkeypatch.setattr(packed_linear, "MEMORY_PART", 1e-9)
-    assert not packed_linear.pays(model)
+    assert not packed_linear.is_worth_packing(model)
     plain = Fusor(model)
     assert [
         any(isinstance(m, packed_linear.SharingLinear) for m in f.decoder._layers[0].modules()) for f in (packed, plain)
@@ -111,10 +111,10 @@ def other_meaning(weight_OI: torch.Tensor) -> torch.Tensor:
 def test_without_operators(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a PyTorch without the operators, or with others of their names, weights stay as they are."""
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    assert packed_linear.pays(model)
+    assert packed_linear.is_worth_packing(model)
     packed_linear.operators_serve.cache_clear()
     monkeypatch.setattr(packed_linear, "_pack", change)
-    assert not packed_linear.pays(model)
+    assert not packed_linear.is_worth_packing(model)
     assert Fusor(model).prefill([1, 2, 3]).logits.isfinite().all()
 
 
@@ -151,4 +151,4 @@ def test_memory_of_a_container(
         (tmp_path / name).write_text(text)
     assert packed_linear.memory_bytes() == (machine if limit is None else limit)
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    assert packed_linear.pays(model) == (limit is None)
+    assert packed_linear.is_worth_packing(model) == (limit is None)

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Schedule, Segment, SelectionStep
-from cacheblend.blend.selection import Oracle, layer_counts
+from cacheblend.blend.selection import layer_counts
 
 
 @given(reusable=st.integers(0, 5000), layers=st.integers(1, 80), ratio=st.floats(0, 1), spread=st.floats(0, 1))
@@ -136,12 +136,6 @@ def test_first_tokens_are_those_of_every_chunk() -> None:
     offset = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4])
     chosen = SELECTORS["first_tokens"](0.4).select(step_at(0, 10, 10, offset=offset))
     assert chosen.nonzero()[:, 0].tolist() == [0, 1, 5, 6]
-
-
-def test_the_oracle_takes_the_largest_errors() -> None:
-    """It goes by the scores that it was given for positions of the prompt."""
-    chosen = Oracle(0.3, torch.tensor([0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0])).select(step_at(0, 10, 10))
-    assert chosen.nonzero()[:, 0].tolist() == [1, 3, 5]
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.15", True])
