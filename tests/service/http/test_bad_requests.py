@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -12,10 +13,13 @@ import httpx
 import pytest
 from api import MODEL, listening
 from engines import DOCUMENTS, QUESTION
+from waiting import wait_until
 
+from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
 
 JSON = {"Content-Type": "application/json"}
 USER = {"role": "user", "content": QUESTION}
@@ -71,6 +75,52 @@ def test_wrong_values(client: httpx.Client) -> None:
         response = client.post(path, content=json.dumps(asked), headers=JSON)
         error = refused(response, 404 if field == "model" and response.status_code == 404 else 400)
         assert (error["param"] or "").startswith(field) or field in error["message"], f"{field}={value!r}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "named"),
+    [
+        ({"model": "other"}, 404, "model", "tiny"),
+        ({"model": 7}, 400, "model", "must be a text"),
+        ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
+        ({"max_tokens": "9"}, 400, "max_tokens", "whole number"),
+        ({"temperature": -1}, 400, "temperature", "at least 0"),
+        ({"top_p": 0}, 400, "top_p", "above 0"),
+        ({"stop": ["a"] * 9}, 400, "stop", "at most 4"),
+        ({"method": "magic"}, 400, "method", "full_recompute"),
+        ({"recompute_ratio": 2}, 400, "recompute_ratio", "at most 1"),
+        ({"num_chunks": 9999}, 400, "num_chunks", "at most 1000"),
+        ({"top_k": -2}, 400, "top_k", "at least -1"),
+        ({"num_chunks": 2, "documents": [{"text": "x"}]}, 400, "num_chunks", "documents"),
+        ({"documents": []}, 400, None, "documents is empty"),
+        ({"documents": [{"text": "x"}] * 1001}, 400, "documents", "max_documents=1000"),
+        ({"documents": [{"title": "x"}]}, 400, "documents.0.text", "is missing; give it"),
+        ({"cache_salt": "x" * 999}, 400, "cache_salt", "256"),
+        ({"unknown": 1}, 400, "unknown", "leave it out"),
+        ({"modalities": ["text", "audio"]}, 400, "modalities", 'only ["text"] is supported; leave it out'),
+        ({"web_search_options": {}}, 400, "web_search_options", "searches its own documents alone"),
+        ({"audio": {"voice": "x"}}, 400, "audio", "answers in text alone"),
+        ({"functions": [{"name": "f"}]}, 400, "functions", "leave them out"),
+        ({"function_call": {"name": "f"}}, 400, "function_call", 'only "none" and "auto"'),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}
+                ]
+            },
+            400,
+            "messages.0.content.0",
+            "image: this service reads text alone",
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_fields(client: httpx.Client, change: dict[str, Any], status: int, param: str | None, named: str) -> None:
+    """A field that cannot be used is named, with what is allowed, for whole answers and for streams."""
+    for stream in (False, True):
+        error = refused(client.post("/v1/chat/completions", json={**CHAT, **change, "stream": stream}), status)
+        assert (error["param"] or "").startswith(param or ""), error
+        assert named in error["message"], error
 
 
 @pytest.mark.parametrize(
@@ -130,8 +180,12 @@ def test_wrong_content_types(client: httpx.Client, headers: dict[str, str], cont
         (b"\x00", "JSON"),
         (b"null", "body"),
         (b'"text"', "body"),
+        (b"[1]", "body"),
+        (b"{", "not JSON"),
+        (b"", "body"),
+        (b'{"\\ud800": 1, "model": "tiny"}', ""),
     ],
-    ids=["not UTF-8", "a number of 5000 digits", "100,000 deep", "a field twice", "UTF-16", "a zero byte", "null", "a text"],
+    ids=lambda value: ascii(value)[:20],
 )
 def test_bodies_that_cannot_be_read(client: httpx.Client, content: bytes, named: str) -> None:
     """The error says why a body cannot be read."""
@@ -218,3 +272,75 @@ def test_wrong_documents(client: httpx.Client, document: object) -> None:
     own = {key: value for key, value in document.items() if key != "id"} if isinstance(document, dict) else document
     if own != {"text": "x"}:
         refused(client.post("/v1/chat/completions", content=json.dumps({**CHAT, "documents": [good, own]}), headers=JSON))
+
+
+def test_documents_that_are_not_there(client: httpx.Client) -> None:
+    """Unknown documents are not found; documents that contradict each other are refused together."""
+    twice = {"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}
+    assert "different texts" in refused(client.post("/v1/documents", json=twice))["message"]
+    for method, path, body in (("GET", "", None), ("DELETE", "", None), ("POST", "/pin", {})):
+        error = refused(client.request(method, f"/v1/documents/none{path}", json=body), 404)
+        assert error["code"] == "document_not_found"
+
+
+def test_unknown_paths(client: httpx.Client) -> None:
+    """A path or method that there is not has the same shape."""
+    for method, path, status in (("GET", "/v2", 404), ("DELETE", "/v1/models", 405), ("GET", "/../etc/passwd", 404)):
+        refused(client.request(method, path), status)
+
+
+def test_full_queue(engine: Engine) -> None:
+    """A request too many is answered with 429 and the seconds to wait."""
+    serving = ServingConfig(max_num_seqs=1, max_waiting=1, grace_s=0.0)
+    with (
+        Server(engine.config, serving, HttpConfig(served_model_name=MODEL), engine=engine) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        threads = [
+            threading.Thread(target=client.post, args=("/v1/chat/completions",), kwargs={"json": {**CHAT, "max_tokens": 300}})
+            for _ in range(2)
+        ]
+        for count, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda: server.scheduler.state.prefilling + server.scheduler.state.decoding == 1)
+            if count:
+                wait_until(lambda: server.scheduler.state.waiting == 1)
+        response = client.post("/v1/chat/completions", json=CHAT)
+        assert refused(response, 429)["code"] == "queue_full"
+        assert int(response.headers["Retry-After"]) >= 1
+        server.scheduler.close()
+        assert client.get("/readyz").status_code == 503
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 503
+        for thread in threads:
+            thread.join()
+
+
+def test_an_unforeseen_error_says_nothing_of_the_inside(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that nobody foresaw is a 500 with a request id, without its text."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret path")
+
+    monkeypatch.setattr(engine.store, "stats", fail)
+    response = client.get("/v1/store", headers={"X-Request-Id": "mine-1"})
+    assert refused(response, 500)["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert response.headers["X-Request-Id"] == "mine-1"
+
+
+def test_no_room_says_nothing_of_the_inside(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk is a 507 without the folder, which the log has."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreFullError("no room on the disk for /srv/tenants/acme/kv")
+
+    monkeypatch.setattr(engine, "ingest", fail)
+    response = client.post("/v1/documents", json={"documents": [{"id": "a", "text": "x"}]})
+    assert refused(response, 507)["code"] == "store_full"
+    assert "acme" not in response.text
+    assert "/srv/tenants/acme/kv" in caplog.text

@@ -21,9 +21,9 @@ from fakes import FakeEmbedder
 from waiting import wait_until
 
 from cacheblend.base.errors import MissingExtraError
+from cacheblend.base.progress import Check
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service.engine.config import EngineConfig
-from cacheblend.service.engine.document_encoder import Check
 from cacheblend.service.http import documents
 from cacheblend.service.http.auth import TenantConfig, hash_key
 from cacheblend.service.http.config import HttpConfig

@@ -1,4 +1,4 @@
-"""No request outlives its client."""
+"""Answers on their way: no request outlives its client."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from contextlib import nullcontext
 
 import pytest
 from api import MODEL
+from fakes import tiny_tokenizer
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 from waiting import wait_until
 
+from cacheblend.service.http.chat import token_texts
 from cacheblend.service.http.generation import EventStream
 from cacheblend.service.http.server import Server
 
@@ -47,13 +49,28 @@ def test_cancelled_at_its_end(client_is_there: bool) -> None:
     assert served.cancelled
 
 
-def test_a_client_that_waits_for_a_whole_answer_and_leaves(address: str, server: Server) -> None:
-    """A request that is not streamed ends soon after its client has left, also while it decodes a token at every step."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves(address: str, server: Server, stream: bool) -> None:
+    """A request ends soon after its client has left, also where its answer is to come whole."""
     host, port = address.removeprefix("http://").split(":")
-    body = json.dumps({"model": MODEL, "prompt": "while", "max_tokens": 500, "n": 4, "logit_bias": {"1": -100}}).encode()
+    fields = {"model": MODEL, "prompt": "while", "max_tokens": 500, "n": 4, "logit_bias": {"1": -100}, "stream": stream}
+    body = json.dumps(fields).encode()
+        {"model": MODEL, "prompt": "while", "max_tokens": 500, "n": 4, "logit_bias": {"1": -100}, "stream": stream}
+    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         wait_until(lambda: server.scheduler.state.decoding > 0)
     wait_until(lambda: server.scheduler.state.decoding == 0)
     assert b'outcome="cancelled"} 1.0' in server.metrics.text()
+
+
+def test_tokens_read_as_their_text() -> None:
+    """The texts of a chunk's tokens are its text, also where a token alone loses its space, or is half a character."""
+    text = "Ada Thornley plays the zither.\n\nHis café opened in 1988 🙂, as most people know"
+    tokenizer = tiny_tokenizer()
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    texts = token_texts(token_ids, tokenizer)
+    assert len(texts) == len(token_ids) > 10
+    assert "".join(texts) == tokenizer.decode(token_ids)
+    assert "Ada Thornley plays" in "".join(texts)
