@@ -55,8 +55,6 @@ def test_a_client_that_leaves(address: str, server: Server, stream: bool) -> Non
     host, port = address.removeprefix("http://").split(":")
     fields = {"model": MODEL, "prompt": "while", "max_tokens": 500, "n": 4, "logit_bias": {"1": -100}, "stream": stream}
     body = json.dumps(fields).encode()
-        {"model": MODEL, "prompt": "while", "max_tokens": 500, "n": 4, "logit_bias": {"1": -100}, "stream": stream}
-    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)

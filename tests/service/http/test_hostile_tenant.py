@@ -185,13 +185,6 @@ def test_questions_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> No
     assert sum(SLOW in text for text in embedder.texts) < 12
 
 
-def test_a_whole_answer_whose_client_left(serve: Serve) -> None:
-    """It is not decoded to its end."""
-    _, clients = serve()
-    hang_up(clients["hostile"], 1, "/v1/chat/completions", lambda _: chat(max_tokens=450, n=8, num_chunks=0))
-    wait_until(lambda: 'outcome="cancelled"' in clients["good"].get("/metrics").text)
-
-
 def test_an_upload_whose_client_left_before_its_turn(serve: Serve, embedder: SlowEmbedder) -> None:
     """It is not done, nor is anything of one that was embedded when its client left."""
     server, clients = serve()
