@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -68,16 +68,22 @@ Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidato
 
 
 class StrictModel(BaseModel):
-    """A field that is not known is refused: what has no effect must not look as if it had."""
+    """A field that is not known is refused: what has no effect must not look as if it had.
+
+    `ignored` names fields that clients send and that change nothing here: they may hold anything.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+    def _drop_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MAX_FIELDS:
             raise ValueError(f"has {len(given)} fields, more than {MAX_FIELDS}")
-        return given
+        return {name: value for name, value in given.items() if name not in cls.ignored}
 
 
 class DocumentBody(BaseModel):
@@ -124,10 +130,10 @@ class CalledFunction(StrictModel):
 class CallBody(StrictModel):
     """A call of an earlier answer, which comes back in the conversation."""
 
+    ignored = frozenset({"index"})  # of a stream's pieces
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Any = None  # of a stream's pieces; ignored
 
     def call(self) -> dict[str, Any]:
         """The call as chat templates have it."""
@@ -141,6 +147,7 @@ Content = Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Parts, Tag(LIST_T
 class MessageBody(StrictModel):
     """One turn of a chat."""
 
+    ignored = frozenset({"annotations", "reasoning_content"})  # of an earlier answer that comes back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[CallId | None, Field(validate_default=True)] = None
@@ -149,8 +156,6 @@ class MessageBody(StrictModel):
     # Of an answer of OpenAI's or another service's that comes back in a conversation: what says nothing is ignored.
     refusal: None = None
     audio: None = None
-    annotations: Any = None
-    reasoning_content: Any = None
     function_call: None = None
 
     @field_validator("tool_calls")
@@ -237,16 +242,14 @@ ToolChoice = Annotated[
 class StreamOptions(StrictModel):
     """Options of a stream's end."""
 
+    ignored = frozenset({"include_obfuscation"})
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # ignored
 
 
 class JsonSchema(StrictModel):
     """A schema that the answer has; it is enforced whether `strict` says so or not."""
 
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
+    ignored = frozenset({"name", "description", "strict"})
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
@@ -263,31 +266,25 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class IgnoredFields(StrictModel):
-    """Fields that clients and gateways send and that change no answer here: taken, whatever they hold, and ignored.
-
-    docs/service.md lists them.
-    """
-
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
+# docs/service.md lists them.
+OF_CLIENTS = (
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning_effort verbosity "
+    "prediction"
+)
+# Open WebUI's page adds them to OpenAI's fields, and its server acts on them itself; docs/clients.md lists them.
+OF_OPEN_WEBUI = (
+    "chat_id session_id id message_id parent_id parent_message user_message features variables background_tasks model_item "
+    "filter_ids tool_ids tool_servers skill_ids"
+)
 
 
-class GenerationBody(IgnoredFields):
+class GenerationBody(StrictModel):
     """Fields of chat and text completions.
 
     Those of OpenAI's that would change the answer and are not supported are taken with their neutral value alone.
     """
 
+    ignored = frozenset(OF_CLIENTS.split())
     model: str | None = None  # the one there is
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -304,6 +301,7 @@ class GenerationBody(IgnoredFields):
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = 1.0
     logit_bias: Biases | None = None  # by token id
     response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool | None = None
     # RAG
     documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`
     num_chunks: Annotated[int, Field(ge=0, le=MAX_NUM_CHUNKS)] | None = None
@@ -332,28 +330,10 @@ class GenerationBody(IgnoredFields):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
-class OpenWebUiFields(StrictModel):
-    """Fields that Open WebUI's page adds to OpenAI's, and its server acts on itself: ignored. docs/clients.md lists it."""
-
-    chat_id: Any = None
-    session_id: Any = None
-    id: Any = None
-    message_id: Any = None
-    parent_id: Any = None
-    parent_message: Any = None
-    user_message: Any = None
-    features: Any = None
-    variables: Any = None
-    background_tasks: Any = None
-    model_item: Any = None
-    filter_ids: Any = None
-    tool_ids: Any = None
-    tool_servers: Any = None
-    skill_ids: Any = None
-
-
-class ChatBody(OpenWebUiFields, GenerationBody):
+class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
+
+    ignored = frozenset(f"{OF_CLIENTS} {OF_OPEN_WEBUI}".split())
 
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -362,7 +342,6 @@ class ChatBody(OpenWebUiFields, GenerationBody):
     modalities: list[Literal["text"]] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None  # without one "auto"
-    parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
 
@@ -420,8 +399,10 @@ def _without_token_ids(inputs: list[Any]) -> list[Any]:
 Inputs = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), BeforeValidator(_without_token_ids)]
 
 
-class EmbeddingsBody(IgnoredFields):
+class EmbeddingsBody(StrictModel):
     """`POST /v1/embeddings`."""
+
+    ignored = frozenset(OF_CLIENTS.split())
 
     model: str | None = None
     input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Inputs, Tag(LIST_TAG)], TextOrList]

@@ -297,9 +297,9 @@ def test_full_queue(engine: Engine) -> None:
         listening(server) as address,
         httpx.Client(base_url=address, timeout=60) as client,
     ):
+        long = {**CHAT, "max_tokens": 400, "num_chunks": 0, "logit_bias": {"1": -100}}  # it does not end by itself
         threads = [
-            threading.Thread(target=client.post, args=("/v1/chat/completions",), kwargs={"json": {**CHAT, "max_tokens": 300}})
-            for _ in range(2)
+            threading.Thread(target=client.post, args=("/v1/chat/completions",), kwargs={"json": long}) for _ in range(2)
         ]
         for count, thread in enumerate(threads):
             thread.start()
