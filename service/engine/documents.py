@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .ingest import DocumentEncoder, EncodedBatch, IngestReport
 
 logger = logging.getLogger(__name__)
-LISTED = 256  # documents that are read at once for a page of a listing, and more where the page has more
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 _NUMBER = re.compile("([0-9]+)")
 
@@ -83,10 +82,18 @@ class Documents:
         index: holds their text; `IndexedDocuments` without a model.
         store: holds their chunks' KV.
         encoder: splits, embeds and precomputes; None without a model.
+        listed: documents that are read at once for a page of a listing, or more if the page has more.
     """
 
-    def __init__(self, index: Retriever | IndexedDocuments, store: KVStore, encoder: DocumentEncoder | None = None) -> None:
-        self._index, self._store, self._encoder = index, store, encoder
+    def __init__(
+        self,
+        index: Retriever | IndexedDocuments,
+        store: KVStore,
+        encoder: DocumentEncoder | None = None,
+        *,
+        listed: int = 256,
+    ) -> None:
+        self._index, self._store, self._encoder, self._listed_at_once = index, store, encoder, listed
 
     def add(self, documents: Sequence[Document], progress: Progress, *, must_stay: bool = False) -> IngestReport:
         """Add a batch of documents, in place of those with their ids, all at once.
@@ -219,7 +226,7 @@ class Documents:
 
         # 1. What is in the index.
         in_index = last is None or self._index.version(last) is not None
-        batch = None if limit is None else max(limit + 1, LISTED)
+        batch = None if limit is None else max(limit + 1, self._listed_at_once)
         place = last
         while in_index and (documents := self._indexed(batch, place, newest_first)):
             for document in documents:

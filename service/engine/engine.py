@@ -25,7 +25,7 @@ from .chunk_contexts import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .documents import Documents
-from .ingest import DocumentEncoder, IngestReport, ingest, ingest_stream
+from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, ingest_stream
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import Prediction, calibrated, find_calibration, find_controller, find_loss, predict_costs
@@ -145,7 +145,11 @@ class Engine:
         return ingest(self._documents, documents, progress or Progress())
 
     def ingest_stream(
-        self, documents: Iterable[Document | Mapping[str, object]], progress: Progress | None = None
+        self,
+        documents: Iterable[Document | Mapping[str, object]],
+        progress: Progress | None = None,
+        *,
+        batch_documents: int = BATCH_DOCUMENTS,
     ) -> IngestReport:
         """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
 
@@ -154,6 +158,7 @@ class Engine:
         Args:
             documents: see `ingest`; an empty stream is no error.
             progress: see `ingest`.
+            batch_documents: documents of a batch.
 
         Raises:
             InputError, DocumentChangedError: see `ingest`; the batches before are ingested.
@@ -161,7 +166,7 @@ class Engine:
                 below the corpus is no error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return ingest_stream(self._documents, documents, progress or Progress(), self.store)
+        return ingest_stream(self._documents, documents, progress or Progress(), self.store, batch_documents)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
         """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .documents import Documents
 
 logger = logging.getLogger(__name__)
-BATCH_DOCUMENTS = 64
+BATCH_DOCUMENTS = 64  # of a stream's batch
 FETCH_S = 60.0  # chunks whose KV comes later from the remote tier are computed
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
 
@@ -242,12 +242,16 @@ def ingest(documents: Documents, given: Iterable[Mapping[str, object]], progress
 
 
 def ingest_stream(
-    documents: Documents, given: Iterable[Document | Mapping[str, object]], progress: Progress, store: KVStore
+    documents: Documents,
+    given: Iterable[Document | Mapping[str, object]],
+    progress: Progress,
+    store: KVStore,
+    batch_documents: int = BATCH_DOCUMENTS,
 ) -> IngestReport:
     """Ingest documents a batch after the other; see `Engine.ingest_stream`."""
     started, evictions = time.perf_counter(), store.stats().nvme.evictions
     total = IngestReport()
-    for batch in batches(map(Document.of, given)):
+    for batch in batches(map(Document.of, given), batch_documents):
         total += documents.add(batch, progress)
         progress.note_batch()
     evicted = store.stats().nvme.evictions - evictions
@@ -259,13 +263,12 @@ def ingest_stream(
     return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
 
-def batches(documents: Iterable[Document], batch_documents: int | None = None) -> Iterator[list[Document]]:
-    """Groups that are ingested at once: so many documents, `BATCH_DOCUMENTS` by default, or `BATCH_CHARACTERS`.
+def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[list[Document]]:
+    """Groups that are ingested at once: `batch_documents`, or fewer if they have `BATCH_CHARACTERS`.
 
     Raises:
         InputError: two documents of one id have different texts.
     """
-    batch_documents = batch_documents or BATCH_DOCUMENTS
     versions: dict[str, str] = {}
     batch: list[Document] = []
     for document in documents:

@@ -89,6 +89,7 @@ def test_settings_that_are_not_allowed(values: dict[str, object]) -> None:
 def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Ray the command says what to install, before anything is made; and it follows no folder on Ray."""
     monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "cacheblend.integrations.ray.ingest", raising=False)
     store = corpus.parent / "store"
     command = ["ingest", str(corpus), "--model", "none", "--store-dir", str(store), "--ray", "local"]
     with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend\[ray\]'"):

@@ -81,11 +81,10 @@ def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
 
 def test_a_page_of_files_reads_no_other_documents(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of a listing is right, and costs no look at documents beyond it, however many parts files have and wherever."""
-    monkeypatch.setattr("cacheblend.service.engine.documents.LISTED", 2)
     ids = [f"{name}#page={page}" for page in (1, 2, 3) for name in ("a.pdf", "b.pdf")] + ["c"]
     engine.ingest([{"id": id_, "text": f"the text of {id_}"} for id_ in ids])
     engine.ingest([{"id": "a.pdf#page=1", "text": "another first page, which is the last document now"}])
-    documents, after, names = engine.documents, ID, list[str]()
+    documents, after, names = Documents(engine.retriever, engine.store, listed=2), ID, list[str]()
     while True:
         [file], has_more = documents.files(1, after)
         assert file == documents.status(file.id)

@@ -27,15 +27,9 @@ from cacheblend.blend.decoder import Decoder
 from cacheblend.cli.terminal import IngestProgress
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine import ingest
 from cacheblend.service.engine.document_sources import DocumentStream, StreamSize
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
-
-
-@pytest.fixture(autouse=True)
-def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "BATCH_DOCUMENTS", 3)
 
 
 @pytest.fixture
@@ -65,7 +59,7 @@ def test_stream(open_engine: OpenEngine) -> None:
         def note_batch(self) -> None:
             steps.append((self.documents, self.tokens))
 
-    report = engine.ingest_stream(documents(), Steps())
+    report = engine.ingest_stream(documents(), Steps(), batch_documents=3)
     chunks = engine.retriever.chunks()
     assert (report.documents, report.added) == (len(MANY), len(MANY))
     assert (report.computed, report.evicted) == (engine.store.stats().nvme.entries, 0)
@@ -74,7 +68,7 @@ def test_stream(open_engine: OpenEngine) -> None:
     assert max(ahead) == 3
     assert steps[-1] == (len(MANY), report.tokens)
     assert all(one <= other for one, other in pairwise(steps))
-    again = engine.ingest_stream(MANY)
+    again = engine.ingest_stream(MANY, batch_documents=3)
     assert (again.unchanged, again.computed, again.already_stored) == (len(MANY), 0, again.chunks)
 
 
@@ -92,7 +86,7 @@ def test_bad_document_in_a_stream(open_engine: OpenEngine) -> None:
     """A bad document, and a second one of an id, are named; the batches before them are kept."""
     engine = open_engine()
     with pytest.raises(InputError, match="two documents have the id"):
-        engine.ingest_stream([*MANY, {**MANY[0], "text": "other words"}])
+        engine.ingest_stream([*MANY, {**MANY[0], "text": "other words"}], batch_documents=3)
     kept = [document.id for document in engine.retriever.documents()]
     assert kept == [document["id"] for document in MANY[:18]]
     with pytest.raises(InputError, match="'none' has no \"text\""):
@@ -109,7 +103,7 @@ def test_empty_stream(open_engine: OpenEngine) -> None:
 def test_evictions_of_a_stream(open_engine: OpenEngine, caplog: pytest.LogCaptureFixture) -> None:
     """A budget below the corpus is told once, with what did not stay."""
     engine = open_engine(nvme_budget_bytes=300_000, ram_budget_bytes=1)
-    report = engine.ingest_stream(MANY)
+    report = engine.ingest_stream(MANY, batch_documents=3)
     assert report.computed - report.evicted == engine.store.stats().nvme.entries > 0
     assert caplog.text.count("did not stay within nvme_budget_bytes=300000") == 1
 
@@ -137,7 +131,7 @@ def test_without_document_context(open_engine: OpenEngine) -> None:
 
 def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
     """Ingest, and be killed when so many passes through the model are done."""
-    ingest.BATCH_DOCUMENTS, precompute.PASS_TOKENS = 3, 100
+    precompute.PASS_TOKENS = 100
     left = iter(range(passes))
     run_isolated = Decoder.run_isolated
 
@@ -149,7 +143,7 @@ def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
     Decoder.run_isolated = deadly  # type: ignore[assignment,method-assign]  # the same, deadly
     config = EngineConfig(model=model, store_dir=store_dir, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS))
     with Engine(config, embedder=FakeEmbedder()) as engine:
-        engine.ingest_stream(MANY)
+        engine.ingest_stream(MANY, batch_documents=3)
 
 
 def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_path: Path) -> None:
@@ -163,7 +157,7 @@ def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_p
     engine = open_engine()
     stored = engine.store.stats().nvme.entries
     assert engine.store.verify().ok
-    report = engine.ingest_stream(MANY)
+    report = engine.ingest_stream(MANY, batch_documents=3)
     entries = engine.store.stats().nvme.entries
     assert 0 < stored < entries
     assert (report.computed, report.documents) == (entries - stored, len(MANY))
