@@ -15,6 +15,8 @@ VARIABLES = "CACHEBLEND_"  # the beginning of each option's variable
 _SCALARS = (bool, int, float, str)
 # Options that are gone, and what took their place.
 GONE_OPTIONS: dict[str, str] = {
+    "shard": "--ray, which shares an ingest among processes",
+    "prices": "nothing: the plan has a table of example prices",
     "otlp_endpoint": "`opentelemetry-instrument cacheblend serve ...`, which traces the service from outside",
     "reader": "nothing: without --model the default known model is used",
     "passages": "`cacheblend eval documents`, which measures the methods on documents of your own",

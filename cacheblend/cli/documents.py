@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cacheblend.retriever.index_folder import IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER
@@ -41,21 +40,9 @@ def ls(
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found], "has_more": has_more})
         return
-    table = Table("id", "title", "parts", "chunks", "KV stored", "shared", "bytes", "pinned")
-    for status in found:
-        table.add_row(
-            status.id,
-            status.title,
-            str(status.parts),
-            str(status.chunks),
-            str(status.stored_chunks),
-            str(status.shared_chunks),
-            f"{status.stored_bytes:,}",
-            "yes" if status.pinned else "",
-        )
-    terminal.stdout.print(table)
-    more = "; there are more" if has_more else ""
-    terminal.stdout.print(f"{counted(len(found), 'document')}{more}", highlight=False)
+    columns = ("id", "title", "parts", "chunks", "stored_chunks", "shared_chunks", "stored_bytes", "pinned")
+    terminal.print_table(columns, ([getattr(each, name) for name in columns] for each in found))
+    terminal.print_line(f"{counted(len(found), 'document')}{'; there are more' if has_more else ''}")
 
 
 @app.command("show")

@@ -166,7 +166,8 @@ def _ingest(
     if folders:
         _print_end(report, stream.report, as_json=as_json)  # faults were listed when they came
     else:
-        _tell_end(report, stream.report, as_json=as_json)
+        _print_end(report, stream.report, as_json=as_json)
+        _end_with_faults(stream.report)
 
 
 def _measured(stream: DocumentStream) -> StreamSize | None:
@@ -181,7 +182,7 @@ def _measured(stream: DocumentStream) -> StreamSize | None:
     files = max(reading.files, 1)
     if size is not None and size.documents > files:
         made = f"{counted(files, 'file')} read: {counted(size.documents, 'document')}"
-        terminal.stderr.print(f"{made}, as a page, a slide, a sheet and a line is one each", highlight=False, soft_wrap=True)
+        terminal.note(f"{made}, as a page, a slide, a sheet and a line is one each")
     return size
 
 
@@ -197,12 +198,11 @@ def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool
     if as_json:
         terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
     else:
-        terminal.stdout.print(
+        terminal.print_line(
             f"{counted(report.documents, 'document')}, {counted(report.chunks, 'chunk')}: KV of {report.computed} computed, "
-            f"{report.already_stored} stored before ({report.seconds:.1f} s)",
-            highlight=False,
+            f"{report.already_stored} stored before ({report.seconds:.1f} s)"
         )
-    _tell_faults(stream.report)
+    _end_with_faults(stream.report)
 
 
 def _ingest_on_ray(
@@ -240,38 +240,38 @@ def _ingest_on_ray(
         raise
     if size is None:
         _print_skipped(found)
-    _tell_end(report, found, as_json=as_json)
+    _print_end(report, found, as_json=as_json)
+    _end_with_faults(found)
 
 
 def _tell_interrupted() -> None:
-    terminal.stderr.print("interrupted; what was done is kept, and the same command goes on from there", soft_wrap=True)
-
-
-def _tell_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
-    """Say what was ingested, and what could not be used."""
-    _print_end(report, found, as_json=as_json)
-    _tell_faults(found)
-
-
-def _tell_faults(found: SourceReport) -> None:
-    """Say what could not be used, which makes the exit code 1."""
-    _print_faults(found)
-    if found.faults:
-        raise typer.Exit(1)
+    terminal.note("interrupted; what was done is stored, and the same command goes on from there")
 
 
 def _print_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
     if as_json:
         terminal.print_json({**report.as_dict(), **found.as_dict()})
-    else:
-        _print_ingested(report)
+        return
+    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
+    documents = f"{report.added} new, {report.replaced} replaced, {report.unchanged} unchanged"
+    terminal.print_line(
+        f"{counted(report.documents, 'document')} ({documents}), {counted(report.chunks, 'chunk')}: "
+        f"KV of {report.computed} computed, {report.already_stored} stored before ({report.seconds:.1f} s{speed})"
+    )
 
 
 def _print_faults(found: SourceReport) -> None:
     if faults := found.faults:
-        terminal.stderr.print(f"{counted(len(faults), 'file')} could not be used:", highlight=False)
+        terminal.note(f"{counted(len(faults), 'file')} could not be used:")
         for why in faults.values():
-            terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
+            terminal.note(f"  {why}")
+
+
+def _end_with_faults(found: SourceReport) -> None:
+    """Print the files that could not be used; the exit code is 1 if there are any."""
+    _print_faults(found)
+    if found.faults:
+        raise typer.Exit(1)
 
 
 def _follow(engine: Engine, folders: Sequence[str], printed: Mapping[str, str]) -> tuple[IngestReport, dict[str, str]]:
@@ -287,19 +287,19 @@ def _follow(engine: Engine, folders: Sequence[str], printed: Mapping[str, str]) 
     def show_report(report: FollowReport) -> None:
         nonlocal total
         total += report.ingested
-        terminal.stderr.print(str(report), highlight=False, soft_wrap=True)
+        terminal.note(str(report))
         for why in report.faults.values():
-            terminal.stderr.print(f"  {why}", highlight=False, soft_wrap=True)
+            terminal.note(f"  {why}")
 
     try:
         report = watch.follow()
         report.faults = {name: why for name, why in report.faults.items() if name not in printed_files}
         if report:
             show_report(report)
-        terminal.stderr.print(f"watching {', '.join(folders)}; Ctrl-C ends it", highlight=False, soft_wrap=True)
+        terminal.note(f"watching {', '.join(folders)}; Ctrl-C ends it")
         watch.run(show_report)
     except KeyboardInterrupt:
-        terminal.stderr.print("stopped watching; the same command goes on from there", highlight=False)
+        terminal.note("stopped watching; the same command goes on from there")
     return total, watch.faults
 
 
@@ -308,21 +308,9 @@ def _print_skipped(report: SourceReport) -> None:
     for why, files in groupby(sorted(report.skipped.items(), key=itemgetter(1)), key=itemgetter(1)):
         names = [name for name, _ in files]
         more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-        terminal.stderr.print(f"skipped, {why}: {', '.join(names[:NAMED])}{more}", highlight=False, soft_wrap=True)
+        terminal.note(f"skipped, {why}: {', '.join(names[:NAMED])}{more}")
     if report.faults:
-        unusable = counted(len(report.faults), "file")
-        terminal.stderr.print(f"{unusable} cannot be used; listed at the end", highlight=False)
-
-
-def _print_ingested(report: IngestReport) -> None:
-    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
-    terminal.stdout.print(
-        f"{counted(report.documents, 'document')} ({report.added} new, {report.replaced} replaced, "
-        f"{report.unchanged} unchanged), {counted(report.chunks, 'chunk')}: "
-        f"KV of {report.computed} computed, {report.already_stored} stored before "
-        f"({report.seconds:.1f} s{speed})",
-        highlight=False,
-    )
+        terminal.note(f"{counted(len(report.faults), 'file')} cannot be used; listed at the end")
 
 
 NAMED = 10  # skipped files of each reason
@@ -370,5 +358,5 @@ def _agreed(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, c
     if need > ASK_FROM_BYTES and not yes:
         terminal.confirm(f"{estimate}. Go on?")
     else:
-        terminal.stderr.print(estimate, highlight=False, soft_wrap=True)
+        terminal.note(estimate)
     return replace(config, kv_cache_dtype=codec)

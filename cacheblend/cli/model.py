@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from . import options, terminal
 
@@ -75,12 +74,10 @@ def ls(as_json: options.Json = False) -> None:
     if as_json:
         terminal.print_json({"models": rows})
         return
-    table = Table("model", "family", "parameters", "licence", "download", "on disk")
-    for row in rows:
-        on_disk = f"{row['bytes'] / 1e6:,.0f} MB" if row["fetched"] else "-"
-        download = f"{row['download_bytes'] / 1e6:,.0f} MB"
-        table.add_row(row["name"], row["family"], f"{row['parameters'] / 1e6:,.0f} M", row["licence"], download, on_disk)
-    terminal.stdout.print(table)
+    columns = ("model", "family", "licence", "parameters", "download", "on disk")
+    millions = ("parameters", "download_bytes", "bytes")
+    shown = ([row["name"], row["family"], row["licence"], *(f"{row[name] / 1e6:,.0f} M" for name in millions)] for row in rows)
+    terminal.print_table(columns, shown)
 
 
 def _row(model: KnownModel) -> dict[str, Any]:

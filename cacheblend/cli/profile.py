@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cacheblend.base.errors import InputError, ProfileError
 from cacheblend.loader import LoaderConfig, Profile, compare_devices, load_profile
@@ -62,18 +61,14 @@ def profile(
     if as_json:
         terminal.print_json({**measured.as_dict(), "file": str(path)})
         return
-    table = Table("measured", "seconds")
-    for sample in measured.prefill:
-        table.add_row(f"full prefill of {sample.tokens:,} tokens", f"{sample.seconds:.4f}")
+    rows = [(f"full prefill of {sample.tokens:,} tokens", f"{sample.seconds:.4f}") for sample in measured.prefill]
     for layer in measured.blend:
         ratio = f"{layer.rows:,} of {layer.tokens:,} rows" + (f", {layer.projected:,} checked" if layer.projected else "")
-        table.add_row(f"layer {layer.layer} of a blend, {ratio}", f"{layer.seconds:.5f}")
-    terminal.stdout.print(table)
+        rows.append((f"layer {layer.layer} of a blend, {ratio}", f"{layer.seconds:.5f}"))
+    terminal.print_table(("measured", "seconds"), rows)
     for tier, speed in measured.tiers.items():
-        terminal.stdout.print(
-            f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read", highlight=False
-        )
-    terminal.stdout.print(f"{measured.device}; kept in {path}", highlight=False, soft_wrap=True)
+        terminal.print_line(f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read")
+    terminal.print_line(f"{measured.device}; written to {path}")
 
 
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
@@ -111,18 +106,18 @@ def plan(
         given = {"cheapest": cheapest, "tokens": tokens, "ratio": ratio, "profiled_on": measured.device}
         terminal.print_json({**given, "devices": [choice._asdict() for choice in choices]})
         return
-    rows = Table("device", "price a month", "load a layer", "TTFT", "delay", "")
+    rows = []
     for choice in choices:
         milliseconds = [f"{seconds * 1000:,.1f} ms" for seconds in (choice.load_layer_s, choice.prefill_s, choice.delay_s)]
         note = "cheapest without delay" if choice.device == cheapest else "no delay" if choice.adds_no_delay else ""
-        rows.add_row(choice.device, f"{choice.price_per_month:,.4g}", *milliseconds, note)
-    terminal.stdout.print(rows)
-    terminal.stdout.print(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}", highlight=False)
+        rows.append((choice.device, f"{choice.price_per_month:,.4g}", *milliseconds, note))
+    terminal.print_table(("device", "price a month", "load a layer", "TTFT", "delay", ""), rows)
+    terminal.print_line(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}")
     if tokens > 2 * (longest := max(sample.tokens for sample in measured.prefill)):
         warning = f"no prefill of over {longest:,} tokens was measured: `cacheblend profile --length {tokens}` measures it"
         terminal.stdout.print(warning, style="yellow", highlight=False)
     if cheapest is None:
-        terminal.stdout.print("no device is fast enough to add no delay at this ratio", highlight=False)
+        terminal.print_line("no device is fast enough to add no delay at this ratio")
 
 
 def _profile_of(config: EngineConfig) -> Profile:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
@@ -51,17 +50,8 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
     if as_json:
         terminal.print_json({"entries": rows})
         return
-    table = Table("key", "tokens", "layers", "bytes", "codec", "last used")
-    for row in rows:
-        table.add_row(
-            str(row["key"])[:16],
-            str(row["tokens"]),
-            str(row["layers"]),
-            f"{row['bytes']:,}",
-            str(row["codec"]),
-            str(row["last_used"]),
-        )
-    terminal.stdout.print(table)
+    shown = ("key", "tokens", "layers", "bytes", "codec", "last_used")
+    terminal.print_table(shown, ([str(row["key"])[:16], *(row[name] for name in shown[1:])] for row in rows))
     terminal.stdout.print(counted(len(rows), "entry"))
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 from cacheblend.base import progress
@@ -84,6 +85,24 @@ def counted(number: int, noun: str) -> str:
     """A number and its noun: 1 entry, 2 entries."""
     plural = noun.removesuffix("y") + "ies" if noun.endswith("y") else noun + "s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on stdout."""
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(str, row))
+    stdout.print(table)
+
+
+def print_line(line: str) -> None:
+    """A line on stdout, as it is."""
+    stdout.print(line, highlight=False, soft_wrap=True)
+
+
+def note(line: str) -> None:
+    """A line on stderr, as it is."""
+    stderr.print(line, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Mapping[str, object]) -> None:

@@ -215,7 +215,7 @@ def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
         ingest.send_signal(signal.SIGINT)
         _, said = ingest.communicate(timeout=300)  # some ten seconds where nothing else runs
     assert ingest.returncode != 0
-    assert "interrupted; what was done is kept" in said
+    assert "interrupted; what was done is stored" in said
     assert "Traceback" not in said
     assert actors
     assert not [actor for actor in actors if Path(f"/proc/{actor}").exists()]

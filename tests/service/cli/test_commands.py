@@ -19,26 +19,18 @@ from cacheblend.cli import main as cli
 EOS = 1  # of the tiny model
 
 
-def test_a_store_goes_to_a_remote_tier_and_back(run: CommandLine, passages: Path, tmp_path: Path) -> None:
-    """`store push`, `ls` and `pull` of --remote, and a document's deletion, do what they say; without a URL they ask for it."""
+def test_a_store_goes_to_a_remote_tier(run: CommandLine, passages: Path, tmp_path: Path) -> None:
+    """`store push` sends what the remote tier lacks; a deletion removes it there; without a URL the command asks for one."""
     pytest.importorskip("obstore", reason="obstore is not installed; the extra [objects] brings it")
     entries = run.on_store("ingest", str(passages), "--json").json["computed"]
     store, remote = ("--store-dir", str(run.store)), ("--remote", f"file://{tmp_path}/objects", "--json")
-    report = run("store", "push", *store, *remote).json
-    assert (report["entries"], report["already_there"], report["refused"]) == (entries, 0, 0)
-    listed = run("store", "ls", *remote).json["entries"]
-    assert isinstance(listed, list)
-    assert {entry["key"] for entry in listed} == {
-        entry["key"] for entry in run("store", "ls", *store, "--json").json["entries"]
-    }
-    run("store", "clear", *store, "--yes")
-    assert run("store", "pull", *store, *remote).json["entries"] == entries
+    for sent, there in ((entries, 0), (0, entries)):
+        report = run("store", "push", *store, *remote).json
+        assert (report["entries"], report["already_there"], report["refused"]) == (sent, there, 0)
     gone = run("documents", "ls", *store, "--json").json["documents"][0]["id"]
     assert run("documents", "delete", gone, *store, *remote, "--yes").json["id"] == gone
-    left = run("store", "ls", *remote).json["entries"]
-    assert 0 < len(left) < entries
-    assert {entry["key"] for entry in left} == {entry["key"] for entry in run("store", "ls", *store, "--json").json["entries"]}
-    assert run("store", "verify", *store, "--json").json["ok"] is True
+    objects = sum(path.is_file() for path in (tmp_path / "objects").rglob("*"))
+    assert 0 < objects == len(run("store", "ls", *store, "--json").json["entries"]) < entries
     refused = run("store", "push", *store)
     assert refused.code == 2
     assert "--remote URL" in refused.err

@@ -200,4 +200,4 @@ def test_sigterm_before_watching(run: CommandLine, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Engine, "ingest_stream", interrupted)
     ended = run.on_store("ingest", str(tmp_path / "notes"), "--watch", "--json")
     assert (ended.code, ended.out) == (0, "")
-    assert "interrupted; what was done is kept" in ended.err
+    assert "interrupted; what was done is stored" in ended.err

@@ -28,7 +28,7 @@ def test_serve_takes_every_option() -> None:
     """Each option is a flag and a variable of `serve`, with the field's default and help."""
     found = _parameters("serve")
     assert OPTIONS.keys() <= found.keys()
-    assert found.keys() - OPTIONS.keys() == {"model", "store_dir", "config"}
+    assert found.keys() - OPTIONS.keys() == {"model", "store_dir", "config", "yes"}
     for name, option in OPTIONS.items():
         assert (found[name].opts, found[name].envvar, found[name].help) == ([option.flag], option.variable, option.help)
         assert found[name].default in (option.default, None if option.default == () else option.default)
