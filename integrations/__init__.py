@@ -1,1 +1,1 @@
-"""CacheBlend inside other people's software, one folder each; nothing here is imported by the rest of the product."""
+"""CacheBlend inside other people's software, one folder each; nothing below imports from here."""

@@ -118,7 +118,7 @@ class Catalog:
 
     Args:
         path: the file, made when missing.
-        found: gives the entries of a store whose catalog is gone.
+        found: finds the entries of a store whose catalog is gone.
 
     Raises:
         StoreDirectoryError: the file cannot be used, or is of another schema.

@@ -1,4 +1,4 @@
-"""Direct reads and writes, past the page cache: whole blocks, in memory that begins on a block."""
+"""Direct reads and writes, past the page cache: full blocks, in memory that begins on a block."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_blocks(fill: Callable[[memoryview, int, int], None], offset: int, count
 
 
 def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
-    """Memory that begins on a block, of the whole blocks that `count` bytes take; zeros stand after those.
+    """Memory that begins on a block, of full blocks for `count` bytes, padded with zeros.
 
     With `reuse` it is this thread's, and is overwritten by its next use.
     """

@@ -117,7 +117,7 @@ def _layers_by_piece(info: EntryInfo) -> list[list[int]]:
 
 
 def _empty_piece(count: int) -> Bytes:
-    """Whole blocks of memory that begin on a block, for `count` bytes; zeros stand after those."""
+    """Full blocks of memory that begin on a block, for `count` bytes, padded with zeros."""
     if count < HUGE_PAGE_BYTES:
         return aligned_blocks(count)
     blocks = PIECES.empty(-(-count // BLOCK_BYTES) * BLOCK_BYTES)
@@ -131,8 +131,8 @@ class EncodedEntry:
 
     Args:
         info: all but the keys and values.
-        pieces: what stands after the header in its file, the layers' tensors without gaps, and zeros up to a whole block; each
-            in memory that begins on a block, so that it is written past the page cache without a copy.
+        pieces: the file after its header: the layers' tensors without gaps, and zeros up to a full block; each piece in
+            memory that begins on a block, so that it is written past the page cache without a copy.
         checksums: of each layer's tensor; see `checksum`.
 
     Attributes:
@@ -280,7 +280,7 @@ class EntryHeader:
         return cls(entry.info, entry.checksums)
 
     def pack(self) -> bytes:
-        """The bytes that stand before the first layer, padded to a whole number of blocks for direct reads.
+        """The file's bytes before the first layer, padded to full blocks for direct reads.
 
         Raises:
             InputError: more token ids than a header has room for.

@@ -81,7 +81,7 @@ class EntryFile:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """Bytes of the file."""
         return self._offsets[-1]
 
     def read_layer(self, layer: int) -> torch.Tensor:
@@ -137,7 +137,7 @@ class EntryFile:
             raise DamagedEntryError(f"layer {layer} of {self._path} does not match its checksum")
 
     def load(self) -> EncodedEntry:
-        """Read the whole entry in one read, and check it; raises as `read_layer` does."""
+        """Read the complete entry in one read, and check it; raises as `read_layer` does."""
         entry = EncodedEntry.empty(self.info, self._checksums)
         with self._reading():
             _fill(self._fd, [piece.data for piece in entry.pieces], self._offsets[0], self._path, entry.nbytes)
@@ -214,7 +214,7 @@ class NewFile:
 def write_files(files: Sequence[NewFile]) -> None:
     """Write files, all of them synced before one has its name; names are synced at the end, a folder once.
 
-    The first sync does most of the others' work: together they take a fifth of the processor time.
+    The first sync includes much of the others' work: together they need a fifth of the processor time.
 
     Raises:
         StoreFullError: the disk is full. What was written stays, under either name.
@@ -249,7 +249,7 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _write_file(fd: int, file: NewFile) -> None:
-    """Write header and layers, in whole blocks, and cut off what the last block has too much."""
+    """Write header and layers, in full blocks, and truncate the last block's padding."""
     with suppress(OSError):  # a file system without direct writes has others
         make_direct(fd)
     header = aligned_blocks(len(file.header), reuse=True)

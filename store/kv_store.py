@@ -90,9 +90,9 @@ class KVStore:
                 belongs to the document from then on.
 
         Returns:
-            What became of this entry alone; done already with `flush`. Its `result()` waits until the entry is written. It is
-            True where it would outlive a power cut, and False where it was deleted before it was written, or its document was.
-            It raises what follows where the background met it; the entry is then a miss, which is logged and counted.
+            The outcome for this entry; done already with `flush`. Its `result()` waits until the entry is written. It is True
+            if the entry survives a power cut, and False if the entry or its document was deleted before it was written. It
+            raises the errors below if they occur in the background; the entry is then a miss, which is logged and counted.
 
         Raises:
             InputError: the KV is not the key's, or cannot be stored.
@@ -239,8 +239,9 @@ class KVStore:
                 tier.clear()
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Alone among the threads and processes that change this store; re-entrant. For changes beside it that belong together
-        with one of its own: whoever holds it keeps every writer waiting.
+        """Exclude all other threads and processes that change this store; re-entrant.
+
+        Use it for outside changes that must be consistent with one of the store's: every writer waits meanwhile.
         """
         self._check_open()
         return self._nvme.exclusive()
@@ -300,7 +301,8 @@ class KVStore:
     def close(self) -> None:
         """Write what waits, and close. A second call does nothing.
 
-        An entry that cannot be written is a miss at the next opening: that is logged, and told by what its `put` returned.
+        An entry that cannot be written is a miss at the next opening: that is logged, and the future of its `put` has the
+            error.
         """
         if self._closed:
             return

@@ -27,9 +27,9 @@ _Result = TypeVar("_Result")
 class NvmeTier:
     """The durable `KVTier`: files and rows of entries. Thread-safe, and safe among processes.
 
-    A file is synced and renamed before its row is written; a row goes before its file. So an entry is there exactly while its
-    row is, and every row has its whole file. A file without a row goes at the end of the change that left it so or, where the
-    process died in it, before the next change by any process (`Journal`).
+    A file is synced and renamed before its row is written; a row is removed before its file. So an entry exists exactly while
+    its row does, and every row has a complete file. A file without a row is removed at the end of its change or, if the process
+    died, before the next change by any process (`Journal`).
     """
 
     name: ClassVar[str] = NVME
@@ -58,12 +58,12 @@ class NvmeTier:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """See `KVTier`; uses that were not saved are lost."""
+        """Close the tier; uses that were not saved are lost."""
         self._opened.close()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Alone among threads and processes, with what a killed process left half done finished; re-entrant."""
+        """Exclude other threads and processes, and finish the change of a killed process first; re-entrant."""
         with self._lock:
             if self._lock.depth == 1 and (unfinished := self._journal.unfinished()):
                 logger.warning("a process died while it changed %d entries of %s", len(unfinished), self.folder.root)
@@ -111,23 +111,19 @@ class NvmeTier:
         return not self._pins.is_evicting(digest) and digest in self.catalog
 
     def size(self) -> tuple[int, int]:
-        """See `KVTier`."""
         return self.catalog.totals()
 
     def held_bytes(self, namespace: str | None = None) -> int:
-        """See `EvictingTier`."""
         return self.catalog.totals()[1] if namespace is None else self.catalog.held_bytes(namespace)
 
     def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[str]]:
-        """See `EvictingTier`."""
         return self.catalog.evictable(only, spare)
 
     def begin_evict(self, name: str) -> bool:
-        """See `EvictingTier`."""
         return self._pins.begin_evict(name)
 
     def open(self, digest: str, *, is_use: bool = True) -> EntryFile | None:
-        """See `KVTier`. A damaged file is set aside and is a miss."""
+        """Open an entry; a damaged file is set aside and is a miss."""
         if digest not in self:
             return None
         try:
@@ -147,7 +143,7 @@ class NvmeTier:
         return None if (file := self.open(digest, is_use=is_use)) is None else read_entry(file, self)
 
     def write(self, writes: Sequence[PendingWrite]) -> Sequence[str]:
-        """Store entries of one namespace, all of them, durable on return; gives the digests of those evicted for them.
+        """Store entries of one namespace, all of them, durable on return; returns the digests of the evicted ones.
 
         A chunk of a document that the store does not know any more, or not in that version, is left out, unless another
         document has it. Of the others those without a namespace are noted as their documents'.
@@ -214,7 +210,7 @@ class NvmeTier:
                 self._drop_damaged(digest, damage)
 
     def adopt(self, path: Path) -> None:
-        """Enter a whole file into the catalog, in place of what that says of it; set it aside if it is damaged."""
+        """Enter a complete file into the catalog, in place of an older row; set it aside if it is damaged."""
         with self.exclusive():
             try:
                 with EntryFile.open(path, path.name) as file:
@@ -235,7 +231,7 @@ class NvmeTier:
                 path.unlink()
 
     def shrink(self) -> Sequence[str]:
-        """Evict entries until the budget holds, as far as pins allow; gives their digests."""
+        """Evict entries until the budget holds, as far as pins allow; returns their digests."""
         with self.exclusive(), self._evicting(None, 0) as victims:
             if victims:
                 with self.changing(victims):
@@ -333,7 +329,7 @@ class NvmeTier:
             logger.warning("files of entries that are gone stay until the next change: %s", error)
 
     def _entries_of_files(self) -> Iterator[CatalogEntry]:
-        """What the headers of all files say: the catalog is made again from it. A layer is checked when it is read."""
+        """Rows from the headers of all files, to make the catalog again. A layer is checked when it is read."""
         count = 0
         for path in self.folder.entry_files():
             try:

@@ -95,7 +95,7 @@ class PrefixRun:
         first_chain_blocks: how many of the blocks, from the first on, were found in the first of the chains asked for.
         model: fingerprint of the model that computed it.
         windows: each layer's sliding window; None for full attention.
-        held: per window, `kv_L2HTD` (L layers of that window, T tokens kept) of the blocks that are needed, in order.
+        held: per window, `kv_L2HTD` (L layers of that window, T held tokens) of the blocks that are needed, in order.
     """
 
     token_ids: tuple[int, ...]
@@ -116,7 +116,6 @@ class PrefixRun:
 
     @property
     def num_layers(self) -> int:
-        """See `KVHandle`."""
         return len(self.windows)
 
     def heads(self, layer: int) -> tuple[int, int]:
@@ -125,25 +124,22 @@ class PrefixRun:
         return heads, size
 
     def layer_bytes(self, layer: int) -> int:
-        """See `KVHandle`: of all T tokens."""
+        """Keys and values of all T tokens."""
         kv_heads, head_dim = self.heads(layer)
         return 2 * kv_heads * len(self.token_ids) * head_dim * self.dtype.itemsize
 
     def read_layer(self, layer: int) -> LayerPair:
-        """See `KVHandle`."""
         kv_heads, head_dim = self.heads(layer)
         pair_2HTD = torch.empty((2, kv_heads, len(self.token_ids), head_dim), dtype=self.dtype)
         self.copy_layer(layer, pair_2HTD)
         return pair_2HTD[0], pair_2HTD[1]
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """See `KVHandle`."""
         kv_heads, head_dim = self.heads(layer)
         check_shape("a prefix", layer, (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize), to_2HTB)
         self.copy_layer(layer, torch.from_numpy(to_2HTB).view(self.dtype))
 
     def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
-        """See `KVHandle`."""
         blocks = self._blocks(layer)
         start = len(self.token_ids) - len(blocks) * blocks[0].shape[2]
         to_2HTD[:, :, :start] = 0
@@ -153,7 +149,6 @@ class PrefixRun:
             to_2HTD[:, :, start:].copy_(torch.cat(blocks, dim=2))
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        """See `KVHandle`."""
         return None
 
     def _blocks(self, layer: int) -> list[torch.Tensor]:
@@ -173,7 +168,7 @@ class BlockReader:
     """Copies blocks' KV to the CPU, a layer of several blocks at once: calls for each of them cost more than the bytes.
 
     Args:
-        read: gives `k_HND`, rotated, and `v_HND` of a layer's positions from a start to a stop.
+        read: returns `k_HND`, rotated, and `v_HND` of a layer's positions from a start to a stop.
         blocks: of the prompt.
     """
 
@@ -181,28 +176,28 @@ class BlockReader:
         self._read, self._blocks = read, blocks
         self._ahead: dict[int, tuple[int, torch.Tensor]] = {}  # by a window's first layer: the first block, and the copies
 
-    def block(self, index: int, layers: Sequence[int], kept: int) -> torch.Tensor:
+    def block(self, index: int, layers: Sequence[int], held_tokens: int) -> torch.Tensor:
         """`kv_L2HTD` of one block in memory of its own: a view would keep all blocks that were copied with it.
 
         Args:
             index: of the block; asked for in rising order.
             layers: those of one window.
-            kept: how many of the block's last tokens.
+            held_tokens: number of the block's last tokens to copy.
         """
         first, kv_BL2HTD = self._ahead.get(layers[0], (index, None))
         if kv_BL2HTD is None or index >= first + len(kv_BL2HTD):
-            first, kv_BL2HTD = index, self._copy(index, min(index + BLOCKS_AT_ONCE, self._blocks), layers, kept)
+            first, kv_BL2HTD = index, self._copy(index, min(index + BLOCKS_AT_ONCE, self._blocks), layers, held_tokens)
             self._ahead[layers[0]] = first, kv_BL2HTD
         return kv_BL2HTD[index - first].clone()
 
-    def _copy(self, first: int, stop: int, layers: Sequence[int], kept: int) -> torch.Tensor:
-        start = first * BLOCK_TOKENS + BLOCK_TOKENS - kept  # nothing before it need be there
+    def _copy(self, first: int, stop: int, layers: Sequence[int], held_tokens: int) -> torch.Tensor:
+        start = first * BLOCK_TOKENS + BLOCK_TOKENS - held_tokens  # nothing before it need be there
         pairs = [self._read(layer, start, stop * BLOCK_TOKENS) for layer in layers]
         heads, _, size = pairs[0][0].shape
-        kv_BL2HTD = pairs[0][0].new_empty((stop - first, len(layers), 2, heads, kept, size))
+        kv_BL2HTD = pairs[0][0].new_empty((stop - first, len(layers), 2, heads, held_tokens, size))
         for rank, pair in enumerate(pairs):
             for which, x_HND in enumerate(pair):
-                kv_BL2HTD[:, rank, which] = x_HND.unfold(1, kept, BLOCK_TOKENS).permute(1, 0, 3, 2)
+                kv_BL2HTD[:, rank, which] = x_HND.unfold(1, held_tokens, BLOCK_TOKENS).permute(1, 0, 3, 2)
         return kv_BL2HTD.cpu()
 
 
@@ -304,7 +299,7 @@ class PrefixBlocks:
         Args:
             digests: of the prompt's blocks, from its start.
             first: the blocks before it were found by `match`, and their KV is not at hand.
-            read: gives `k_HTD`, rotated, and `v_HTD` of a layer's positions from a start to a stop; they are copied.
+            read: returns `k_HTD`, rotated, and `v_HTD` of a layer's positions from a start to a stop; they are copied.
             namespace: whose blocks they are; the chains' extra keys name it too.
 
         Returns:
@@ -323,7 +318,7 @@ class PrefixBlocks:
             return done
 
     def stats(self) -> PrefixStats:
-        """What is held, and what happened."""
+        """Numbers of held parts and bytes, look-ups, hits and evictions."""
         with self._lock:
             parts, lookups, hits = len(self._parts), self._lookups, self._hits
             return PrefixStats(parts, self.held_bytes(), self.budget_bytes, lookups, hits, self._evictions)
@@ -376,7 +371,7 @@ class PrefixBlocks:
         return True
 
     def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[_Name]]:
-        """See `EvictingTier`; for `insert`, under its lock. It walks once for all blocks: no part becomes idle meanwhile."""
+        """Parts in LRU order, for `insert`, under its lock. One walk serves all blocks: no part becomes idle meanwhile."""
         if (only, spare) not in self._walks:
             self._walks[only, spare] = iter(list(self._idle))
         for name in self._walks[only, spare]:
@@ -386,7 +381,6 @@ class PrefixBlocks:
                     yield Evictable(name, part.kv_L2HTD.nbytes)
 
     def begin_evict(self, name: _Name) -> bool:
-        """See `EvictingTier`."""
         return True
 
     def _make_room(self, namespace: str, nbytes: int) -> bool:

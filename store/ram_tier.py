@@ -29,11 +29,9 @@ class RamTier:
         return digest in self._entries
 
     def size(self) -> tuple[int, int]:
-        """See `KVTier`."""
         return len(self._entries), self.held_bytes()
 
     def open(self, digest: str) -> EncodedEntry | None:
-        """See `KVTier`."""
         with self._lock:
             entry = self._entries.get(digest)
             if entry is not None:
@@ -41,7 +39,7 @@ class RamTier:
             return entry
 
     def put(self, entry: EncodedEntry) -> bool:
-        """See `CacheTier`: the entry itself is held, not copied."""
+        """Hold the entry itself, without a copy."""
         digest, namespace = entry.info.key.digest, entry.info.key.namespace
         with self._lock:
             if digest in self._entries:
@@ -58,41 +56,38 @@ class RamTier:
             return True
 
     def admits(self, digest: str, entry_bytes: int) -> bool:
-        """See `CacheTier`: there is room, or the entry was read not long ago as well.
+        """Whether there is room, or the entry was read recently.
 
-        Not long ago is: no more bytes were read since than the budget. So one pass over many entries, of which few come again,
+        Recently means: at most the budget in bytes was read since. So one pass over many entries that rarely come again
         copies and evicts nothing.
         """
         again = self._recent_reads.admits(digest, entry_bytes)
         return entry_bytes <= self.budget_bytes and (again or self.held_bytes() + entry_bytes <= self.budget_bytes)
 
     def discard(self, digest: str) -> None:
-        """See `CacheTier`: who reads the entry keeps its memory."""
+        """Remove the entry; a reader still holds its memory."""
         with self._lock:
             if digest in self._entries:
                 self._drop(digest)
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
-        """See `KVTier`."""
         self.discard(digest)
 
     def clear(self) -> None:
-        """See `CacheTier`."""
         with self._lock:
             self._entries.clear()
             self.held_bytes = HeldBytes()
 
     def close(self) -> None:
-        """See `KVTier`: nothing to do."""
+        """Nothing must be closed."""
 
     def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[str]]:
-        """See `EvictingTier`; for `put`, under its lock."""
+        """Entries in LRU order, for `put`, under its lock."""
         for digest, entry in self._entries.items():
             if only in (None, entry.info.key.namespace) and entry.info.key.namespace != spare:
                 yield Evictable(digest, entry.nbytes)
 
     def begin_evict(self, name: str) -> bool:
-        """See `EvictingTier`."""
         return not self._pins.is_pinned(name)
 
     def _drop(self, digest: str) -> None:

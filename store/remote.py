@@ -1,4 +1,4 @@
-"""The remote tier: whole entries on a server or in an object store that several machines share, fetched ahead of a blend.
+"""The remote tier: complete entries on a server or in an object store that machines share, fetched ahead of a blend.
 
 An object is the file of an entry (docs/store.md). A deployment with a secret writes `SEAL` and a tag before it:
 HMAC-SHA256 over the object's name and the file, with a key that follows from the secret and the tenant.
@@ -290,7 +290,7 @@ class CircuitBreaker:
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
-    """What a remote tier did since the store was opened by this process."""
+    """Counts of a remote tier since this process opened the store."""
 
     state: str  # of the circuit breaker: "closed" if the remote is asked, "open" if its entries are misses for a while
     hits: int = 0  # entries that were fetched
@@ -380,7 +380,7 @@ class RemoteTier:
             return self._changed.wait_for(lambda: not self._changes, timeout_s)
 
     def stats(self) -> RemoteStats:
-        """What happened since it was opened."""
+        """Counts since it was opened."""
         with self._changed:
             is_open = self._reads.pause_left_s() > 0
             return RemoteStats("open" if is_open else "closed", **self._counts, pending_writes=len(self._changes))

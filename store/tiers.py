@@ -48,7 +48,7 @@ class StoredEntry(Protocol):
         """Read one layer of a raw entry to where it is needed; raises as `read_layer` does."""
 
     def load(self) -> EncodedEntry:
-        """The whole entry in memory; raises as `read_layer` does."""
+        """The complete entry in memory; raises as `read_layer` does."""
 
     def close(self) -> None:
         """End reading; a read that is under way ends well. A second call does nothing."""
@@ -122,7 +122,7 @@ OpenedEntry = tuple[StoredEntry, KVTier]
 class Placement:
     """The KV of an entry that stays where it is until its pin is released: a `KVHandle`.
 
-    In RAM it holds the entry's memory, on NVMe an open file, so that nothing takes the bytes away under a reader.
+    In RAM it holds the entry's memory, on NVMe an open file, so that the bytes remain while somebody reads them.
     """
 
     rotated = False
@@ -156,11 +156,11 @@ class Placement:
         return self._info.layer_bytes(layer)
 
     def read_layer(self, layer: int) -> LayerPair:
-        """See `KVHandle`. A damaged entry is set aside; after the pin was released it is a `StoreError`."""
+        """Read a layer. A damaged entry is set aside; after the pin was released this raises a `StoreError`."""
         return self._info.decode(layer, self._read_encoded(layer))
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """See `KVHandle`: raw bytes of a file go straight there, others are decoded and copied."""
+        """Read raw bytes of a file straight into the memory; others are decoded and copied."""
         entry = self.entry
         kv_heads, head_dim = self._info.heads[layer]
         needed = (2, kv_heads, len(self._info.token_ids), head_dim * self._info.dtype.itemsize)
@@ -173,7 +173,6 @@ class Placement:
                 np.copyto(to_HTB, host_bytes(x_HTD.contiguous()))
 
     def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
-        """See `KVHandle`."""
         if self._is_raw:
             to_2HTD.copy_(self._read_encoded(layer))
         else:
@@ -181,7 +180,6 @@ class Placement:
                 to_HTD.copy_(x_HTD)
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        """See `KVHandle`."""
         return None if self._is_raw else EncodedLayer(self._read_encoded(layer), partial(self._info.decode, layer))
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ class VerifyReport:
         damaged: entries whose file is not what was written; repaired by setting them aside.
         missing: entries without a file; repaired by dropping them.
         mismatched: entries of which the catalog says something else than their file; repaired by what the file says.
-        orphans: files without an entry; repaired by entering whole ones into the catalog and setting others aside.
+        orphans: files without an entry; repaired by entering complete ones into the catalog and setting others aside.
         leftovers: files that a crash left half written; removed.
         miscounted: whether the catalog's totals and pins do not follow from its entries; repaired by counting anew.
         repaired: whether all of it was repaired.

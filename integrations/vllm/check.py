@@ -1,4 +1,4 @@
-"""The check at start-up: where blending must be exact, the engine's own cold prefill gives the same."""
+"""The check at start-up: where blending must be exact, it equals the engine's own cold prefill."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def remember_settings(config: EngineConfig) -> None:
 
 
 def remembered_settings(store_dir: Path) -> dict[str, Any]:
-    """What `remember_settings` noted, by the options' names; empty where there is nothing that can be read."""
+    """Settings that `remember_settings` noted, by option; empty if none can be read."""
     with suppress(OSError, ValueError):
         found = json.loads((store_dir / SETTINGS_FILE).read_bytes())
         if isinstance(found, dict):
@@ -200,7 +200,7 @@ def read_examples(store_dir: Path) -> list[str]:
 
 
 def check_max_tokens(value: object) -> None:
-    """Refuse anything but a positive whole number.
+    """Refuse a value that is not a positive integer.
 
     Raises:
         ConfigError: so.

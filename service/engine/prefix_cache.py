@@ -57,7 +57,7 @@ class PrefixCache:
             yield CachedPrefix(self._blocks, namespace, chains, run)
 
     def stats(self) -> PrefixStats:
-        """What is held, and what happened."""
+        """Numbers of held parts and bytes, look-ups, hits and evictions."""
         return self._blocks.stats()
 
 
@@ -147,12 +147,10 @@ class RecordingSource:
         self._source, self._layers = source, layers
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """See `LayerSource.start`."""
         self._layers.clear()
         self._source.start(prompt, geometry, reuse_layer_0=reuse_layer_0)
 
     def synchronize(self, layer: int) -> LayerKV:
-        """See `LayerSource.synchronize`."""
         whole = self._source.synchronize(layer)
         self._layers.append(whole)
         return whole

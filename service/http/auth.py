@@ -28,7 +28,7 @@ class TenantConfig:
     Args:
         name: of the tenant, and of its folder below the store's.
         api_key_sha256: hex SHA-256 of the keys that it uses (`cacheblend api-key` makes one); the keys themselves are nowhere.
-        ram_budget_bytes: its part of the service's RAM budget, reserved and most at once; None for an equal part of what the
+        ram_budget_bytes: its part of the service's RAM budget, reserved, and its limit; None for an equal part of what the
             tenants with a number leave.
         nvme_budget_bytes: the same of the NVMe budget.
         prefix_budget_bytes: the same of the budget of prefix blocks.

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: whole or streamed, and how the answer came about."""
+"""`/v1/chat/completions` and `/v1/completions`: complete or streamed answers, and how they were made."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
     """Refuse tools that cannot be called.
 
     Raises:
-        ApiError: the model takes none, or fields are against each other.
+        ApiError: the model supports no tools, or fields contradict each other.
     """
     names = [tool.function.name for tool in body.called_tools]
     if names and not prompts.takes_tools:
@@ -147,15 +147,15 @@ async def _respond(
         return EventStream(_stream(body, choices, generation, first, {**head, "object": choice_class.piece_kind}), generation)
     done = await generation.all_done()
     report = {**head, "object": choice_class.kind}
-    return await run_in_threadpool(_whole, body, choices, generation, done, report)
+    return await run_in_threadpool(_complete, body, choices, generation, done, report)
 
 
-def _whole(
+def _complete(
     body: GenerationBody, choices: Sequence[TextChoice], generation: Generation, done: Sequence[Done], head: dict[str, Any]
 ) -> Response:
-    """The whole answer; in a thread, since thousands of tokens with their log-probabilities take seconds."""
+    """The complete answer; in a thread, since thousands of tokens with their log-probabilities need seconds."""
     report = answer_report(body, generation, done[0])
-    made = [choice.whole(one) for choice, one in zip(choices, done, strict=True)]
+    made = [choice.complete(one) for choice, one in zip(choices, done, strict=True)]
     return JSONResponse({**head, "choices": made, "usage": usage(done), "cacheblend": report})
 
 
@@ -186,7 +186,7 @@ async def _stream(
 
 
 class TextChoice:
-    """One choice of a text completion, whole or in pieces.
+    """One choice of a text completion, complete or in pieces.
 
     Args:
         index: among the answer's choices.
@@ -206,8 +206,8 @@ class TextChoice:
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._offset: int | None = None  # characters so far; None before the first piece
 
-    def whole(self, done: Done) -> dict[str, Any]:
-        """The choice of a whole answer."""
+    def complete(self, done: Done) -> dict[str, Any]:
+        """The choice of a complete answer."""
         text, calls = self._reader.finish(done.answer.text)
         logprobs = self.logprobs(done.logprobs, 0) if self._has_logprobs else None
         reason = "tool_calls" if calls else done.finish_reason
@@ -230,7 +230,7 @@ class TextChoice:
         return {"index": self._index, **delta, "logprobs": logprobs, "finish_reason": reason}
 
     def message(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # of chats alone
-        """Text and calls of a whole answer."""
+        """Text and calls of a complete answer."""
         return {"text": text}
 
     def delta(self, text: str, calls: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
@@ -252,13 +252,13 @@ class TextChoice:
 
 
 class ChatChoice(TextChoice):
-    """One choice of a chat completion, whole or in pieces."""
+    """One choice of a chat completion, complete or in pieces."""
 
     prefix = "chatcmpl"
     kind, piece_kind = "chat.completion", "chat.completion.chunk"
 
     def message(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Text and calls of a whole answer."""
+        """Text and calls of a complete answer."""
         made = {"content": text or None, "tool_calls": list(calls)} if calls else {"content": text}
         return {"message": {"role": "assistant", **made}}
 

@@ -1,4 +1,4 @@
-"""Configuration of the HTTP API: where it listens and what it takes."""
+"""Configuration of the HTTP API: its address, and limits of its requests."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ async def _ingest_file(request: Request) -> dict[str, Any]:
 
 
 async def _upload(request: Request, name: str, work: Callable[[Progress], IngestReport]) -> dict[str, Any]:
-    """Ingest when it is the tenant's turn; nothing of an upload stays whose client goes away before the answer."""
+    """Ingest when it is the tenant's turn; nothing of an upload stays if its client disconnects before the answer."""
     server: Server = request.app.state.server
     with server.ingests.follow(request.state.tenant, name) as note:
         report = await run_call(server.uploads, request, lambda check: work(Progress(note, check)), until_begun=True)

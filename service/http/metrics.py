@@ -239,7 +239,7 @@ class GuardMetrics:
 
 
 class RequestLog:
-    """Middleware: gives each request an id, logs how it ended, counts errors, and answers those that nobody foresaw.
+    """Middleware: assigns each request an id, logs its end, counts errors, and answers unexpected ones.
 
     The id is the caller's own `X-Request-Id`, where that is a plain word of at most 64 characters, or a new one.
     """

@@ -1,4 +1,4 @@
-"""What clients and operators ask beside answers and documents: models, embeddings, the store, health and metrics."""
+"""Routes beside answers and documents: models, embeddings, the store, health and metrics."""
 
 from __future__ import annotations
 

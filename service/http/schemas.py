@@ -96,7 +96,7 @@ class DocumentBody(BaseModel):
 
 
 class TextPart(StrictModel):
-    """A part of a message; text alone is taken."""
+    """A part of a message; only text is accepted."""
 
     type: Literal["text"]
     text: Text
@@ -201,7 +201,7 @@ class FunctionBody(StrictModel):
 
 
 class ToolBody(StrictModel):
-    """A tool; functions alone are taken."""
+    """A tool; only functions are accepted."""
 
     type: Literal["function"]
     function: FunctionBody
@@ -352,7 +352,6 @@ class ChatBody(GenerationBody):
 
     @property
     def forced_call(self) -> dict[str, Any] | None:
-        """See `GenerationBody`."""
         if self.tool_choice in (None, "none", "auto"):
             return None
         only = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
@@ -361,7 +360,6 @@ class ChatBody(GenerationBody):
 
     @property
     def returned_logprobs(self) -> int | None:
-        """See `GenerationBody`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -382,7 +380,6 @@ class CompletionBody(GenerationBody):
 
     @property
     def returned_logprobs(self) -> int | None:
-        """See `GenerationBody`."""
         return self.logprobs
 
     def text(self) -> str:

@@ -100,7 +100,7 @@ class CallReader:
         self._holds_all = self._has_given = False
 
     def add(self, text: str) -> str:
-        """What is certain to be text, with this piece of the answer."""
+        """The text that is certain not to be a call, with this piece of the answer."""
         if not self._names:
             return text
         self._held.append(text)

@@ -136,7 +136,6 @@ class ShadowEvaluation:
         self.close()
 
     def status(self, tenant: str) -> dict[str, Any]:
-        """See `QualityGuard.status`."""
         guard = self._guard(tenant)
         with self._lock:
             return guard.status()
