@@ -179,7 +179,7 @@ class CallPool:
         """Start the calls that may run; the lock is held."""
         running = Counter(call.tenant for call in self._running)
         while self._at_once is None or len(self._running) < self._at_once:
-            call = self._queue.take(lambda tenant: running[tenant] < self._per_tenant)
+            call = self._queue.take(lambda call: running[call.tenant] < self._per_tenant)
             if call is None:
                 return
             running[call.tenant] += 1

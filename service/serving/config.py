@@ -19,6 +19,7 @@ class ServingConfig:
     reported: which agreement is good enough differs by model and by use, so `guard_floor` is the operator's to set.
 
     Args:
+        turn_s: seconds after which a prompt that is not prefilled waits for the other tenants' turns.
         guard_tokens: first greedy tokens that are compared.
         guard_window: comparisons that the mean agreement is over.
 
@@ -41,6 +42,7 @@ class ServingConfig:
         "Least mean agreement, 0 to 1; below it prompts are recomputed in full until they agree again. 0 only reports.",
         panel=GUARD,
     )
+    turn_s: float = 1.0
     guard_tokens: int = 8
     guard_window: int = 20
 

@@ -36,16 +36,20 @@ class FairQueue(Generic[_Request]):
         """Put a request at the end of its tenant's line."""
         self._lines[request.tenant].append(request)
 
-    def take(self, may: Callable[[str], bool] = lambda _: True) -> _Request | None:
+    def put_back(self, request: _Request) -> None:
+        """Put a request at the front of its tenant's line: its turn is over, and it needs another one."""
+        self._lines[request.tenant].appendleft(request)
+
+    def take(self, may: Callable[[_Request], bool] = lambda _: True) -> _Request | None:
         """Remove the next request.
 
         Args:
-            may: whether a tenant may have a turn now.
+            may: whether the first request of a line may have a turn now.
 
         Returns:
-            The request; None if no tenant with a waiting request may have a turn.
+            The request; None if no line has one that may.
         """
-        waiting = [tenant for tenant, line in self._lines.items() if line and may(tenant)]
+        waiting = [tenant for tenant, line in self._lines.items() if line and may(line[0])]
         if not waiting:
             return None
         tenant = min(waiting, key=self._last_turn.__getitem__)

@@ -43,10 +43,10 @@ class SchedulerState:
 class Scheduler:
     """Serves requests on one model. Thread-safe; a context manager.
 
-    One prompt is prefilled at a time, since two at once would both come later; tenants take turns, a prompt each. Between two
-    of its layers the requests that decode take a step, `DECODE_SHARE` of the time. A request that ends, fails, is cancelled or
-    is late leaves before the next step, and frees everything that it held. If nothing has run or waited for `SHADOW_AFTER_S`,
-    sampled requests are compared with full prefill, a layer at a time.
+    One prompt is prefilled at a time, since two at once would both come later. Tenants take turns, a prompt each, or `turn_s`
+    of a long one. Between two layers the requests that decode take a step, `DECODE_SHARE` of the time. A request that ends,
+    fails, is cancelled or is late leaves before the next step, and frees everything that it held. If nothing has run or waited
+    for `SHADOW_AFTER_S`, sampled requests are compared with full prefill, a layer at a time.
 
     Args:
         fusor: the model that all requests' engines share.
@@ -72,6 +72,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._queue: FairQueue[ServedRequest] = FairQueue()
         self._running: list[ServedRequest] = []
+        self._prompt: ServedRequest | None = None  # that has its turn; others that are not prefilled are in the queue again
+        self._turn_ends = 0.0
         self._shadow = ShadowEvaluation(self.config, shadow_observer)
         self._closing = self._aborted = False
         self._prefill_s = FIRST_PREFILL_S  # a running mean, for Retry-After
@@ -117,7 +119,8 @@ class Scheduler:
         """Numbers of requests by what they do now."""
         with self._changed:
             decoding = sum(running.is_prefilled for running in self._running)
-            return SchedulerState(len(self._queue), len(self._running) - decoding, decoding)
+            prefilling = len(self._running) - decoding
+            return SchedulerState(len(self._queue) + (self._prompt is not None) - prefilling, prefilling, decoding)
 
     def quality(self, tenant: str) -> dict[str, Any]:
         """How a tenant's blended prompts compare with full prefill; see `QualityGuard.status`."""
@@ -191,20 +194,22 @@ class Scheduler:
                 continue
             # 2. Let go of requests that are cancelled, late or given up.
             self._drop_ended()
-            # 3. If no prompt is prefilled now, begin that of the tenant whose turn it is.
-            prefilling = next((running for running in self._running if not running.is_prefilled), None) or self._admit()
+            # 3. If the prompt's turn is over, take that of the next tenant.
+            if self._prompt is None or time.perf_counter() >= self._turn_ends:
+                self._next_prompt()
             # 4. Run one layer of it.
-            if prefilling is not None:
-                self._prefill(prefilling)
+            if self._prompt is not None:
+                self._prefill(self._prompt)
             # 5. Run one step of all that decode, unless a prompt is prefilled and their share of the time is used up.
-            if prefilling is None or time.perf_counter() >= self._next_decode:
+            if self._prompt is None or time.perf_counter() >= self._next_decode:
                 self._decode()
 
     def _drop_ended(self) -> None:
         with self._changed:
             waiting = self._queue.remove(self._is_over)
         for request in waiting:
-            self._report(request, self._why_over(request))
+            if request not in self._running:
+                self._report(request, self._why_over(request))
         for running in list(self._running):
             if self._is_over(running):
                 self._leave(running, self._why_over(running))
@@ -219,22 +224,27 @@ class Scheduler:
             return Failed(ShuttingDownError("the service stopped before the answer was complete"))
         return Failed(DeadlineError(f"no answer within deadline_s={self.config.deadline_s:g}; ask for less, or later"))
 
-    def _admit(self) -> ServedRequest | None:
-        """Begin the next request; None if none waits that has a place."""
+    def _next_prompt(self) -> None:
+        """Begin, or go on with, the prompt of the tenant whose turn it is; a new one needs a place."""
         places = Counter(running.tenant for running in self._running)
-        while len(self._running) < self.config.max_num_seqs:
-            with self._changed:
-                request = self._queue.take(lambda tenant: places[tenant] < self._tenant_places)
-                if request is None:
-                    return None
-                self._running.append(request)
-            try:
-                self._shadow.admit(request)
-                request.begin()
-                return request
-            except Exception as error:
-                self._leave(request, Failed(error))
-        return None
+
+        def may(request: ServedRequest) -> bool:
+            has_place = len(self._running) < self.config.max_num_seqs and places[request.tenant] < self._tenant_places
+            return has_place or request in self._running
+
+        self._turn_ends = time.perf_counter() + self.config.turn_s
+        with self._changed:
+            if self._prompt is not None:
+                self._queue.put_back(self._prompt)
+            self._prompt = request = self._queue.take(may)
+            if request is None or request in self._running:
+                return
+            self._running.append(request)
+        try:
+            self._shadow.admit(request)
+            request.begin()
+        except Exception as error:
+            self._leave(request, Failed(error))
 
     def _prefill(self, running: ServedRequest) -> None:
         try:
@@ -245,6 +255,7 @@ class Scheduler:
         self._device.launched_layer()
         if running.is_prefilled:
             self._prefill_s += 0.2 * (time.perf_counter() - running.begun - self._prefill_s)
+            self._prompt = None
         if complete:
             self._finish(running)
 
@@ -285,6 +296,9 @@ class Scheduler:
         self._shadow.leave(running, answered=isinstance(how, Done))
         with self._changed:
             self._running.remove(running)
+            self._queue.remove(lambda waiting: waiting is running)
+            if running is self._prompt:
+                self._prompt = None
             self._left = time.perf_counter()
         self._report(running, how)
 

@@ -41,8 +41,8 @@ def test_a_tenant_that_may_not_is_passed_over() -> None:
     """A tenant without a turn now keeps its place, and the next one is served."""
     first, second = Waiting("a"), Waiting("b")
     queue = queue_of(first, second)
-    assert queue.take(lambda tenant: tenant != "a") is second
-    assert queue.take(lambda tenant: tenant != "a") is None
+    assert queue.take(lambda request: request.tenant != "a") is second
+    assert queue.take(lambda request: request.tenant != "a") is None
     assert (queue.take(), len(queue)) == (first, 0)
 
 
@@ -63,3 +63,12 @@ def test_a_tenant_that_was_served_waits_for_the_others() -> None:
     queue.put(Waiting("a", 1))
     queue.put(Waiting("b", 2))
     assert [request.number for request in order_of(queue)] == [2, 1]
+
+
+def test_a_request_that_needs_another_turn() -> None:
+    """It stays the first of its tenant, and waits for the other tenants' turns."""
+    queue = queue_of(Waiting("a", 0), Waiting("a", 1), Waiting("b", 2))
+    first = queue.take()
+    assert first == Waiting("a", 0)
+    queue.put_back(first)
+    assert [request.number for request in order_of(queue)] == [2, 0, 1]

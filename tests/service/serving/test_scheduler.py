@@ -19,7 +19,7 @@ from cacheblend.service import Engine
 from cacheblend.service.engine.prefill import PrefillSteps
 from cacheblend.service.engine.request import Request, namespace_of
 from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.scheduler import Scheduler
+from cacheblend.service.serving.scheduler import Scheduler, SchedulerState
 from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
@@ -145,8 +145,9 @@ def test_tenants_take_turns(engine: Engine) -> None:
     assert order == ["first", "a", "b", "a", "a"]
 
 
-def test_one_prompt_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next prompt begins when the one before it is prefilled, and it is another tenant's."""
+@pytest.mark.parametrize("turn_s", [1e9, 0.0])
+def test_prompts_take_turns(engine: Engine, turn_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tenants' prompts are prefilled one after the other, long ones in turns; one tenant's prompts always in their order."""
     order: list[str] = []
     gate, begun = threading.Event(), threading.Event()
     steps, names = engine.prefill_steps, {namespace_of(salt): salt for salt in ("a1", "a2", "b1")}
@@ -159,7 +160,7 @@ def test_one_prompt_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
             yield report
 
     monkeypatch.setattr(engine, "prefill_steps", noting)
-    with Scheduler(engine.fusor) as scheduler:
+    with Scheduler(engine.fusor, ServingConfig(turn_s=turn_s)) as scheduler:
         clients = [serve(engine, scheduler, QUESTION, max_tokens=1, tenant="a", cache_salt="a1")]
         assert begun.wait(60)
         for tenant, salt in (("a", "a2"), ("b", "b1")):
@@ -167,7 +168,31 @@ def test_one_prompt_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
         gate.set()
         for client in clients:
             assert isinstance(client.result(), Done)
-    assert [salt for salt, _ in itertools.groupby(order)] == ["a1", "b1", "a2"]
+    whole_prompts = [salt for salt, _ in itertools.groupby(order)]
+    assert whole_prompts == ["a1", "b1", "a2"] if turn_s else len(whole_prompts) > 4
+    assert order.index("a2") > len(order) - 1 - order[::-1].index("a1")
+
+
+def test_a_paused_prompt_that_is_cancelled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that waits for its next turn ends like any other, and its tenant's next request is served."""
+    steps, held = engine.prefill_steps, threading.Event()
+    long_namespace = namespace_of("long")
+
+    def endless(prepared: Request) -> PrefillSteps:
+        if prepared.namespace == long_namespace:
+            held.set()
+            while True:
+                yield LayerReport(0, 0, 0.0, 0.0)
+        yield from steps(prepared)
+
+    monkeypatch.setattr(engine, "prefill_steps", endless)
+    with Scheduler(engine.fusor, ServingConfig(turn_s=0.0)) as scheduler:
+        long = serve(engine, scheduler, QUESTION, tenant="a", cache_salt="long")
+        assert held.wait(60)
+        assert isinstance(serve(engine, scheduler, QUESTION, tenant="b").result(), Done)
+        long.cancel()
+        assert isinstance(serve(engine, scheduler, QUESTION, tenant="a").result(), Done)
+        assert scheduler.state == SchedulerState(waiting=0, prefilling=0, decoding=0)
 
 
 def test_a_tenant_leaves_places_for_others(engine: Engine) -> None:
