@@ -12,7 +12,7 @@ import logging
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -391,18 +391,17 @@ class Catalog:
             raise DamagedDocumentError(document_id)
         return chunks
 
-    def chunk(self, id_: int) -> Chunk | None:
-        """The chunk of an index id; None if there is none: the index does not fit this catalog then.
+    def chunk(self, id_: int) -> Chunk:
+        """The chunk of an index id.
 
         Raises:
             DamagedDocumentError: the row is not what was written.
+            RetrieverError: there is no such row.
         """
         rows = self._rows(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
-        return _chunk_of(rows[0]) if rows else None
-
-    def has_chunks(self, ids: Iterable[int]) -> bool:
-        """Whether there is a chunk of each of these index ids; if not, the index does not fit this catalog."""
-        return all(self._rows("SELECT 1 FROM chunks WHERE id = ?", (id_,)) for id_ in ids)
+        if not rows:
+            raise self._unusable("a row that a question found is gone")
+        return _chunk_of(rows[0])
 
     def texts(self) -> Iterator[tuple[int, str, str, str]]:
         """Index id, document's id and title, and text of every chunk, one document after the other, read as they are used."""

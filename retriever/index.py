@@ -1,35 +1,27 @@
-"""Indexes of what the catalog holds: the flat FAISS index with its copy on disk, the words, and the fusion of their rankings.
+"""Indexes of the catalog's vectors and words, in memory, and the fusion of their rankings.
 
 Shapes: N vectors, D dimensions, K results.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import sqlite3
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 
 import faiss
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from cacheblend.base.errors import RetrieverError, StoreFullError
-from cacheblend.base.files import replacing
+from cacheblend.base.errors import RetrieverError
 
 from .catalog import Catalog, Change
 from .document import Chunk, found_texts
 
-logger = logging.getLogger(__name__)
-_HEADER = struct.Struct("<8sq16s")  # magic, generation, xxh3-128 of what follows
-_MAGIC = b"CBINDEX1"
 WORD = re.compile(r"\w+")
 MAX_WORDS = 64  # that a search looks up, the rarest
 COMMON = 0.2  # words that more than this share of the chunks have say little, and make a search slow
@@ -76,57 +68,20 @@ class VectorIndex:
         except RuntimeError:
             return math.nan
 
-    def save(self, path: Path, generation: int) -> None:
-        """Write the index and the generation of the catalog that it shows; a crash leaves the old file or the new one.
-
-        Raises:
-            OSError: the file cannot be written.
-
-        """
-        payload = faiss.serialize_index(self._index).tobytes()
-        with replacing(path) as file:
-            file.write(_HEADER.pack(_MAGIC, generation, xxhash.xxh3_128_digest(payload)))
-            file.write(payload)
-
-    @classmethod
-    def load(cls, path: Path) -> tuple[VectorIndex, int]:
-        """Read an index, and the generation of the catalog that it shows.
-
-        Raises:
-            RetrieverError: the file is missing or damaged.
-
-        """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise RetrieverError(f"{path} cannot be read: {error.strerror}") from error
-        magic, generation, digest = _HEADER.unpack(data[: _HEADER.size].ljust(_HEADER.size, b"\0"))
-        payload = data[_HEADER.size :]
-        if magic != _MAGIC or digest != xxhash.xxh3_128_digest(payload):
-            raise RetrieverError(f"{path} is damaged or not an index")
-        index = cls.__new__(cls)
-        index._index = faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
-        return index, generation
-
 
 class SyncedIndex:
-    """The index of a catalog's vectors, synchronised by the catalog's generation.
+    """The index of a catalog's vectors, in memory, synchronised by the catalog's generation. Not thread-safe by itself.
 
-    It is read from its file, or built from the catalog's vectors if the file is missing, damaged or older. It is built again
-    if another process has changed the catalog. Not thread-safe by itself.
+    It is built from the catalog at the first question, and again if another process has changed the catalog.
 
     Args:
         catalog: the source of truth.
-        path: the index's file; None keeps it in memory.
-
     """
 
-    def __init__(self, catalog: Catalog, path: Path | None) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._path = path
         self._index: VectorIndex | None = None  # None before the first document
         self._generation = -1  # of the catalog that the index shows; -1 is nothing yet
-        self._file_generation = -1  # the same of the file
 
     def current(self) -> VectorIndex | None:
         """The index of the catalog's present vectors; call it in a snapshot. None before the first document.
@@ -139,9 +94,10 @@ class SyncedIndex:
         if generation != self._generation:
             self._index, self._generation = None, -1  # should this fail half-way, the index is built anew
             if dimensions is not None:
-                index, file_generation = self._read()
-                is_current = index is not None and index.dimensions == dimensions and file_generation == generation
-                self._index = index if is_current else self._build(dimensions)
+                ids, vectors_ND = self._catalog.vectors()
+                self._index = VectorIndex(dimensions)
+                if ids:
+                    self._index.add(ids, vectors_ND)
             self._generation = generation
         return self._index
 
@@ -157,46 +113,6 @@ class SyncedIndex:
                 self._index = VectorIndex(vectors_ND.shape[1])
             self._index.add(change.added_ids, vectors_ND)
         self._generation = change.generation
-
-    def rebuild(self) -> None:
-        """Build the index from the catalog, whatever its file holds."""
-        self._file_generation = -1
-        self._index = None if self._catalog.dimensions is None else self._build(self._catalog.dimensions)
-
-    def save(self) -> None:
-        """Write the file, unless it shows the catalog's generation already.
-
-        Where writing fails, a warning is logged: nothing is lost, the next opening builds the index from the catalog.
-        """
-        try:
-            if self._path is None:
-                return
-            with self._catalog.snapshot():
-                index = self.current()
-            if index is None or self._generation == self._file_generation:
-                return
-            index.save(self._path, self._generation)
-            self._file_generation = self._generation
-        except (OSError, RetrieverError, StoreFullError) as error:
-            logger.warning("could not write %s: %s", self._path, error)
-
-    def _read(self) -> tuple[VectorIndex | None, int]:
-        """The file's index, if there is one, and the generation that it shows."""
-        if self._path is None or not self._path.exists():
-            return None, -1
-        try:
-            index, self._file_generation = VectorIndex.load(self._path)
-        except RetrieverError as error:
-            logger.warning("%s; building the index from the catalog", error)
-            return None, -1
-        return index, self._file_generation
-
-    def _build(self, dimensions: int) -> VectorIndex:
-        ids, vectors_ND = self._catalog.vectors()
-        index = VectorIndex(dimensions)
-        if ids:
-            index.add(ids, vectors_ND)
-        return index
 
 
 class WordIndex:

@@ -50,8 +50,8 @@ class AddReport:
 class Retriever(IndexedDocuments):
     """Splits, embeds and stores documents, and finds the best chunks for a question. Thread-safe; a context manager.
 
-    In its directory, `catalogue.sqlite` is the source of truth and `index.faiss` a copy of its vectors, written on `close`. The
-    index is built anew from the catalog if the copy is missing, damaged or older, or if another process has changed documents.
+    In its directory, `catalogue.sqlite` is the source of truth. The indexes of vectors and words lie in memory: they are built
+    from the catalog at the first question, and again if another process has changed documents.
 
     Args:
         config: how to split, which embedder, where to store.
@@ -92,7 +92,7 @@ class Retriever(IndexedDocuments):
         file = None if config.directory is None else config.directory / INDEX_FILE
         super().__init__(Catalog(file, settings, config.index_budget_bytes))
         self._words = None if config.retrieval == "dense" else WordIndex(self._catalog)
-        self._index = SyncedIndex(self._catalog, None if config.directory is None else config.directory / "index.faiss")
+        self._index = SyncedIndex(self._catalog)
         self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
         self._closed = False
 
@@ -240,13 +240,6 @@ class Retriever(IndexedDocuments):
                 )
             wanted = top_k if self.reranker is None else max(top_k, min(RERANKED * top_k, CANDIDATES))
             found = self._find(index, question, vector_D, wanted)
-            if found is None:  # the index has ids that the catalog lacks: it is of another one, or a row's id is damaged
-                self._index.rebuild()
-                found = self._find(self._searchable(), question, vector_D, wanted)
-            if found is None:
-                raise RetrieverError(
-                    f"the index does not fit its catalog in {self.config.directory}; ingest the documents anew"
-                )
         placed = [replace(one, place=self._place(one.chunk), score=1 - one.distance / 2) for one in found]
         if self.reranker is not None:
             heads = (" > ".join(filter(None, (one.chunk.title, *one.place.headings))) for one in placed)
@@ -273,17 +266,12 @@ class Retriever(IndexedDocuments):
         return places[chunk.position] if chunk.position < len(places) else ChunkPlace()
 
     def close(self) -> None:
-        """Write the index beside the catalog and close both; a second call does nothing."""
+        """Close catalog and indexes; a second call does nothing."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            try:
-                self._index.save()
-            finally:
-                self._catalog.close()
-                if self._words is not None:
-                    self._words.close()
+            self._catalog.close()
+            if self._words is not None:
+                self._words.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -328,34 +316,26 @@ class Retriever(IndexedDocuments):
             )
         return vectors_ND
 
-    def _find(self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], top_k: int) -> list[ScoredChunk] | None:
-        """The best chunks; None where the catalog does not have one of them."""
+    def _find(self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], top_k: int) -> list[ScoredChunk]:
+        """The best chunks."""
         count = min(top_k, len(index))
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
         candidates = min(max(CANDIDATES, top_k), len(index))
         rankings = [index.search(vector_D, candidates)[0]]
-        if not self._catalog.has_chunks(rankings[0]):
-            return None
         if self._words is not None:
             rankings.append(self._words.search(question, candidates))
         best = fuse_rankings(rankings)
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
         if self._words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
             first = best[: max(1, round(FIRST_ROUND_SHARE * count))]
-            chunks = [chunk for id_ in first if (chunk := self._catalog.chunk(id_)) is not None]
-            if len(chunks) < len(first):
-                return None
+            chunks = [self._catalog.chunk(id_) for id_ in first]
             texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
             if found_names := " ".join(names(" ".join([chunks[0].title, *texts]))):
                 second = self._words.search(f"{question} {found_names}", count + len(first))
                 best = [*first, *[id_ for id_ in second if id_ not in first][: count - len(first)], *best[len(first) :]]
         # 3. The chunks themselves, and how near they are.
-        found = []
-        for id_ in list(dict.fromkeys(best))[:count]:
-            if (chunk := self._catalog.chunk(id_)) is None:
-                return None
-            found.append(ScoredChunk(chunk, index.distance(id_, vector_D)))
-        return found
+        best = list(dict.fromkeys(best))[:count]
+        return [ScoredChunk(self._catalog.chunk(id_), index.distance(id_, vector_D)) for id_ in best]
 
     def _searchable(self) -> VectorIndex:
         index = self._index.current()

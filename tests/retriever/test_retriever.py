@@ -83,7 +83,7 @@ def test_deleted_document_is_not_found(retriever: Retriever) -> None:
 
 
 def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
-    """A directory opened again has the same documents, chunks and hits, read from its index."""
+    """A directory opened again has the same documents, chunks and hits."""
     with open_retriever(tmp_path / "a" / "b") as retriever:
         retriever.add([CATS, {**BIRDS, "text": "漢字 😀 \x00 " + BIRDS["text"]}])
         before = retriever.documents(), retriever.chunks(), retriever.search("cat on a roof", 3)
@@ -91,31 +91,6 @@ def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
         assert (retriever.documents(), retriever.chunks(), retriever.search("cat on a roof", 3)) == before
         retriever.add([DOGS])
         assert found(retriever, "dog river", 1)[0][0] == "dogs"
-
-
-@pytest.mark.parametrize("fate", ["missing", "damaged", "stale", "never written"])
-def test_index_is_built_from_the_catalog(tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever becomes of the index's file, search is right; only damage is worth a warning."""
-    path = tmp_path / "index.faiss"
-    with open_retriever(tmp_path) as retriever:
-        retriever.add([CATS])
-    old = path.read_bytes()
-    with open_retriever(tmp_path) as retriever:
-        retriever.add([DOGS])
-        expected = retriever.search("dog", 3)
-    if fate == "damaged":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif fate == "stale":
-        path.write_bytes(old)
-    else:
-        path.unlink()
-    if fate == "never written":
-        path.mkdir()  # writing fails too
-    with open_retriever(tmp_path) as retriever:
-        assert retriever.search("dog", 3) == expected
-    assert bool(caplog.messages) == (fate in ("damaged", "never written"))
-    with open_retriever(tmp_path) as retriever:
-        assert retriever.search("dog", 3) == expected
 
 
 def test_two_open_retrievers_see_each_others_documents(tmp_path: Path) -> None:

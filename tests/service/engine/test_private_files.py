@@ -38,7 +38,6 @@ def test_nobody_else_reads_a_store(open_engine: OpenEngine, tmp_path: Path) -> N
         assert {path: oct(mode) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}
     names = {path.name for path in while_open}
     assert {"catalogue.sqlite", "catalogue.sqlite-wal", "store.json", "lock", "journal", "entries"} <= names
-    assert (tmp_path / "deep" / "store" / "index" / "index.faiss").is_file()
 
 
 def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
