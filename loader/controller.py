@@ -1,4 +1,4 @@
-"""The loading controller: the recompute ratio that hides behind the loading (paper §5.1), corrected by measured requests."""
+"""The loading controller: the recompute ratio that is hidden by the loading (paper §5.1), corrected by measured requests."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _Request:
 
 
 class LoadingController:
-    """Ratio = max(r*, the ratio at which recompute just hides behind loading); full recompute if that is as fast.
+    """Ratio = max(r*, the ratio at which loading just hides the recompute); full recompute if that is as fast.
 
     Measured seconds of requests correct the profile, by one `TimeCalibration` for computing and one for each tier. Thread-safe.
 

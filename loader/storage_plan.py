@@ -86,8 +86,8 @@ def compare_devices(
     check_share("ratio", ratio)
     steps = RecomputeEstimator(profile, schedule or FusionConfig().schedule).steps(ratio, tokens, question_tokens)
     compute_s = [step_s for step_s, _ in steps]
-    whole, rest = divmod(tokens, chunk_tokens)
-    reads = [("", size * profile.layer_token_bytes) for size in (*[chunk_tokens] * whole, rest) if size]
+    chunks, last = divmod(tokens, chunk_tokens)
+    reads = [("", size * profile.layer_token_bytes) for size in (*[chunk_tokens] * chunks, last) if size]
     lookahead = LoaderConfig().lookahead_layers((tokens + question_tokens) * profile.layer_token_bytes)
     stored_gb = stored_tokens * profile.layers * profile.layer_token_bytes / 1e9
     choices = []

@@ -111,7 +111,7 @@ class ChunkKV:
 
     Args:
         layers: one pair a layer, `k_HTD` and `v_HTD`, both of the model's dtype. Keys are as the key projection (and key
-            norm) gives them, before the rotary embedding, so that a chunk can stand anywhere.
+            norm) returns them, before the rotary embedding, so that a chunk can stand anywhere.
         token_ids: the T token ids of the chunk; the prefix is not among them.
         prefix_ids: the token ids that stood before the chunk while it was computed.
         model: fingerprint of the model that computed it; None where the caller does not know.

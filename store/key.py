@@ -103,8 +103,8 @@ def context_digest(filler_ids: Sequence[int], earlier: Iterable[Sequence[int]]) 
 
 def _packed(name: str, ids: Sequence[int]) -> bytes:
     """Ids as little-endian int64."""
-    whole = [int(token) for token in ids]
-    for token in whole:
+    values = [int(token) for token in ids]
+    for token in values:
         if not 0 <= token <= _MAX_ID:
             raise InputError(f"{name} holds {token}: token ids are whole numbers from 0 to 2**63-1")
-    return struct.pack(f"<{len(whole)}q", *whole)
+    return struct.pack(f"<{len(values)}q", *values)
