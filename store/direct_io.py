@@ -50,7 +50,7 @@ def check_direct_reads(folder: Path) -> None:
     """Refuse a folder whose file system has no direct reads.
 
     Raises:
-        ConfigError: so.
+        ConfigError: the file system has none.
 
     """
     with tempfile.TemporaryFile(dir=folder) as file:

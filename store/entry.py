@@ -200,12 +200,12 @@ class EncodedEntry:
         checksums: list[str] = []
         entry = cls.empty(info, checksums)
         for piece, layers in zip(entry.pieces, _layers_by_piece(info), strict=True):
-            rest = torch.from_numpy(piece)
+            unfilled = torch.from_numpy(piece)
             for _, same in groupby(layers, info.encoded_shape):  # hybrid models have layers of several shapes
                 which = list(same)
                 (dtype, shape), count = info.encoded_shape(which[0]), sum(map(info.layer_bytes, which))
-                codec.encode([kv.layers[layer] for layer in which], rest[:count].view(dtype).view(len(which), *shape))
-                rest = rest[count:]
+                codec.encode([kv.layers[layer] for layer in which], unfilled[:count].view(dtype).view(len(which), *shape))
+                unfilled = unfilled[count:]
             checksums += [checksum(entry.bytes[layer]) for layer in layers]  # while the processor's cache still has them
         return entry
 

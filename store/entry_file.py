@@ -185,20 +185,20 @@ def _fill(fd: int, parts: Sequence[memoryview], offset: int, path: Path, needed:
 
     To a reader a short file and a failing disk are the same: damage.
     """
-    rest = [part for part in parts if part]
-    missing = sum(map(len, rest)) if needed is None else needed
+    parts_left = [part for part in parts if part]
+    missing = sum(map(len, parts_left)) if needed is None else needed
     while missing > 0:
         try:
-            count = os.preadv(fd, rest[:_MAX_PARTS], offset)
+            count = os.preadv(fd, parts_left[:_MAX_PARTS], offset)
         except OSError as error:
             raise DamagedEntryError(f"{path} cannot be read at byte {offset}: {error}") from error
         if not count:
             raise DamagedEntryError(f"{path} ends before byte {offset + missing}")
         missing, offset = missing - count, offset + count
-        while rest and count >= len(rest[0]):
-            count -= len(rest.pop(0))
+        while parts_left and count >= len(parts_left[0]):
+            count -= len(parts_left.pop(0))
         if count:
-            rest[0] = rest[0][count:]
+            parts_left[0] = parts_left[0][count:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +261,10 @@ def _write_file(fd: int, file: NewFile) -> None:
         os.ftruncate(fd, length)
 
 
-def _write(fd: int, rest: memoryview) -> None:
-    while rest:
+def _write(fd: int, data: memoryview) -> None:
+    while data:
         try:
-            rest = rest[os.write(fd, rest) :]
+            data = data[os.write(fd, data) :]
         except OSError as error:
             if error.errno != errno.EINVAL or not leave_direct(fd):
                 raise

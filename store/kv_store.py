@@ -216,7 +216,7 @@ class KVStore:
     def delete(self, key: ChunkKey) -> bool:
         """Remove an entry, pinned or not, for every process; False where there was none here.
 
-        The remote tier is told in the background, and again until it answers, also by the next process.
+        The remote tier deletes in the background; the request is repeated until it answers, also by the next process.
         """
         self._check_open()
         with self._nvme.exclusive():
@@ -281,7 +281,7 @@ class KVStore:
         return report
 
     def stats(self) -> StoreStats:
-        """What the tiers hold, and hits, misses and evictions since this object was made."""
+        """Contents of the tiers, and hits, misses and evictions since this object was made."""
         self._check_open()
         counts = self._counts
         tiers = {one.name: TierStats(*one.size(), one.budget_bytes, counts[one.name], one.evictions) for one in self._tiers}

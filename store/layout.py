@@ -170,11 +170,11 @@ class Journal:
 
     def begin(self, digests: Sequence[str]) -> None:
         """Note the digests. On a full disk the change continues without them, since removals must work then."""
-        rest, offset = "".join(f"{digest}\n" for digest in digests).encode(), 0
+        data, offset = "".join(f"{digest}\n" for digest in digests).encode(), 0
         try:
-            while rest:
-                count = os.pwrite(self._fd, rest, offset)
-                rest, offset = rest[count:], offset + count
+            while data:
+                count = os.pwrite(self._fd, data, offset)
+                data, offset = data[count:], offset + count
         except OSError as error:
             logger.warning(
                 "%s cannot be written (%s): should the process die now, run `cacheblend store verify`", self._path, error
@@ -260,9 +260,9 @@ class Reserve:
             fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(fd, 0)
-                rest = memoryview(os.urandom(RESERVE_BYTES))  # a hole, or zeros on a compressing disk, would occupy no room
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
+                data = memoryview(os.urandom(RESERVE_BYTES))  # a hole, or zeros on a compressing disk, would occupy no room
+                while data:
+                    data = data[os.write(fd, data) :]
                 os.fsync(fd)
             finally:
                 os.close(fd)

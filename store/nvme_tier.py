@@ -103,7 +103,7 @@ class NvmeTier:
             return change()
 
     def release_reserve(self) -> bool:
-        """Give up the room that is reserved for removals, for one beside this store; the next change takes it again."""
+        """Free the room that is reserved for removals, for a removal outside this store; the next change reserves it again."""
         with self.exclusive():
             return self._reserve.release()
 
@@ -184,7 +184,7 @@ class NvmeTier:
             return victims
 
     def remove(self, digests: Iterable[str]) -> int:
-        """Remove entries, pinned or not (who reads one keeps its file open); gives how many there were."""
+        """Remove entries, pinned or not (a reader still has the file open); returns their number."""
         with self.exclusive():
             known = [digest for digest in digests if digest in self.catalog]
             if known:
@@ -193,7 +193,7 @@ class NvmeTier:
             return len(known)
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
-        """Move an entry's file away and drop the entry, unless header and these layers turn out to be good after all.
+        """Move an entry's file away and drop the entry, unless its header and these layers are intact.
 
         They do where another thread or process has set the entry aside, or evicted it, and written it again since.
         """

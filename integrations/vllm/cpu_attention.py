@@ -1,7 +1,7 @@
 """Attention of chosen rows by vLLM's own kernel for CPUs: of neighbours always, of scattered ones where it is faster.
 
-Neighbours are what is computed whole, such as a prompt at ratio 1.0: by the kernel it is vLLM's own to the bit. The kernel
-takes a batch of sequences, of each of which the last tokens are queries. So every run of neighbouring rows becomes a sequence
+Prompts at ratio 1.0 are all neighbours: with the kernel their KV is vLLM's own, bit for bit. The kernel computes
+a batch of sequences, with the last tokens of each as queries. So every run of neighbouring rows becomes a sequence
 of its own that ends with the run's last row, and all have the same pages: a row then sees just what stands before it.
 
 Shapes: H KV heads, Q query heads, S rows, R runs of neighbours, N positions, T of them, D head size.
@@ -108,7 +108,7 @@ class CpuAttention:
         return self._metadata[id(builder)]
 
     def _try(self) -> bool:
-        """Time both ways on the first layer, with rows that stand apart as a blend's do; gives whether both give the same."""
+        """Time both ways on the first layer, with scattered rows like a blend's; return whether their outputs are equal."""
         attention = self._attentions[0]
         own, dtype = attention.impl, attention.kv_cache.dtype
         generator = torch.Generator().manual_seed(0)

@@ -55,7 +55,7 @@ class Marks:
         return cls(spans, None if ratio is None else float(ratio), tuple(documents))
 
     def as_params(self) -> dict[str, Any]:
-        """What `read` reads."""
+        """Result of `read`."""
         params: dict[str, Any] = {"chunks": [list(chunk) for chunk in self.chunks]}
         if self.ratio is not None:
             params["ratio"] = self.ratio
@@ -64,7 +64,7 @@ class Marks:
         return params
 
     def salt(self, ratio: float, context: str) -> bytes:
-        """What tells blocks blended with these marks from exact ones, and from those of other marks.
+        """Salt of blocks blended with these marks, which separates them from exact ones and those of other marks.
 
         Args:
             ratio: the one that the prompt is blended with, or the least one where the marks name none.

@@ -1,4 +1,4 @@
-"""vLLM's entry points: names the connector, and gives it each worker's model once its pages are allocated."""
+"""vLLM's entry points: they register the connector, and hand each worker's model to it once its pages are allocated."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def vllm_version() -> str:
 
 
 def check_version() -> None:
-    """Refuse a vLLM that this connector was not run with.
+    """Refuse a version of vLLM that this connector was not tested with.
 
     Raises:
-        UnsupportedModelError: so.
+        UnsupportedModelError: the version is another one.
     """
     installed = vllm_version()
     if not any(installed == minor or installed.startswith(f"{minor}.") for minor in SUPPORTED):

@@ -2,7 +2,7 @@
 
 Decoder layers are shallow copies whose `self_attn.attn` is ours; projections, norms, rotary embedding and MLP are vLLM's own
 modules, tensor-parallel and quantised ones included. Two copies of each: one with the layer's rotary embedding, one with none,
-which gives keys before RoPE whatever a family's projections and norms look like.
+which yields keys before RoPE whatever a family's projections and norms look like.
 
 A hidden state is a pair (2, S, M): a layer's output, and the residual that vLLM's next norm adds to it. That norm goes on from
 the sum in float32, so that one rounded to 16 bits in between would give other tokens than vLLM's own prefill.
@@ -101,7 +101,7 @@ class VllmRunner:
         device: where it is.
 
     Attributes:
-        cpu_attention: vLLM's own kernel for the attention of rows that it takes; None for `attend`.
+        cpu_attention: vLLM's own kernel, for the attention of rows that it supports; None for `attend`.
 
     Raises:
         UnsupportedModelError: its layers are not of the shape that can be run on chosen rows; the message names what is not.
@@ -270,7 +270,7 @@ class VllmRunner:
     def _run(
         self, block: Any, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: LayerPass
     ) -> torch.Tensor:
-        """Rows through one layer, by one of its twins; gives (2, S, M)."""
+        """Rows through one layer, by one of its twins; returns (2, S, M)."""
         hidden_SM, residual_SM = hidden_2SM.clone()  # vLLM's fused norms write into both
         with self._stubs[layer].running(layer_pass):
             pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
@@ -283,13 +283,13 @@ def _apart(x_1HND: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(norm: Any, hidden_2SM: torch.Tensor) -> torch.Tensor:
-    """Run a norm of vLLM's on a hidden state; gives (S, M)."""
+    """Run a norm of vLLM's on a hidden state; returns (S, M)."""
     normed_SM: torch.Tensor = norm(*hidden_2SM.clone())[0]  # see `VllmRunner._run`
     return normed_SM
 
 
 def _trouble(layer: Any) -> str:
-    """What of a layer is not of the shape that is run here; empty for nothing."""
+    """Parts of a layer whose shape is not supported here; empty if all are."""
     attention = getattr(layer, "self_attn", None)
     own, rope = getattr(attention, "attn", None), getattr(attention, "rotary_emb", None)
     if not hasattr(layer, "input_layernorm") or own is None:
@@ -359,7 +359,7 @@ def _kernel_attention(
     _mask: torch.Tensor | None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same of one sequence, by vLLM's kernel, which knows the layer's window, scale and soft-capping."""
+    """Attention of one sequence by vLLM's kernel, which knows the layer's window, scale and soft-capping."""
     return kernel.attend(layer, q_1QTD, k_1HTD, v_1HTD, rows), None
 
 

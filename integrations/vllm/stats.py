@@ -27,7 +27,7 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not install
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log line shows."""
+        """Values of the log line."""
         return {f"cacheblend {name}": count for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:

@@ -203,7 +203,7 @@ def check_max_tokens(value: object) -> None:
     """Refuse a value that is not a positive integer.
 
     Raises:
-        ConfigError: so.
+        ConfigError: the value is none.
     """
     check_whole("max_tokens", value)
 

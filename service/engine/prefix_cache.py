@@ -95,7 +95,7 @@ class CachedPrefix:
         return digests[-1].hex() if digests else None
 
     def record(self, source: LayerSource) -> LayerSource:
-        """The same source; the layers that it loads are recorded, and are the whole prompt's when the fusion ends."""
+        """Wrap a source so that its loaded layers are recorded; at the end of the fusion they hold the complete prompt."""
         return RecordingSource(source, self._layers)
 
     def commit_prompt(self) -> None:
@@ -131,7 +131,7 @@ class CachedPrefix:
 
     @property
     def _digests(self) -> list[bytes]:
-        """Each block that is kept, in the chain that it belongs to."""
+        """Each block to hold, in its chain."""
         found = () if self.run is None else self.run.digests
         exact = len(self.chains[0].digests) if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS
         if self.run is not None and self.run.first_chain_blocks < len(found):

@@ -111,8 +111,8 @@ class ApiKeys:
 def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dict[str, EngineConfig]:
     """The config of each tenant's engine, by name.
 
-    The service's budgets are what all tenants have together: a tenant that names a number has that, the others share the rest
-    equally. So what a tenant has is there for it, whatever the others do.
+    The service's budgets are what all tenants have together: a tenant that names a number has that, the others share the
+    remainder equally. So what a tenant has is there for it, whatever the others do.
 
     Args:
         config: the service's.

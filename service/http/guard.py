@@ -41,11 +41,11 @@ class Guard:
     """Middleware: refuses by Host, key, Origin, path, framing and Content-Type, in this order, then bounds the body.
 
     - 421, without keys: a Host that is not this service's. A web page whose own name was pointed at this machine (DNS
-      rebinding) is of the same origin as the API for a browser, and its Host alone distinguishes it from a page of ours.
+      rebinding) is of the same origin as the API for a browser, and only its Host distinguishes it from a page of ours.
     - 401, with tenants or an API key: no key, or none that is known, on every path that is not in `PUBLIC_PATHS`.
     - 403: a write from a web page of another origin that `cors_origins` does not name.
     - 400: a path with control characters; a body of a request that only reads; a body framed in two ways; a body that is not
-      said to be JSON, which a browser sends without asking first (of a form to `/v1/documents` the Origin alone is checked).
+      said to be JSON, which a browser sends without asking first (of a form to `/v1/documents` only the Origin is checked).
     - 413: a body longer than `max_body_bytes` (documents) or `max_completion_bytes`. 408: one that does not come in `body_s`.
     - 429: bodies of one tenant that together are more than `BODIES_OF_TENANT` of the longest, or of all together more than
       `BODIES`; a body counts until its response ends.
@@ -67,7 +67,7 @@ class Guard:
         named = frozenset(name.lower() for name in http.allowed_hosts)
         bound = http.host.lower() if re.fullmatch(HOST_NAME, http.host) else f"[{http.host.lower()}]"
         self._hosts = None if keys.required and not named else OWN_HOSTS | named | {bound}
-        self._takes_addresses = http.host in ANY_ADDRESS
+        self._accepts_addresses = http.host in ANY_ADDRESS
         self._held = Counter[str]()  # bytes of bodies, by tenant
         self._longest = max(http.max_body_bytes, http.max_completion_bytes)
         self._returns_memory = False
@@ -141,7 +141,7 @@ class Guard:
             return
         named = re.fullmatch(rf"({HOST_NAME})\.?(:\d*)?", host)
         name = named[1].removesuffix(".") if named else ""
-        if name in self._hosts or (self._takes_addresses and _is_address(name)):
+        if name in self._hosts or (self._accepts_addresses and _is_address(name)):
             return
         message = f"this service is not called {shortened(host)}; if it is, name that in allowed_hosts (--allowed-hosts)"
         raise ApiError(421, message, code="unknown_host")

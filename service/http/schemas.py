@@ -281,7 +281,7 @@ OF_OPEN_WEBUI = (
 class GenerationBody(StrictModel):
     """Fields of chat and text completions.
 
-    Those of OpenAI's that would change the answer and are not supported are taken with their neutral value alone.
+    Those of OpenAI's that would change the answer and are not supported are accepted only with their neutral value.
     """
 
     ignored = frozenset(OF_CLIENTS.split())

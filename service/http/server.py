@@ -1,4 +1,4 @@
-"""The service behind the API: one model, the tenants' engines, the scheduler, the counters, and calls to their threads."""
+"""The service of the API: one model, the tenants' engines, the scheduler, the counters, and calls to their threads."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class RunningIngests:
 
     @contextmanager
     def follow(self, tenant: str, name: str) -> Iterator[Note]:
-        """List an upload while the block runs; what it gives is called with the stage, how much is done, and of how much."""
+        """List an upload while the block runs; yields a function of the stage, the finished and the total amount."""
         token, name = object(), name[:MAX_NAME_CHARACTERS]
 
         def report(stage: str, done: int, total: int) -> None:
@@ -260,7 +260,7 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
         pool: where.
         request: whose tenant takes its turn, and whose client may go.
         work: see `Call`.
-        until_begun: the deadline is for the beginning of the work alone.
+        until_begun: whether the deadline is only for the beginning of the work.
 
     Raises:
         QueueFullError, ShuttingDownError: see `CallPool.submit`.
