@@ -249,8 +249,23 @@ class Rows:
         return figures
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+# Options that the figures depend on.
+DEPENDS_ON = (
+    "every",
+    "top_k",
+    "model",
+    "answers",
+    "prompt",
+    "chunk_tokens",
+    "reranker",
+    "ratio",
+    "best_last",
+    "context_filler",
+)
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--cases", type=int, default=300)
@@ -275,26 +290,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="nothing but the JSON object on stdout: no table before it")
     options = parser.parse_args(arguments)
     options.reranker = None if options.reranker == "none" else options.reranker
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    options = read_options(arguments)
     ways = options.way or list(WAYS)
 
     # 1. The corpus, and what should be found in it.
     examples = list(read_examples(options.file))
     corpus = {_id_of(one): {"title": one.title, "text": one.text} for example in examples for one in example.passages}
     cases = [case for case in map(Case.of, examples[:: options.every][: options.cases]) if case.gold]
-    depends_on = (
-        "every",
-        "top_k",
-        "model",
-        "answers",
-        "prompt",
-        "chunk_tokens",
-        "reranker",
-        "ratio",
-        "best_last",
-        "context_filler",
-    )
     setup = {"file": options.file.name, "passages": len(corpus), "questions": len(cases)} | {
-        name: getattr(options, name) for name in depends_on
+        name: getattr(options, name) for name in DEPENDS_ON
     }
     rows = Rows(options.out, setup)
     print(f"{len(corpus)} passages, {len(cases)} questions", file=sys.stderr)

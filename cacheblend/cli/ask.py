@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.service.engine.config import EngineConfig
 
 from . import options, terminal
+
+if TYPE_CHECKING:
+    from cacheblend.service.engine.request import Answer
 
 MAX_TOKENS = 512  # small models do not always end, and a prompt of thousands of tokens leaves room for minutes of text
 
@@ -74,7 +77,12 @@ def ask(
         engine.drain()
     if as_json:
         terminal.print_json(answer.as_dict())
-        return
+    else:
+        _print_plan(answer)
+
+
+def _print_plan(answer: Answer) -> None:
+    """Print where the answer comes from, and how long the first token took."""
     out, plan, timings = terminal.stdout, answer.plan, answer.timings
     is_full = plan.method == "blend" and plan.recompute_ratio is None and bool(answer.chunks)
     how = " (computed in full, the prompt is short)" if is_full else ""

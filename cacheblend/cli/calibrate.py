@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,12 +21,42 @@ from . import options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.eval.run.calibration import CalibrationRun
+    from cacheblend.eval.run.folder import EvalConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingOptions(options.OptionGroup):
+    """The settings that are measured."""
+
+    contexts: Annotated[
+        str, typer.Option(help=f"Comma-separated: what chunks' KV is computed after, of {', '.join(CONTEXTS)}.")
+    ] = "default,filler"
+    selectors: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(METHOD_OF_SELECTOR)}.")] = (
+        "question_attention,gradual,first_tokens"
+    )
+    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5"
+
+    def config(self, source: DocumentsSource, engine: EngineConfig) -> EvalConfig:
+        """Make the run that measures them, on an engine's model and device."""
+        from cacheblend.eval.run.calibration import calibration_config
+
+        return calibration_config(
+            source,
+            engine.model,
+            contexts=options.listed(self.contexts),
+            selectors=options.listed(self.selectors),
+            ratios=options.numbers("ratios", self.ratios),
+            device=str(engine.resolve_device()),
+            dtype=engine.dtype,
+            allow_unverified=engine.allow_unverified,
+        )
 
 
 @options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
 def calibrate(
     model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as for `cacheblend ingest`.")],
+    measured: SettingOptions,
     questions: Annotated[
         str | None,
         typer.Option(
@@ -35,13 +66,6 @@ def calibrate(
         ),
     ] = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    contexts: Annotated[
-        str, typer.Option(help=f"Comma-separated: what chunks' KV is computed after, of {', '.join(CONTEXTS)}.")
-    ] = "default,filler",
-    selectors: Annotated[
-        str, typer.Option(help=f"Comma-separated, of {', '.join(METHOD_OF_SELECTOR)}.")
-    ] = "question_attention,gradual,first_tokens",
-    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5",
     cases: Annotated[int, typer.Option(help="Questions, from the file's start, or made from that many chunks.")] = 16,
     max_kl: Annotated[float, typer.Option(help="Highest mean first-token KL from full recompute, nats.")] = Thresholds().max_kl,
     max_nll: Annotated[
@@ -65,10 +89,8 @@ def calibrate(
     terminal.hush_libraries()
 
     from cacheblend.eval.run.calibration import calibrate as run_calibration
-    from cacheblend.eval.run.calibration import calibration_config
     from cacheblend.eval.run.runner import load_fusor
 
-    thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
     engine = settings.make(EngineConfig, model=model, store_dir=store_dir)
     source = DocumentsSource(
         documents=folder,
@@ -77,22 +99,13 @@ def calibrate(
         preset=Preset(chunk_tokens=engine.retriever.chunk_tokens, top_k=top_k),
         worked_examples=False,
     )
-    measured = options.listed(selectors)
-    config = calibration_config(
-        source,
-        model,
-        contexts=options.listed(contexts),
-        selectors=measured,
-        ratios=options.numbers("ratios", ratios),
-        device=str(engine.resolve_device()),
-        dtype=engine.dtype,
-        allow_unverified=engine.allow_unverified,
-    )
+    config = measured.config(source, engine)
     run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"
     make_folder(engine.profile_dir)  # a folder that cannot be written shows before the measuring
     fusor = load_fusor(config)
     with terminal.progress_bars() as progress:
-        run = run_calibration(config, thresholds, run_folder, fusor, selectors=measured, on_progress=progress)
+        thresholds, selectors = Thresholds(max_kl=max_kl, max_nll=max_nll), options.listed(measured.selectors)
+        run = run_calibration(config, thresholds, run_folder, fusor, selectors=selectors, on_progress=progress)
     path = write_calibration(engine.profile_dir, run.calibration)
     if as_json:
         terminal.print_json(_as_json(run, path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import InputError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
+from engines import make_model
 
 
 @pytest.fixture
@@ -30,6 +35,16 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     (tmp_path / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
     return tmp_path / "cases.jsonl"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tiny random model is the default one."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, positions=4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_retrieval, "DEFAULT_MODEL", str(folder))
+        yield
 
 
 def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
