@@ -268,7 +268,7 @@ class Catalog:
                 "delete documents, or raise it"
             )
 
-    def verify(self, *, repair: bool) -> IndexReport:
+    def verify(self, *, repair: bool = False) -> IndexReport:
         """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.
 
         Raises:

@@ -17,7 +17,7 @@ HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chanc
 # C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.
 NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
 MAX_TITLE_CHARACTERS = 1000
-MAX_ID_BYTES = 2048  # in UTF-8: the longest URL that is fetched and its page fit, and an id fits a page of PostgreSQL's indexes
+MAX_ID_BYTES = 2048  # in UTF-8: the longest URL that is fetched, with its page, fits
 MARKDOWN_SUFFIXES = (
     "",
     ".md",

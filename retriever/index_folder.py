@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from cacheblend.base.errors import RetrieverError
 
-from .catalog import Catalog, CatalogedDocument, IndexReport
+from .catalog import Catalog
 from .document import Chunk, ChunkPlace, places_of
 
 INDEX_FILE = "catalogue.sqlite"
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _locked(
+    method: Callable[Concatenate[Catalog, _Arguments], _Result],
+) -> Callable[Concatenate[IndexedDocuments, _Arguments], _Result]:
+    """A method of the catalog as one of `IndexedDocuments`, under its lock."""
+
+    @functools.wraps(method)
+    def call(self: IndexedDocuments, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        with self._lock:
+            return method(self._catalog, *args, **options)
+
+    return call
 
 
 class IndexedDocuments:
@@ -40,56 +56,18 @@ class IndexedDocuments:
             raise RetrieverError(f"{directory} holds no index; name the folder that documents were ingested into")
         return IndexedDocuments(Catalog(directory / INDEX_FILE, {}))
 
-    def documents(
-        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
-    ) -> list[CatalogedDocument]:
-        """Documents in the order of adding, or in reverse; see `Catalog.documents`.
-
-        Raises:
-            InputError: there is no document `after`.
-        """
-        with self._lock:
-            return self._catalog.documents(limit, after, newest_first=newest_first)
-
-    def document(self, document_id: str) -> CatalogedDocument | None:
-        """One document; None if there is no such document."""
-        with self._lock:
-            return self._catalog.document(document_id)
-
-    def version(self, document_id: str) -> str | None:
-        """The version of a document; None if there is no such document."""
-        with self._lock:
-            return self._catalog.version(document_id)
-
-    def ids(self, prefix: str = "") -> list[str]:
-        """The ids of documents that begin with a text, in the order of adding."""
-        with self._lock:
-            return self._catalog.ids(prefix)
-
-    def chunks(self, document_id: str | None = None) -> list[Chunk]:
-        """The chunks of one document, or all, in the order of adding.
-
-        Raises:
-            InputError: there is no such document.
-            DamagedDocumentError: its rows are not what was written.
-        """
-        with self._lock:
-            return self._catalog.chunks(document_id)
+    documents = _locked(Catalog.documents)
+    document = _locked(Catalog.document)
+    version = _locked(Catalog.version)
+    ids = _locked(Catalog.ids)
+    chunks = _locked(Catalog.chunks)
+    verify = _locked(Catalog.verify)
 
     def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
         """The place of each of all the chunks of a document, in order."""
         with self._lock:
             has_overlap = self._catalog.settings.get("chunk_overlap_tokens", "0") != "0"
         return places_of(chunks, has_overlap=has_overlap)
-
-    def verify(self, *, repair: bool = False) -> IndexReport:
-        """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.
-
-        Raises:
-            RetrieverError: the file's own structure is broken.
-        """
-        with self._lock:
-            return self._catalog.verify(repair=repair)
 
     def delete(self, document_id: str) -> int:
         """Remove a document; returns how many chunks went with it.
