@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .generation import NextToken, SequenceKV
+
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
+    from .fusor import Fusor
     from .prompt import FusionResult
 
 
@@ -36,6 +39,22 @@ def compare(full: FusionResult, full_ids: Sequence[int], blended: FusionResult, 
         first_token_kl_nats=first_token_kl_nats(full.logits, blended.logits),
         relative_kv_error=relative_kv_error(blended.cache, full.cache),
     )
+
+
+def first_tokens(
+    fusor: Fusor, prompts: Sequence[FusionResult], tokens: int, greedy: dict[str, Any]
+) -> Generator[None, None, list[list[int]]]:
+    """Up to `tokens` greedy tokens of each prompt, a token of all prompts a step; the prompts' caches do not change."""
+    drawn = [NextToken(fusor.model, fused.token_ids, tokens, **greedy) for fused in prompts]
+    kv = [SequenceKV(fused, fusor.decoder.windows) for fused in prompts]
+    for own, fused in zip(drawn, prompts, strict=True):
+        own.draw(fused.logits)
+    while running := [index for index, own in enumerate(drawn) if own.finish_reason is None]:
+        yield None
+        logits_RV = fusor.decoder.decode([drawn[index].token_ids[-1] for index in running], [kv[index] for index in running])
+        for index, logits_V in zip(running, logits_RV, strict=True):
+            drawn[index].draw(logits_V)
+    return [own.token_ids for own in drawn]
 
 
 def relative_kv_error(cache: DynamicCache, full: DynamicCache) -> float:

@@ -6,14 +6,14 @@ import logging
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from cacheblend.blend import FusionResult, Fusor, NextToken, Segment, SequenceKV
-from cacheblend.blend.fidelity import Comparison, compare
+from cacheblend.blend import Segment
+from cacheblend.blend.fidelity import Comparison, compare, first_tokens
 from cacheblend.service.engine.request import sampling_options
 
 from .config import ServingConfig
@@ -165,7 +165,7 @@ class ShadowEvaluation:
             if not blended.reusable_tokens:
                 return None
         greedy = {**served.sampling, **sampling_options(0.0, 1.0)}
-        full_ids, blended_ids = yield from _first_tokens(engine.fusor, (full, blended), self._config.guard_tokens, greedy)
+        full_ids, blended_ids = yield from first_tokens(engine.fusor, (full, blended), self._config.guard_tokens, greedy)
         return compare(full, full_ids, blended, blended_ids)
 
     def _record(self, comparison: Comparison | None) -> None:
@@ -186,19 +186,3 @@ class ShadowEvaluation:
             self._observer(ShadowReport(tenant, comparison, guard.full_recompute))
         except Exception:  # requests go on
             logger.exception("the observer of shadow evaluations failed")
-
-
-def _first_tokens(
-    fusor: Fusor, prompts: Sequence[FusionResult], tokens: int, greedy: dict[str, Any]
-) -> Generator[None, None, list[list[int]]]:
-    """Up to `tokens` greedy tokens of each prompt, a token of all prompts a step; the prompts' caches do not change."""
-    drawn = [NextToken(fusor.model, fused.token_ids, tokens, **greedy) for fused in prompts]
-    kv = [SequenceKV(fused, fusor.decoder.windows) for fused in prompts]
-    for own, fused in zip(drawn, prompts, strict=True):
-        own.draw(fused.logits)
-    while running := [index for index, own in enumerate(drawn) if own.finish_reason is None]:
-        yield None
-        logits_RV = fusor.decoder.decode([drawn[index].token_ids[-1] for index in running], [kv[index] for index in running])
-        for index, logits_V in zip(running, logits_RV, strict=True):
-            drawn[index].draw(logits_V)
-    return [own.token_ids for own in drawn]
