@@ -192,8 +192,15 @@ class BlendWorker:
             return
         keys, fetch = self._keys_of(job), None
         if self._ranks.rank == 0:
-            fetch = THREADS.call(partial(self._store.fetch, keys, self._store.config.remote_timeout_s))
+            fetch = THREADS.call(partial(self._fetch_missing, keys, job))
         self._fetches.append((job, fetch))
+
+    def _fetch_missing(self, keys: Sequence[ChunkKey], job: BlendJob) -> int:
+        """Fetch a prompt's missing chunks while that is predicted to be faster than computing them; returns how many came."""
+        chunks = zip(keys, job.marks.chunks, strict=True)
+        missing = sum(stop - start for key, (start, stop) in chunks if key not in self._store)
+        timeout_s = self._store.config.remote_timeout_s
+        return self._store.fetch(keys, timeout_s if self._controller is None else self._controller.full_s(missing))
 
     def _begin_fetched(self) -> None:
         """Begin the blends of the prompts whose chunks' KV has come, or does not come."""
