@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -78,10 +78,10 @@ class Fusion:
             # 1. The question's rows run over the stored KV; what they attend to decides which tokens layer 0 keeps.
             self._source.start(prompt, runner.geometry, reuse_layer_0=True)
             yield from self._ask(token_ids_N, rotary, questions)
-            keep_S = self._choose(0, positions, _nothing_ran)
+            keep_S = self._choose(0, positions, _no_deviation_at_layer_0)
         else:
             # 1. Without a question to ask, the selector chooses at layer 0; by KV deviation it keeps all tokens there.
-            keep_S = self._choose(0, positions, _nothing_ran)
+            keep_S = self._choose(0, positions, _no_deviation_at_layer_0)
             self._source.start(prompt, runner.geometry, reuse_layer_0=not bool(keep_S.all()))
         # 2. The tokens that are kept run through every layer.
         self._rows = Rows.of(positions[keep_S], runner.geometry.device)
@@ -263,12 +263,52 @@ class Fusion:
         return self._turns[kind]
 
 
+class FusionSteps:
+    """The layers of a fusion, run one a step; iterate it, then read `result`. Closing it ends the fusion early.
+
+    Attributes:
+        result: the blended prompt, once the last layer has run; `yield from` gives it too.
+        preempted_s: seconds between two steps, in which the caller did something else.
+    """
+
+    result: FusionResult
+
+    def __init__(self, steps: Generator[LayerReport, None, FusionResult]) -> None:
+        self._steps, self._left_at = steps, 0.0
+        self.preempted_s = 0.0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> LayerReport:
+        if self._left_at:
+            self.preempted_s += time.perf_counter() - self._left_at
+        try:
+            with torch.no_grad():
+                report = next(self._steps)
+        except StopIteration as done:
+            self.result = done.value
+            raise
+        self._left_at = time.perf_counter()
+        return report
+
+    def close(self) -> None:
+        """End the fusion, wherever it is."""
+        self._steps.close()
+
+    def run(self) -> FusionResult:
+        """Run all steps that are left."""
+        for _ in self:
+            pass
+        return self.result
+
+
 def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:
     """The attention relative to its sum over the reusable tokens, so that a layer which looks elsewhere counts as much."""
     return attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _nothing_ran() -> torch.Tensor:
+def _no_deviation_at_layer_0() -> torch.Tensor:
     raise RuntimeError("deviation is not known at layer 0: no token has run yet")
 
 

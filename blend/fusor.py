@@ -7,7 +7,7 @@ size.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,16 @@ from cacheblend.store import ChunkKV, PrefixRun, context_digest
 from .attention import row_kernel
 from .decoder import Decoder
 from .families import VERIFIED, check_model, fingerprint_module
-from .fusion import Fusion
+from .fusion import Fusion, FusionSteps
 from .generation import OnToken, continue_from
 from .layer_passes import SharedPrefix
 from .layer_source import LayerKV, LayerSource, ResidentLayers
 from .loading import DTypeOption, load_model, load_tokenizer
 from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext, passes, readings, run_pass
-from .prompt import FusionResult, LayerReport, Prompt, Segment
+from .prompt import FusionResult, Prompt, Segment
 from .selection import FusionConfig
+from .self_check import check_against_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 # A shorter prefix is computed with every sequence after it, which keeps the bits of an unbatched forward.
 SHARED_PREFIX_TOKENS = 64
 NO_CONTEXT = ChunkContext(document_tokens=0)
-FusionSteps = Generator[LayerReport, None, FusionResult]
 
 
 class Fusor:
@@ -60,7 +60,7 @@ class Fusor:
         self._over(Decoder(model), fingerprint or fingerprint_module(model, model.dtype), model, tokenizer)
         family = model.config.get_text_config(decoder=True).model_type
         if family not in VERIFIED:
-            self._check_against_model(family)
+            check_against_model(self, family)
 
     @classmethod
     def from_runner(cls, runner: ModelRunner, fingerprint: str) -> Fusor:
@@ -230,15 +230,8 @@ class Fusor:
             IncompatibleKVError: KV of another model, prefix, dtype or text.
 
         """
-        steps = self.fuse_steps(segments, config, source)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                result: FusionResult = done.value
-                return result
+        return self.fuse_steps(segments, config, source).run()
 
-    @torch.no_grad()
     def fuse_steps(
         self,
         segments: Iterable[Segment],
@@ -259,12 +252,9 @@ class Fusor:
         self._check_tokens(prompt.token_ids)
         prompt.check_kv(model=self.fingerprint, dtype=self.runner.geometry.dtype)
         selector = (config or FusionConfig()).resolve_selector()
-        return (yield from Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
+        return FusionSteps(Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
-    @torch.no_grad()
-    def prefix_steps(
-        self, token_ids: Sequence[int], device: torch.device | None = None
-    ) -> Generator[LayerReport, None, PrefixRun]:
+    def prefix_steps(self, token_ids: Sequence[int], device: torch.device | None = None) -> tuple[FusionSteps, PrefixRun]:
         """Compute the KV of a prompt's first tokens, one layer a step.
 
         Args:
@@ -272,13 +262,13 @@ class Fusor:
             device: where the KV is to lie; None for the model's.
 
         Returns:
-            Their KV, for an exact segment.
+            The steps, and the KV for an exact segment, which is complete once the steps have ended.
         """
         geometry = self.runner.geometry
         shape = (geometry.layers, 2, geometry.kv_heads, len(token_ids), geometry.head_dim)
         sink = _PrefixSink(torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device))
-        yield from self.fuse_steps([Segment(token_ids)], sink=sink)
-        return PrefixRun(tuple(token_ids), (), 0, self.fingerprint, (None,) * geometry.layers, {None: [sink.kv_L2HTD]})
+        steps = self.fuse_steps([Segment(token_ids)], sink=sink)
+        return steps, PrefixRun(tuple(token_ids), (), 0, self.fingerprint, (None,) * geometry.layers, {None: [sink.kv_L2HTD]})
 
     @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusionResult:
@@ -332,42 +322,6 @@ class Fusor:
             raise InputError(
                 f"token id {wrong} is not one of the model's {vocabulary}; tokenise with the model's own tokenizer"
             )
-
-    def _check_against_model(self, family: str) -> None:
-        """Where blending is exact (at ratio 1.0, with a chunk that stands first) it must give the model's own logits."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.runner.vocab_size, (48,), generator=generator).tolist()
-        first, second, last = ids[:16], ids[16:32], ids[32:]
-        try:
-            chunks = self.precompute(first), self.precompute(second)
-            all_fresh = [Segment(first, chunks[0]), Segment(second, chunks[1]), Segment(last)]
-            half_fresh = [Segment(first, chunks[0]), Segment(second), Segment(last)]
-            reference = self.prefill(ids).logits
-            got = [
-                self.fuse(all_fresh, FusionConfig(recompute_ratio=1.0)),
-                self.fuse(half_fresh, FusionConfig(recompute_ratio=0.5)),
-            ]
-        except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
-            raise UnsupportedModelError(f"{family} models do not run layer by layer: {error}") from error
-        off = max(float((fused.logits - reference).abs().max()) for fused in got)
-        off = max(off, self._stored_keys_off(first, second))
-        allowed = (1e-4 if self.runner.geometry.dtype == torch.float32 else 2e-2) * max(1.0, float(reference.abs().max()))
-        if not off <= allowed:
-            raise UnsupportedModelError(
-                f"{family} is not a verified family, and where blending must be exact its logits are off by {off:.3g} "
-                f"(allowed: {allowed:.3g}); it needs support of its own"
-            )
-
-    def _stored_keys_off(self, prefix: list[int], chunk: list[int]) -> float:
-        """How far a chunk's stored keys, put after their own prefix, are from full prefill's, relative; 0 but for rounding."""
-        stored = Segment(chunk, self.precompute(chunk, prefix))
-        reused: Any = self.fuse([Segment(prefix), stored, Segment(prefix[:1])], FusionConfig(recompute_ratio=0)).cache
-        whole: Any = self.prefill([*prefix, *chunk, *prefix[:1]]).cache
-        off = 0.0
-        for mine, own in zip(reused.layers, whole.layers, strict=True):
-            keys = [layer.keys[:, :, -len(chunk) - 1 : -1] for layer in (mine, own)]
-            off = max(off, float((keys[0] - keys[1]).abs().max() / keys[1].abs().max()))
-        return off
 
 
 @dataclass(frozen=True, slots=True, eq=False)

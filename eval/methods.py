@@ -19,7 +19,7 @@ from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Se
 from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.eval.data import Request
-from cacheblend.service.engine.chunk_contexts import chunk_context
+from cacheblend.service.engine.chunk_context import chunk_context
 from cacheblend.service.engine.prompt import PromptTokens
 from cacheblend.service.engine.request import FirstTokenClock
 from cacheblend.store import ChunkKV
@@ -101,14 +101,14 @@ class ResidentRequest:
         for index, chunk in enumerate(prompt.chunks):
             if not self._cached_chunks[index]:
                 continue
-            document, earlier = str(index), list(prompt.earlier_of(index))
+            document, earlier = str(index), list(chunk.earlier)
             if name == "neighbour":
-                earlier = [prompt.chunks[index - 1]]
-            elif prompt.document_ids and prompt.earlier:
-                document = prompt.document_ids[index]
+                earlier = [prompt.chunks[index - 1].token_ids]
+            elif chunk.document is not None and any(one.earlier for one in prompt.chunks):
+                document = chunk.document[0]
             documents.setdefault(document, {})[index] = len(earlier)
             if len(texts.get(document, ())) <= len(earlier):
-                texts[document] = [*earlier, chunk]
+                texts[document] = [*earlier, chunk.token_ids]
         for document, places in documents.items():
             which = sorted(set(places.values()))
             kvs = dict(zip(which, self._fusor.precompute_document(texts[document], prefix_ids, which, context), strict=True))
@@ -148,7 +148,7 @@ class ResidentRequest:
     def blend_segments(self, context: str = CONTEXTS[0]) -> list[Segment]:
         """List the segments of a blend: head exact, every cached chunk with its own KV, everything else fresh."""
         head = [] if self.head_kv is None else [Segment(self.prompt.prefix, self.head_kv, exact=True)]
-        chunks = [Segment(chunk, kv) for chunk, kv in zip(self.prompt.chunks, self.chunk_kv(context), strict=True)]
+        chunks = [Segment(chunk, kv) for chunk, kv in zip(self.prompt.chunk_ids, self.chunk_kv(context), strict=True)]
         return [*head, *chunks, Segment(self.prompt.suffix)]
 
     def prefix_segments(self) -> list[Segment]:
@@ -158,7 +158,7 @@ class ResidentRequest:
         return [*cached, Segment(self.prompt.token_ids[len(prefix) :])]
 
     def _prefix(self, chunks: int) -> tuple[int, ...]:
-        return (*self.prompt.prefix, *(token for chunk in self.prompt.chunks[:chunks] for token in chunk))
+        return (*self.prompt.prefix, *(token for ids in self.prompt.chunk_ids[:chunks] for token in ids))
 
 
 def _layer_shape(k_HTD: torch.Tensor) -> LayerShape:

@@ -44,7 +44,7 @@ from cacheblend.blend.models import DEFAULT_MODEL
 from cacheblend.eval.handbook import handbook_documents
 from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.chunk_contexts import chunk_context
+from cacheblend.service.engine.chunk_context import chunk_context
 from cacheblend.service.engine.config import DTYPES, torch_dtype
 from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.prompt import PromptRenderer

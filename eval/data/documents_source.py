@@ -129,14 +129,13 @@ class DocumentsSource:
             for example in examples:
                 found = [scored.chunk for scored in retriever.search(example.question, top_k)]
                 question = self.wording.question.format(question=example.question)
-                prompt = renderer.question(question).tokens(found)
                 request = make_request(
                     example,
-                    prompt.prefix,
-                    prompt.chunks,
-                    prompt.suffix,
+                    renderer.prefix,
+                    [chunk.token_ids for chunk in found],
+                    renderer.question(question).suffix,
                     limit,
-                    document_ids=prompt.document_ids,
+                    document_ids=[chunk.document_id for chunk in found],
                     documents=[_earlier(chunk, retriever.chunks(chunk.document_id)) for chunk in found],
                 )
                 yield arrange(request, self.preset.order, tokenizer.decode)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cacheblend.base.errors import PromptTooLongError
-from cacheblend.service.engine.prompt import PromptTokens
+from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 
 
 class Task(StrEnum):
@@ -93,25 +93,26 @@ def make_request(
     Raises:
         PromptTooLongError: instruction and question alone are longer than the limit.
     """
-    kept, ids = [tuple(chunk) for chunk in chunks], list(document_ids)
-    earlier = [tuple(map(tuple, before)) for before in documents]
-    before = sum(map(len, kept))
+    kept = [
+        PromptChunk(tuple(chunk), document=(id_, "") if document_ids else None, earlier=tuple(map(tuple, earlier)))
+        for chunk, id_, earlier in zip(chunks, document_ids or [""] * len(chunks), documents or [()] * len(chunks), strict=True)
+    ]
+    before = _count(kept)
     room = before if limit is None else limit - len(head) - len(tail)
     if room < 1:
         raise PromptTooLongError(
             f"case {example.id}: its instruction and question are {len(head) + len(tail)} tokens, and {limit} fit in the model "
             "beside the answer; use a model with more positions"
         )
-    while len(kept) > 1 and sum(map(len, kept)) > room:
-        middle = len(kept) // 2
-        del ids[middle : middle + 1], earlier[middle : middle + 1], kept[middle]
-    if sum(map(len, kept)) > room:
-        kept = [kept[0][:room]]
+    while len(kept) > 1 and _count(kept) > room:
+        del kept[len(kept) // 2]
+    if _count(kept) > room:
+        kept = [replace(kept[0], token_ids=kept[0].token_ids[:room])]
     return Request(
         example,
-        PromptTokens(tuple(head), tuple(kept), tuple(tail), tuple(ids), earlier=tuple(earlier)),
+        PromptTokens(tuple(head), tuple(kept), tuple(tail)),
         dropped_chunks=len(chunks) - len(kept),
-        cut_tokens=before - sum(map(len, kept)),
+        cut_tokens=before - _count(kept),
         is_warm_up=is_warm_up,
     )
 
@@ -128,16 +129,17 @@ def arrange(request: Request, order: str, text_of: Callable[[Sequence[int]], str
     if order == "reversed":
         places.reverse()
     elif order == "gold-middle":
-        texts = [text_of(chunk) for chunk in request.prompt.chunks]
+        texts = [text_of(ids) for ids in request.prompt.chunk_ids]
         gold = next((place for place in places if _tells(texts[place], request.example.answers)), None)
         if gold is not None:
             places.remove(gold)
             places.insert(len(texts) // 2, gold)
-    prompt = request.prompt
-    chunks = tuple(prompt.chunks[place] for place in places)
-    ids = tuple(prompt.document_ids[place] for place in places) if prompt.document_ids else ()
-    earlier = tuple(prompt.earlier[place] for place in places) if prompt.earlier else ()
-    return replace(request, prompt=replace(prompt, chunks=chunks, document_ids=ids, earlier=earlier))
+    chunks = tuple(request.prompt.chunks[place] for place in places)
+    return replace(request, prompt=replace(request.prompt, chunks=chunks))
+
+
+def _count(chunks: Sequence[PromptChunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)
 
 
 def _tells(text: str, answers: Sequence[str]) -> bool:

@@ -80,7 +80,7 @@ class CaseRunner:
 
     def skip(self, request: Request) -> None:
         """Let a request fill the cache without running it."""
-        self._history.remember(request.prompt.chunks)
+        self._history.remember(request.prompt.chunk_ids)
 
     def run(self, request: Request, index: int) -> Row:
         """Run a case and return its row. Each method goes first in turn, so that none always follows one neighbour."""
@@ -95,7 +95,7 @@ class CaseRunner:
             self._settle()
             answer = self._methods[label].answer(resident, self._config.new_tokens)
             results[label] = self._result(request.example, answer, reference)
-        self._history.remember(request.prompt.chunks)
+        self._history.remember(request.prompt.chunk_ids)
         return {
             "case": index,
             "id": request.example.id,
@@ -107,7 +107,7 @@ class CaseRunner:
         }
 
     def _resident(self, request: Request) -> ResidentRequest:
-        cached, prefix = self._history.cached(request.prompt.chunks)
+        cached, prefix = self._history.cached(request.prompt.chunk_ids)
         return ResidentRequest(self._fusor, request, self._contexts, cached, prefix, self._config.kv_cache_dtype)
 
     def _reference(self, request: Request) -> _Reference:

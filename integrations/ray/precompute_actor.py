@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cacheblend.base.errors import CacheBlendError, RemoteError
 from cacheblend.base.progress import Progress
 from cacheblend.retriever import Retriever
-from cacheblend.service.engine.chunk_contexts import ChunkEncoder
+from cacheblend.service.engine.chunk_context import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor
 from cacheblend.service.engine.ingest import DocumentEncoder, EncodedBatch
 from cacheblend.service.engine.prompt import PromptRenderer

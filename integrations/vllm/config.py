@@ -38,7 +38,7 @@ class ConnectorConfig:
         ram_budget_bytes: see `StoreConfig`; the workers of one engine share it, and an eighth is for what prompts begin with.
         nvme_budget_bytes: see `StoreConfig`.
         codec: how chunks' KV is stored; see `EngineConfig`.
-        instruction: what chunks' KV is computed after, with the chat template's opening; see `EngineConfig`.
+        instruction: what chunks' KV is computed after, with the chat template's beginning; see `EngineConfig`.
         context_filler: passages that chunks' KV is computed after; see `EngineConfig`.
         chunk_tokens: size of the chunks that the HTTP routes cut documents into.
         separator: text between two chunks of a prompt, for clients that can mark chunks in no other way; "" for none.
@@ -99,13 +99,13 @@ class ConnectorConfig:
         variables = {name: os.environ.get(known_to_all[name].variable) for name in REMOTE_TEXTS}
         return cls(**{**{name: value for name, value in variables.items() if value}, **options})
 
-    def opening_tokens(self, geometry: KVGeometry, workers: int) -> int:
-        """Tokens of prompts' openings whose KV, of this shape, a worker keeps in memory: a part of the RAM budget."""
+    def prefix_tokens(self, geometry: KVGeometry, workers: int) -> int:
+        """Tokens of prompts' prefixes whose KV, of this shape, a worker holds in memory: a part of the RAM budget."""
         token_bytes = geometry.layers * geometry.layer_bytes(1)
         return self.ram_budget_bytes // OPENINGS_PART // workers // token_bytes
 
     def store_config(self, workers: int = 1) -> StoreConfig:
-        """The store of one of so many workers; the rest of its RAM budget is for `opening_tokens`."""
+        """The store of one of so many workers; the rest of its RAM budget is for `prefix_tokens`."""
         return StoreConfig(
             directory=Path(self.store_dir) / KV_FOLDER,
             ram_budget_bytes=max(1, (self.ram_budget_bytes - self.ram_budget_bytes // OPENINGS_PART) // workers),

@@ -23,14 +23,16 @@ from vllm.forward_context import set_forward_context
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.blend import Fusor, KVGeometry
+from cacheblend.service.engine.prompt import PromptChunk
+from cacheblend.service.engine.request import namespace_of
 from cacheblend.store import KVStore
 
 from .check import check_against_engine
 from .config import ConnectorConfig
 from .cpu_attention import CpuAttention
-from .keys import Chunk, ChunkKeys
+from .keys import Chunk, naming_of_engine
 from .runner import VllmRunner
-from .scheduler import BlendJob, BlendScheduler, MissedChunk
+from .scheduler import BlendJob, BlendScheduler
 from .stats import BlendMetrics, BlendStats
 from .worker import BlendWorker
 
@@ -42,7 +44,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not i
     """Blends that the workers are to begin at a step, and the number of tokens that vLLM itself runs in it."""
 
     jobs: list[BlendJob] = field(default_factory=list)
-    missed: list[MissedChunk] = field(default_factory=list)
+    missed: list[PromptChunk] = field(default_factory=list)
     scheduled_tokens: int = 0
 
 
@@ -79,10 +81,10 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         if role == KVConnectorRole.SCHEDULER:
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
-            keys = ChunkKeys.for_engine(self._config, vllm_config)
-            openings = self._config.opening_tokens(_geometry(vllm_config), vllm_config.parallel_config.tensor_parallel_size)
+            naming = naming_of_engine(self._config, vllm_config)
+            prefix_tokens = self._config.prefix_tokens(_geometry(vllm_config), vllm_config.parallel_config.tensor_parallel_size)
             stored = self._store.find
-            self._scheduler = BlendScheduler(keys, stored, self._config.recompute_ratio, hashed, openings)
+            self._scheduler = BlendScheduler(naming, stored, self._config.recompute_ratio, hashed, prefix_tokens)
 
     # The scheduler's side, in the order in which vLLM calls it.
 
@@ -130,19 +132,19 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         settings = self._vllm_config.model_config
         device = torch.device(self._vllm_config.device_config.device)
         runner = VllmRunner(worker.model_runner.get_model(), settings.hf_text_config, settings.dtype, device)
-        keys = ChunkKeys.for_engine(self._config, self._vllm_config)
+        naming = naming_of_engine(self._config, self._vllm_config)
         store = KVStore(self._config.store_config(runner.ranks))
         try:
             pages = _Pages(self._attentions, self._block_size, device)
             kv_heads = int(settings.get_total_num_kv_heads())
-            fusor = Fusor.from_runner(runner, keys.model)
+            fusor = Fusor.from_runner(runner, naming.model)
             runner.cpu_attention = CpuAttention.of(worker, list(self._attentions))
             with set_forward_context(None, self._vllm_config):
                 check_against_engine(worker, fusor, pages, BlendMetadata)
-            controller = self._config.find_controller(keys.model, device)
-            openings = self._config.opening_tokens(runner.geometry, runner.ranks)
+            controller = self._config.find_controller(naming.model, device)
+            prefix_tokens = self._config.prefix_tokens(runner.geometry, runner.ranks)
             return_freed_memory()  # of the checks and trials, which need more than vLLM's own steps
-            self._worker = BlendWorker(fusor, keys, store, pages, runner, kv_heads, openings, controller)
+            self._worker = BlendWorker(fusor, naming, store, pages, runner, kv_heads, prefix_tokens, controller)
         except BaseException:
             store.close()
             raise
@@ -181,7 +183,7 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
         assert self._worker is not None
         with set_forward_context(None, self._vllm_config):
-            return self._worker.precompute(documents, which, cache_salt)
+            return self._worker.precompute(documents, which, namespace_of(cache_salt or ""))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: requests run when all of their KV is there."""

@@ -29,7 +29,7 @@ from cacheblend.retriever.config import SEPARATOR
 from cacheblend.service.engine.prompt import Message, PromptLayout, PromptRenderer
 
 from .config import ConnectorConfig
-from .keys import Chunk, ChunkKeys
+from .keys import Chunk, naming_of_engine
 from .marks import PARAMS_KEY, Marks
 from .plugin import CONNECTOR
 
@@ -132,7 +132,7 @@ class WindowPrecomputes:
     """Part of a document that the workers are asked to compute.
 
     Args:
-        head: see `ChunkKeys`.
+        head: see `ChunkNaming.prefix_ids`.
         context: likewise.
         max_positions: of the model; None where nothing bounds it.
     """
@@ -183,10 +183,10 @@ class BlendRoutes:
             return
         config, model = ConnectorConfig.from_options(transfer.kv_connector_extra_config), engine_client.vllm_config.model_config
         tokenizer = await run_in_threadpool(load_tokenizer, model.tokenizer or model.model)
-        keys = await run_in_threadpool(ChunkKeys.for_engine, config, engine_client.vllm_config)
+        naming = await run_in_threadpool(naming_of_engine, config, engine_client.vllm_config)
         self._marker = PromptMarker(tokenizer, config, int(model.max_model_len))
         positions = getattr(model.hf_text_config, "max_position_embeddings", None)
-        self._precomputes = WindowPrecomputes(keys.head, keys.context, positions)
+        self._precomputes = WindowPrecomputes(naming.prefix_ids, naming.context, positions)
         self._engine = engine_client
 
     async def mark(self, path: str, body: bytes) -> bytes:

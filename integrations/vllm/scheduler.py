@@ -14,9 +14,11 @@ from typing import Any
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
+from cacheblend.service.engine.chunk_context import ChunkNaming
+from cacheblend.service.engine.prompt import PromptChunk
 from cacheblend.store import ChunkKey
 
-from .keys import Chunk, ChunkKeys
+from .keys import prompt_of
 from .marks import PARAMS_KEY, Marks
 
 logger = logging.getLogger(__name__)
@@ -50,15 +52,6 @@ class BlendJob:
     cache_salt: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class MissedChunk:
-    """A chunk whose KV is to be computed and stored when nothing is blended: after these chunks of its document."""
-
-    token_ids: Chunk
-    earlier: tuple[Chunk, ...]
-    cache_salt: str | None
-
-
 @dataclass(slots=True)
 class _Marked:
     """A request that is to be blended, until it has finished."""
@@ -73,11 +66,11 @@ class BlendScheduler:
     """Decides on arrival and at scheduling, and keeps what the answers tell.
 
     Args:
-        keys: names chunks' KV.
+        naming: names chunks' KV.
         stored: whether the KV of each key is stored; reads none.
         ratio: where a request does not say.
         block_size: tokens of a block hash.
-        opening_tokens: of the longest opening whose KV the workers keep.
+        prefix_tokens: of the longest prefix whose KV the workers hold.
 
     Attributes:
         counts: since the last `take_counts`, by name: "blended", "exact:REASON", ...
@@ -85,18 +78,18 @@ class BlendScheduler:
 
     def __init__(
         self,
-        keys: ChunkKeys,
+        naming: ChunkNaming,
         stored: Callable[[list[ChunkKey]], list[bool]],
         ratio: float,
         block_size: int,
-        opening_tokens: int,
+        prefix_tokens: int,
     ) -> None:
-        self._keys, self._stored, self._ratio, self._block_size = keys, stored, ratio, block_size
-        self._opening_tokens = opening_tokens
+        self._naming, self._stored, self._ratio, self._block_size = naming, stored, ratio, block_size
+        self._prefix_tokens = prefix_tokens
         self._marked: dict[str, _Marked] = {}
         self._reports: dict[str, dict[str, Any]] = {}  # of requests that are left to vLLM
         self._jobs: list[BlendJob] = []
-        self._missed: list[MissedChunk] = []
+        self._missed: list[PromptChunk] = []
         self._waiting_misses = 0
         self.counts: Counter[str] = Counter()
 
@@ -132,18 +125,16 @@ class BlendScheduler:
 
     def _take(self, request: Any, marks: Marks) -> str:
         """Take a request whose chunks are worth it; gives the reason where they are not."""
-        ids = request.prompt_token_ids
-        chunks = [tuple(ids[start:stop]) for start, stop in marks.chunks]
         ratio = self._ratio if marks.ratio is None else marks.ratio
-        if not chunks:
+        if not marks.chunks:
             return "no_chunks"
-        earlier = self._keys.earlier(chunks, marks.documents)
-        salt = request.cache_salt
-        stored = self._stored([self._keys.key(*chunk, salt) for chunk in zip(chunks, earlier, strict=True)])
-        missed = [
-            MissedChunk(chunk, texts, salt) for chunk, texts, found in zip(chunks, earlier, stored, strict=True) if not found
-        ]
-        reused = sum(len(chunk) for chunk, found in zip(chunks, stored, strict=True) if found)
+        prompt = prompt_of(self._naming, request.prompt_token_ids, marks, request.cache_salt)
+        chunks = [(chunk, chunk.key) for chunk in prompt.chunks if chunk.key is not None]
+        found = zip(chunks, self._stored([key for _, key in chunks]), strict=True)
+        by_stored: dict[bool, list[PromptChunk]] = {True: [], False: []}
+        for (chunk, _), is_stored in found:
+            by_stored[is_stored].append(chunk)
+        missed, reused = by_stored[False], sum(len(chunk.token_ids) for chunk in by_stored[True])
         tokens = request.num_prompt_tokens
         if not reused or _rows(tokens, marks, ratio, reused) > LARGEST_SHARE * tokens:
             self._missed += missed
@@ -153,7 +144,7 @@ class BlendScheduler:
             if first >= len(request.block_hashes):
                 self._missed += missed
                 return "short_prompt"  # the first chunk's block is not full, and would get an exact name when it is
-            self._salt(request, first, marks.salt(ratio, self._keys.digest))
+            self._salt(request, first, marks.salt(ratio, self._naming.digest))
         self._marked[request.request_id] = _Marked(marks, ratio)
         return ""
 
@@ -170,9 +161,9 @@ class BlendScheduler:
         if marked is None or marked.tried == request.num_preemptions:
             return 0
         tokens, first = request.num_prompt_tokens, marked.marks.chunks[0][0]
-        # What vLLM's prefix cache leaves to compute; an opening that is not too long is in the workers' memory then, too.
-        opening = min(computed, first) if first <= self._opening_tokens else 0
-        if _rows(tokens, marked.marks, marked.ratio) - opening > LARGEST_SHARE * (tokens - computed):
+        # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too.
+        held = min(computed, first) if first <= self._prefix_tokens else 0
+        if _rows(tokens, marked.marks, marked.ratio) - held > LARGEST_SHARE * (tokens - computed):
             if not marked.report:
                 marked.report = {"blended": True, "reason": "prefix_cache", "cached_tokens": computed}
             return 0
@@ -198,7 +189,7 @@ class BlendScheduler:
         )
         self._jobs.append(job)
 
-    def take_jobs(self) -> tuple[list[BlendJob], list[MissedChunk]]:
+    def take_jobs(self) -> tuple[list[BlendJob], list[PromptChunk]]:
         """What the workers are to begin, once each."""
         jobs, self._jobs = self._jobs, []
         missed, self._missed = self._missed, []

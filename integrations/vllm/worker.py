@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,12 +20,15 @@ import torch
 from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.base.threads import DaemonThreads
-from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
-from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan
+from cacheblend.blend import FusionConfig, FusionResult, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
+from cacheblend.loader import LayerLoader, LoadingController
+from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, Found, plan_blend
+from cacheblend.service.engine.chunk_context import ChunkNaming
+from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
 
-from .keys import Chunk, ChunkKeys
-from .scheduler import BlendJob, MissedChunk
+from .keys import Chunk, prompt_of
+from .scheduler import BlendJob
 
 logger = logging.getLogger(__name__)
 THREADS = DaemonThreads("cacheblend-vllm")
@@ -35,8 +38,8 @@ BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no 
 # time of one row.
 TOKENS_OF_A_ROW = 16
 SLOW_LOADING = "slow_loading"  # why a prompt is left to vLLM whose stored KV would come no sooner than it is computed
-# What stands before the first chunk is the same for many requests (a system message): its KV is kept where it is worth it.
-MIN_OPENING_TOKENS = 64
+# Many requests share what stands before the first chunk (a system message): from this length on its KV is held.
+MIN_PREFIX_TOKENS = 64
 
 
 class Ranks(Protocol):
@@ -96,12 +99,12 @@ class BlendWorker:
 
     Args:
         fusor: over vLLM's model.
-        keys: names chunks' KV.
+        naming: names chunks' KV.
         store: where it is.
         pages: where blended KV goes.
         ranks: this process among those that hold the model.
         kv_heads: of all ranks together.
-        opening_tokens: how many tokens' KV is kept of what prompts begin with.
+        prefix_tokens: how many tokens' KV is held of what prompts begin with.
         controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV
             before the first layer, so there is no loading to hide behind.
     """
@@ -109,22 +112,22 @@ class BlendWorker:
     def __init__(
         self,
         fusor: Fusor,
-        keys: ChunkKeys,
+        naming: ChunkNaming,
         store: KVStore,
         pages: Pages,
         ranks: Ranks,
         kv_heads: int,
-        opening_tokens: int,
+        prefix_tokens: int,
         controller: LoadingController | None = None,
     ) -> None:
-        self._fusor, self._keys, self._store, self._pages, self._ranks = fusor, keys, store, pages, ranks
-        self._opening_tokens = opening_tokens
+        self._fusor, self._naming, self._store, self._pages, self._ranks = fusor, naming, store, pages, ranks
+        self._prefix_tokens = prefix_tokens
         self._kv_heads, self._controller = kv_heads, controller if ranks.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
         self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
-        self._missed: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
-        self._openings: OrderedDict[Chunk, PrefixRun] = OrderedDict()
+        self._missed: OrderedDict[ChunkKey, PromptChunk] = OrderedDict()
+        self._prefixes: OrderedDict[Chunk, PrefixRun] = OrderedDict()
         self._progress, self._busy_steps = Progress(), 0
 
     @property
@@ -137,7 +140,7 @@ class BlendWorker:
         """Prompts that wait or are under way."""
         return len(self._fetches) + len(self._blends)
 
-    def step(self, jobs: Iterable[BlendJob], missed: Iterable[MissedChunk], rows: int, *, is_idle: bool) -> None:
+    def step(self, jobs: Iterable[BlendJob], missed: Iterable[PromptChunk], rows: int, *, is_idle: bool) -> None:
         """Work as much as vLLM's own prefill of `rows` tokens would: at least a layer; or when idle a missed chunk."""
         for job in jobs:
             self._fetch(job)
@@ -190,7 +193,7 @@ class BlendWorker:
         if not self._store.has_remote:
             self._blends.append((job, self._blend(job)))
             return
-        keys, fetch = self._keys_of(job), None
+        keys, fetch = self._prompt_of(job).keys, None
         if self._ranks.rank == 0:
             fetch = THREADS.call(partial(self._fetch_missing, keys, job))
         self._fetches.append((job, fetch))
@@ -212,10 +215,8 @@ class BlendWorker:
                 self._fetches.remove((job, fetch))
                 self._blends.append((job, self._blend(job)))
 
-    def _keys_of(self, job: BlendJob) -> list[ChunkKey]:
-        chunks = [job.token_ids[start:stop] for start, stop in job.marks.chunks]
-        earlier = self._keys.earlier(chunks, job.marks.documents)
-        return [self._keys.key(*chunk, job.cache_salt) for chunk in zip(chunks, earlier, strict=True)]
+    def _prompt_of(self, job: BlendJob) -> PromptTokens:
+        return prompt_of(self._naming, job.token_ids, job.marks, job.cache_salt)
 
     def _end(self, job: BlendJob, report: dict[str, Any]) -> None:
         self._blends.popleft()
@@ -223,76 +224,61 @@ class BlendWorker:
         self._progress.reports[job.request_id] = report
 
     def _blend(self, job: BlendJob) -> Generator[int, None, dict[str, Any]]:
-        """Blend a prompt into its pages; yields what each layer cost in rows, and gives the report."""
+        """Blend a prompt into its pages; yields what each layer cost in rows, and returns the report.
+
+        An entry that turns out to be damaged is a miss in the next round.
+        """
         for _ in job.marks.chunks:
-            try:
+            with suppress(DamagedEntryError):
                 return (yield from self._blend_once(job))
-            except DamagedEntryError:
-                continue  # the damaged entry is a miss now
         return (yield from self._blend_once(job))
 
-    @torch.no_grad()
     def _blend_once(self, job: BlendJob) -> Generator[int, None, dict[str, Any]]:
-        started, ids = time.perf_counter(), job.token_ids
-        # 1. Look up the chunks; all ranks go on with the same hits.
-        chunks = [ids[start:stop] for start, stop in job.marks.chunks]
-        earlier = self._keys.earlier(chunks, job.marks.documents)
+        started, prompt = time.perf_counter(), self._prompt_of(job)
         with ExitStack() as held:
-            found, source = self._find(self._keys_of(job), held)
-            # 2. Lay the prompt out: what stands before the first chunk, the chunks, and what stands between and after them.
-            segments = [(yield from self._opening(ids[: job.marks.chunks[0][0]]))]
-            after = [start for start, _ in job.marks.chunks[1:]] + [len(ids)]
-            for (_, stop), chunk, kv, next_start in zip(job.marks.chunks, chunks, found, after, strict=True):
-                segments += [Segment(chunk, kv), Segment(ids[stop:next_start])]
-            # 3. Plan: more is recomputed where that hides behind loading; what is as soon computed whole is left to vLLM.
-            plan = self._plan(segments) if job.is_least else None
-            if plan is not None and plan.full_recompute:
+            # 1. Look up the chunks; all ranks go on with the same hits. Compute the prefix, or look it up.
+            stored, source = self._find(prompt, held)
+            prefix = yield from self._prefix_segment(prompt.prefix)
+            # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM.
+            policy = BlendPolicy(
+                ratio=None if job.is_least else job.ratio,
+                quality_ratio=job.ratio,
+                layers=self._fusor.runner.geometry.layers,
+                controller=self._controller,
+            )
+            plan = plan_blend(prompt, Found(prefix, stored), policy)
+            if plan.full_recompute:
                 return {"blended": False, "reason": SLOW_LOADING}
-            # 4. Blend it, each finished layer straight into the pages.
-            config = FusionConfig(recompute_ratio=job.ratio if plan is None else plan.ratio)
-            steps = self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))
-            held.callback(steps.close)
-            while True:
-                try:
-                    layer: LayerReport = next(steps)
-                except StopIteration as done:
-                    blended = done.value
-                    break
-                yield _rows(layer, len(ids))
-        if self._controller is not None and plan is not None and isinstance(source, LayerLoader):
+            # 3. Blend it, each finished layer straight into the pages.
+            segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
+            config = FusionConfig(recompute_ratio=plan.ratio)
+            steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))))
+            for layer in steps:
+                yield _rows(layer, len(prompt))
+            blended = steps.result
+        # 4. Let the controller learn; what was missing is computed after its own context later, and stored.
+        if plan.predicted is not None and self._controller is not None and isinstance(source, LayerLoader):
             computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
             on_cpu = self._fusor.runner.geometry.device.type == "cpu"  # a GPU computes while the host waits
-            self._controller.record(plan, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
-        # 5. What was missing is computed after its own context later, and stored.
-        for chunk, texts, kv in zip(chunks, earlier, found, strict=True):
-            if kv is None:
-                self._miss(MissedChunk(chunk, texts, job.cache_salt))
-        hits = [len(chunk) for chunk, kv in zip(chunks, found, strict=True) if kv is not None]
-        later = blended.recomputed[1:] or blended.recomputed
-        return {
-            "blended": True,
-            "chunks": len(chunks),
-            "hits": len(hits),
-            "hit_tokens": sum(hits),
-            "missed_tokens": sum(map(len, chunks)) - sum(hits),
-            "recomputed_tokens": round(sum(map(len, later)) / len(later)),
-            "recompute_ratio": round(blended.recomputed_ratio, 4),
-            "wait_s": round(blended.wait_s, 4),
-            "blend_s": round(time.perf_counter() - started, 4),
-        }
+            self._controller.record(plan.predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
+        for chunk in plan.misses:
+            self._miss(chunk)
+        return _report(job, stored, blended, time.perf_counter() - started)
 
-    def _find(self, keys: Sequence[ChunkKey], held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
-        """The stored KV of each key, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
+    def _find(self, prompt: PromptTokens, held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
+        """The stored KV of each chunk, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
         if self._ranks.ranks == 1:
-            return list(held.enter_context(self._store.pin(keys))), held.enter_context(LayerLoader())
-        placements: Sequence[Placement | None] = [None] * len(keys)
+            pinned = held.enter_context(self._store.pin(prompt.keys))
+            return list(prompt.by_chunk(pinned)), held.enter_context(LayerLoader())
+        placements: Sequence[Placement | None] = [None] * len(prompt.keys)
         try:
-            placements = held.enter_context(self._store.pin(keys))
+            placements = held.enter_context(self._store.pin(prompt.keys))
         except CacheBlendError as error:  # the other ranks wait for what this one has found
             logger.warning("chunks' KV is not read: %s", error)
         found = [None if placement is None else self._own_heads(placement) for placement in placements]
         agreed = self._ranks.agree([kv is not None for kv in found])
-        return [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)], ResidentLayers()
+        agreed_on = [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)]
+        return list(prompt.by_chunk(agreed_on)), ResidentLayers()
 
     def _own_heads(self, placement: Placement) -> ChunkKV | None:
         """The KV of this rank's heads, in memory; None for an entry that cannot be read."""
@@ -303,43 +289,27 @@ class BlendWorker:
             return None
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
-    def _plan(self, segments: Sequence[Segment]) -> LoadingPlan | None:
-        """The loading controller's choice for a prompt; None where there is none to ask."""
-        if self._controller is None:
-            return None
-        exact = sum(len(segment.token_ids) for segment in segments if segment.exact)
-        stored = [segment.kv for segment in segments if segment.kv is not None and not segment.exact]
-        reusable = sum(len(kv.token_ids) for kv in stored)
-        fresh = sum(len(segment.token_ids) for segment in segments) - reusable - exact
-        layer = self._fusor.runner.geometry.layers - 1
-        return self._controller.plan([(kv.tier, kv.layer_bytes(layer)) for kv in stored], reusable, fresh, exact)
-
-    def _opening(self, ids: Chunk) -> Generator[int, None, Segment]:
-        """The opening before the first chunk, with its exact KV where that is kept; yields what each layer cost in rows.
+    def _prefix_segment(self, ids: Chunk) -> Generator[int, None, BlendSegment | None]:
+        """What stands before the first chunk, with its exact KV where that is held; yields what each layer cost in rows.
 
         It is computed by itself, not in the blend: its rows are neighbours then, which vLLM's own kernel runs as vLLM does.
         """
-        if not MIN_OPENING_TOKENS <= len(ids) <= self._opening_tokens:
-            return Segment(ids)
-        if ids not in self._openings:
-            while len(ids) + sum(map(len, self._openings)) > self._opening_tokens:
-                self._openings.popitem(last=False)
-            steps = self._fusor.prefix_steps(ids, torch.device("cpu"))
+        if not MIN_PREFIX_TOKENS <= len(ids) <= self._prefix_tokens:
+            return None
+        if ids not in self._prefixes:
+            while len(ids) + sum(map(len, self._prefixes)) > self._prefix_tokens:
+                self._prefixes.popitem(last=False)
+            steps, run = self._fusor.prefix_steps(ids, torch.device("cpu"))
             with closing(steps):
-                while True:
-                    try:
-                        layer = next(steps)
-                    except StopIteration as done:
-                        self._openings[ids] = done.value
-                        break
+                for layer in steps:
                     yield _rows(layer, len(ids))
-        self._openings.move_to_end(ids)
-        return Segment(ids, self._openings[ids], exact=True)
+            self._prefixes[ids] = run
+        self._prefixes.move_to_end(ids)
+        return BlendSegment(ids, self._prefixes[ids], exact=True)
 
-    def _miss(self, chunk: MissedChunk) -> None:
-        key = self._keys.key(chunk.token_ids, chunk.earlier, chunk.cache_salt)
-        if len(self._missed) < MAX_WAITING_MISSES:
-            self._missed.setdefault(key, chunk)
+    def _miss(self, chunk: PromptChunk) -> None:
+        if chunk.key is not None and len(self._missed) < MAX_WAITING_MISSES:
+            self._missed.setdefault(chunk.key, chunk)
 
     def _compute_missed(self) -> None:
         """Compute the KV of one missed chunk after its own context, and store it."""
@@ -348,13 +318,13 @@ class BlendWorker:
             if self._ranks.agree(self._find_stored([key]))[0]:
                 continue
             try:  # where the disk is behind, the chunk is left for a later request to miss again
-                self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, chunk.cache_salt)
+                self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, key.namespace)
             except Exception:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return
 
     def precompute(
-        self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, cache_salt: str | None
+        self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, namespace: str
     ) -> tuple[int, int]:
         """Compute and store the KV of documents' chunks.
 
@@ -363,7 +333,7 @@ class BlendWorker:
         Args:
             documents: the token ids of each document's chunks, in its order.
             which: indexes of the chunks wanted of each; None for all.
-            cache_salt: whose they are; None for everybody's.
+            namespace: whose they are; empty for everybody's.
 
         Returns:
             How many chunks are stored now that were not; and how many are left, since too much waits to be written: the
@@ -372,9 +342,9 @@ class BlendWorker:
         # 1. Look up which are stored; all ranks compute the same.
         wanted: list[tuple[Sequence[Chunk], list[int]]] = []
         for chunks in documents:
-            earlier = self._keys.context.earlier(chunks)
+            earlier = self._naming.context.earlier(chunks)
             asked = [index for index in range(len(chunks)) if which is None or index in which]
-            have = self._ranks.agree(self._find_stored([self._keys.key(chunks[i], earlier[i], cache_salt) for i in asked]))
+            have = self._ranks.agree(self._find_stored([self._naming.key(chunks[i], earlier[i], namespace) for i in asked]))
             wanted.append((chunks, [index for index, here in zip(asked, have, strict=True) if not here]))
         count, stored, left = sum(len(new) for _, new in wanted), 0, 0
         tokens = sum(len(chunks[index]) for chunks, new in wanted for index in new)
@@ -384,23 +354,23 @@ class BlendWorker:
             return 0, count
         # 2. Compute the others, and hand them to the store; a document at a time, whose pass is in memory until then.
         for document in wanted:
-            for kv in self._fusor.precompute_documents([document], self._keys.head, self._keys.context):
-                has_room, is_stored = self._put(kv, cache_salt)
+            for kv in self._fusor.precompute_documents([document], self._naming.prefix_ids, self._naming.context):
+                has_room, is_stored = self._put(kv, namespace)
                 left, stored = left + (not has_room), stored + is_stored
                 del kv  # a view of what its pass gave
         return_freed_memory()  # of the passes, which no request needs
         return stored, left
 
-    def _put(self, kv: ChunkKV, cache_salt: str | None) -> tuple[bool, bool]:
+    def _put(self, kv: ChunkKV, namespace: str) -> tuple[bool, bool]:
         """Hand a chunk's KV to the store; gives whether that has room for it, and whether it took it."""
         whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
         key = ChunkKey.of(
             whole.token_ids,
             prefix_ids=whole.prefix_ids,
             context=whole.context,
-            model=self._keys.model,
-            codec=self._keys.codec,
-            namespace=self._keys.key(whole.token_ids, (), cache_salt).namespace,
+            model=self._naming.model,
+            codec=self._naming.codec,
+            namespace=namespace,
         )
         if not self._has_room(sum(x_HTD.nbytes for pair in whole.layers for x_HTD in pair)):
             return False, False
@@ -424,6 +394,23 @@ class BlendWorker:
         except CacheBlendError as error:
             logger.warning("chunks' KV is not looked up: %s", error)
             return [False] * len(keys)
+
+
+def _report(job: BlendJob, stored: Sequence[KVHandle | None], blended: FusionResult, blend_s: float) -> dict[str, Any]:
+    """What a request's answer tells of its blend."""
+    hits = [len(kv.token_ids) for kv in stored if kv is not None]
+    later = blended.recomputed[1:] or blended.recomputed
+    return {
+        "blended": True,
+        "chunks": len(job.marks.chunks),
+        "hits": len(hits),
+        "hit_tokens": sum(hits),
+        "missed_tokens": sum(stop - start for start, stop in job.marks.chunks) - sum(hits),
+        "recomputed_tokens": round(sum(map(len, later)) / len(later)),
+        "recompute_ratio": round(blended.recomputed_ratio, 4),
+        "wait_s": round(blended.wait_s, 4),
+        "blend_s": round(blend_s, 4),
+    }
 
 
 def _rows(layer: LayerReport, tokens: int) -> int:

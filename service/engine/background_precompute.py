@@ -6,19 +6,21 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import in_own_thread, lower_priority
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
 from cacheblend.store.eviction import AdmissionFilter
 
-from .chunk_contexts import ChunkEncoder
+from .chunk_context import ChunkEncoder
 from .ingest import FETCH_S
 
 if TYPE_CHECKING:
     from cacheblend.retriever import Retriever
+
+    from .prompt import PromptChunk
 
 logger = logging.getLogger(__name__)
 MAX_WAITING = 256  # missed chunks; beyond them the longest queue loses its last, which a later request misses again
@@ -63,12 +65,6 @@ class Foreground:
             self._changed.notify_all()
 
 
-class _Miss(NamedTuple):
-    token_ids: tuple[int, ...]
-    earlier: Sequence[Sequence[int]]  # the chunks of its document that it is computed after
-    document: DocumentVersion | None  # the ingested document that it is of
-
-
 class BackgroundPrecompute:
     """One thread that computes missed chunks' KV after their context and stores it.
 
@@ -87,33 +83,24 @@ class BackgroundPrecompute:
     def __init__(self, encoder: ChunkEncoder, store: KVStore, documents: Retriever, foreground: Foreground) -> None:
         self._encoder, self._store, self._documents, self._foreground = encoder, store, documents, foreground
         self._changed = threading.Condition()
-        self._queues: OrderedDict[str, OrderedDict[ChunkKey, _Miss]] = OrderedDict()  # by namespace; the first one is next
+        self._queues: OrderedDict[str, OrderedDict[ChunkKey, PromptChunk]] = OrderedDict()  # by namespace; the first is next
         self._missed = AdmissionFilter(REMEMBERED_MISSES)
         self._busy, self._took_s = False, 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="background-precompute", daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        key: ChunkKey,
-        token_ids: Sequence[int],
-        earlier: Sequence[Sequence[int]],
-        document: DocumentVersion | None = None,
-    ) -> None:
+    def submit(self, chunk: PromptChunk) -> None:
         """Have a missed chunk's KV computed and stored, some time after the running requests, if it is worth it.
 
-        Args:
-            key: the chunk's.
-            token_ids: the chunk's.
-            earlier: the chunks of its document that it is computed after.
-            document: the ingested document that it is of: its KV is stored only while that is there in this version, and is
-                dropped with it; but for a salt's, which is evicted by use. None for a text that a request brought.
+        KV of an ingested document is stored only while the document is there in the chunk's version, and is dropped with it;
+        but for a salt's, which is evicted by use.
         """
+        key = chunk.key
         with self._changed:
-            if self._closed or not self._is_worth(key, len(token_ids)):
+            if key is None or self._closed or not self._is_worth(key, len(chunk.token_ids)):
                 return
-            self._queues.setdefault(key.namespace, OrderedDict()).setdefault(key, _Miss(tuple(token_ids), earlier, document))
+            self._queues.setdefault(key.namespace, OrderedDict()).setdefault(key, chunk)
             if sum(map(len, self._queues.values())) > MAX_WAITING:
                 namespace, longest = max(reversed(self._queues.items()), key=lambda queue: len(queue[1]))
                 longest.popitem()
@@ -183,7 +170,7 @@ class BackgroundPrecompute:
                     self._busy, self._took_s = False, time.perf_counter() - began
                     self._changed.notify_all()
 
-    def _compute(self, key: ChunkKey, miss: _Miss) -> None:
+    def _compute(self, key: ChunkKey, miss: PromptChunk) -> None:
         lower_priority()
         self._put(key, self._encoder.compute(miss.token_ids, miss.earlier), miss.document)
 

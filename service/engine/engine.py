@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,10 +17,10 @@ from cacheblend.base.progress import Check, Progress
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
-from cacheblend.store import DocumentVersion, KVStore
+from cacheblend.store import KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
-from .chunk_contexts import ChunkContexts, ChunkEncoder
+from .chunk_context import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .documents import Documents
@@ -29,7 +28,7 @@ from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, inge
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import Prediction, calibrated, find_calibration, find_controller, find_loss, predict_costs
-from .prompt import PromptLayout, PromptRenderer, check_characters
+from .prompt import PromptChunk, PromptLayout, PromptRenderer, check_characters
 from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
 
 logger = logging.getLogger(__name__)
@@ -112,8 +111,7 @@ class Engine:
         prompt_tokens, costs = predict_costs(
             self.config,
             self.fusor,
-            self._prefiller.work,
-            self.controller,
+            self._prefiller.policy(None),
             prefix_tokens=len(self.prompts.prefix),
             chunks=num_chunks,
             tier="ram" if 2 * stats.ram.bytes > stats.nvme.bytes else "nvme",
@@ -272,15 +270,11 @@ class Engine:
         check()
         retrieved, chunks = time.perf_counter(), [one.chunk for one in scored]
         # 3. Lay out the prompt.
-        prompt = replace(
-            layout.tokens(chunks),
-            earlier=self._contexts.of_prompt(chunks),
-            documents=self._documents_of(chunks, brought=documents is not None),
-        )
         namespace = namespace_of(cache_salt)
+        prompt = layout.tokens(self._prompt_chunks(chunks, namespace, brought=documents is not None))
         # 4. Copy to this machine what only the remote tier has.
         if method in ("blend", "full_reuse"):
-            self._prefiller.fetch(prompt, namespace)
+            self._prefiller.fetch(prompt)
         return Request(
             method=method,
             recompute_ratio=recompute_ratio,
@@ -357,13 +351,16 @@ class Engine:
             chunks += [ScoredChunk(chunk, math.nan) for chunk in split]
         return chunks
 
-    def _documents_of(self, chunks: Sequence[Chunk], *, brought: bool) -> tuple[DocumentVersion | None, ...]:
-        """The ingested document that each chunk is of; None for a text that was brought and is not ingested as it is."""
-        documents = [(chunk.document_id, chunk.version) for chunk in chunks]
-        if not brought:
-            return tuple(documents)
-        known = {id_: self.retriever.version(id_) for id_, _ in set(documents)}
-        return tuple((id_, version) if known[id_] == version else None for id_, version in documents)
+    def _prompt_chunks(self, chunks: Sequence[Chunk], namespace: str, *, brought: bool) -> list[PromptChunk]:
+        """The rows of a prompt's chunks; text that stands between two of them has no document and no key."""
+        rows: list[PromptChunk] = []
+        for chunk, earlier in zip(chunks, self._contexts.of_prompt(chunks), strict=True):
+            version = chunk.document_id, chunk.version
+            # A text that was brought is an ingested document's only as long as it is ingested as it is.
+            is_ingested = not brought or self.retriever.version(chunk.document_id) == chunk.version
+            key = self._encoder.key(chunk.token_ids, earlier, namespace) if chunk.document_id else None
+            rows.append(PromptChunk(chunk.token_ids, key, version if is_ingested else None, earlier))
+        return rows
 
     def _check_open(self) -> None:
         if self._closed:

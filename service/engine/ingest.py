@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cacheblend.retriever import Chunk, EmbeddedDocument, Retriever
     from cacheblend.store import ChunkKey, DocumentVersion, KVStore
 
-    from .chunk_contexts import ChunkEncoder
+    from .chunk_context import ChunkEncoder
     from .documents import Documents
 
 logger = logging.getLogger(__name__)

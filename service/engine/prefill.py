@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError
 from cacheblend.blend import Fusor, LayerReport, ResidentLayers, Segment
-from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
-from cacheblend.store import BLOCK_TOKENS, ChunkKey, ChunkKV, KVHandle, KVStore, Placement
+from cacheblend.loader import LayerLoader, LoadingController, WorkEstimator
+from cacheblend.store import BLOCK_TOKENS, ChunkKV, KVStore
 
 from .background_precompute import BackgroundPrecompute
-from .chunk_contexts import ChunkEncoder
+from .blend_plan import BlendPlan, BlendPolicy, BlendSegment, Found, PlannedSegment, fresh_records, plan_blend
+from .chunk_context import ChunkEncoder
 from .config import EngineConfig
 from .prefix_cache import CachedPrefix, PrefixCache
 from .prompt import PromptTokens
-from .request import PlannedSegment, Request
+from .request import Request
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 PrefillSteps = Generator[LayerReport, None, None]
 
 
@@ -99,7 +98,7 @@ class Prefiller:
     def _full_recompute(self, request: Request) -> PrefillSteps:
         """Compute everything."""
         fused = yield from self._fusor.fuse_steps([Segment(request.prompt.token_ids)])
-        request.finish_prefill(fused, _fresh_after(0, request.prompt))
+        request.finish_prefill(fused, fresh_records(request.prompt))
 
     def _prefix_cache(self, request: Request) -> PrefillSteps:
         """Reuse what the prompt begins with as an earlier one did, exactly, in full blocks; compute the others."""
@@ -110,9 +109,10 @@ class Prefiller:
             LayerLoader(self._config.loader) as loader,
         ):
             request.lookup_s = time.perf_counter() - started
-            segments = [*_run_segments(prefix), Segment(token_ids[prefix.tokens :])]
+            found = _run_segment(prefix)
+            segments = [*_segments([found] if found else []), Segment(token_ids[prefix.tokens :])]
             fused = yield from self._fusor.fuse_steps(segments, source=prefix.record(loader))
-            first, *others = *_planned_run(prefix), *_fresh_after(prefix.tokens, request.prompt)
+            first, *others = *(found.records if found else ()), *fresh_records(request.prompt, prefix.tokens)
             request.prefix, request.load_s, request.loaded_bytes = prefix, loader.load_s, loader.bytes_by_tier
             request.finish_prefill(fused, [replace(first, key=prefix.key), *others])
 
@@ -133,71 +133,51 @@ class Prefiller:
         Raises:
             DamagedEntryError: a stored entry turned out to be damaged; it is a miss from now on.
         """
-        prompt, namespace = request.prompt, request.namespace
-        keys = self._keys(prompt, namespace)
-        started, watch = time.perf_counter(), _PreemptionWatch()
+        prompt, started = request.prompt, time.perf_counter()
         with (
-            self._find_prefix(prompt, ratio, namespace) as prefix,
-            self._store.pin(keys) as placements,
+            self._find_prefix(prompt, ratio, request.namespace) as prefix,
+            self._store.pin(prompt.keys) as stored,
             LayerLoader(self._config.loader) as loader,
         ):
-            # 1. Plan: the ratio, and whether full recompute is predicted to be faster.
-            exact, planned = self._exact_segments(prompt, prefix)
-            exact_tokens = sum(len(segment.token_ids) for segment in exact)
-            stored = [placement for placement in placements if placement is not None]
-            reusable = sum(len(placement.token_ids) for placement in stored)
-            fresh = len(prompt.token_ids) - reusable - exact_tokens
-            controller = self.controller if ratio is None else None
-            if controller is None:
-                loading, r_star = None, self._config.loader.quality_ratio
-                full = ratio is None and self.work.is_short(r_star, reusable, fresh, exact_tokens)
-            else:
-                layer = self._fusor.decoder.geometry.layers - 1
-                reads = [(placement.tier, placement.layer_bytes(layer)) for placement in stored]
-                loading = controller.plan(reads=reads, reusable=reusable, fresh=fresh, exact=exact_tokens)
-                full = loading.full_recompute
-            if full:
-                exact, planned, exact_tokens = [], [], 0
-            fusion = self._config.fusion_config(ratio if loading is None else loading.ratio)
-            planned_at = time.perf_counter()
-
-            # 2. Lay the segments end to end.
-            kvs: Sequence[KVHandle | None] = [None] * len(keys) if full else placements
-            before, after = prompt.prefix[exact_tokens:], prompt.suffix[max(0, exact_tokens - len(prompt.prefix)) :]
-            chunks = [Segment(chunk, kv) for chunk, kv in zip(prompt.chunks, kvs, strict=True)]
-            segments = [*exact, Segment(before), *chunks, Segment(after)]
-            planned += [*_fresh(before), *_planned_chunks(prompt, keys, kvs, placements), *_fresh(after)]
-            prefix.exact_tokens = next((prompt.start(at) for at, kv in enumerate(kvs) if kv is not None), None)
-            prefix.commit_blended = prompt.cache_suffix
-
-            # 3. Fuse, a layer a step; the loader reads the next layers meanwhile.
-            source = prefix.record(ResidentLayers() if full else loader)
-            fused = yield from watch.over(self._fusor.fuse_steps(segments, fusion, source))
-
-            # 4. Compare the plan with what it took, and note the result.
-            if controller is not None and loading is not None:
-                prefill_s = self._synchronized() - planned_at - watch.preempted_s
-                self._observe(controller, loading, loader.load_s, prefill_s, fused.wait_s)
-            request.lookup_s = planned_at - started
-            request.loading, request.prefix = loading, prefix
+            # 1. Plan: the ratio, or full recompute, and the segments with their KV.
+            found = Found(self._prefix_segment(prompt, prefix), prompt.by_chunk(stored))
+            plan = plan_blend(prompt, found, self.policy(ratio))
+            planned = time.perf_counter()
+            request.lookup_s = planned - started
+            prefix.exact_tokens, prefix.commit_blended = plan.exact_tokens, prompt.cache_suffix
+            # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
+            fusion = self._config.fusion_config(plan.ratio)
+            source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
+            steps = self._fusor.fuse_steps(_segments(plan.segments), fusion, source)
+            fused = yield from steps
+            # 3. Compare the plan with what it took, and note the result.
+            self._observe(plan, loader.load_s, self._synchronized() - planned - steps.preempted_s, fused.wait_s)
+            request.loading, request.prefix = plan.predicted, prefix
             request.load_s, request.loaded_bytes = loader.load_s, loader.bytes_by_tier
-            request.fused_ratio = None if full else fusion.recompute_ratio
-            request.finish_prefill(fused, planned)
-        # 5. Have the misses computed after the running requests.
-        for at, (key, chunk) in enumerate(zip(keys, prompt.chunks, strict=True)):
-            if placements[at] is None and not prompt.is_between(at):
-                self._background.submit(key, chunk, prompt.earlier_of(at), prompt.document_of(at))
+            request.fused_ratio = None if plan.full_recompute else plan.ratio
+            request.finish_prefill(fused, plan.records)
+        # 4. Have the misses computed after the running requests.
+        for chunk in plan.misses:
+            self._background.submit(chunk)
 
-    def fetch(self, prompt: PromptTokens, namespace: str) -> None:
+    def policy(self, ratio: float | None) -> BlendPolicy:
+        """How a blend's ratio is chosen: the one that a request asks for, or None for the controller's choice."""
+        return BlendPolicy(
+            ratio=ratio,
+            quality_ratio=self._config.loader.quality_ratio,
+            layers=self._fusor.decoder.geometry.layers,
+            controller=self.controller,
+            work=self.work,
+        )
+
+    def fetch(self, prompt: PromptTokens) -> None:
         """Fetch the KV of a prompt's chunks that nothing but the remote tier has, while that is faster than computing it."""
         if not self._store.has_remote:
             return
-        keys = self._keys(prompt, namespace)
-        missing = sum(len(chunk) for key, chunk in zip(keys, prompt.chunks, strict=True) if key not in self._store)
-        self._store.fetch(keys, (self.controller or self.work).full_s(missing))
-
-    def _keys(self, prompt: PromptTokens, namespace: str) -> list[ChunkKey]:
-        return [self._encoder.key(chunk, prompt.earlier_of(at), namespace) for at, chunk in enumerate(prompt.chunks)]
+        missing = [chunk for chunk in prompt.chunks if chunk.key is not None and chunk.key not in self._store]
+        if missing:
+            deadline_s = (self.controller or self.work).full_s(sum(len(chunk.token_ids) for chunk in missing))
+            self._store.fetch(prompt.keys, deadline_s)
 
     def _find_prefix(self, prompt: PromptTokens, ratio: float | None, namespace: str) -> AbstractContextManager[CachedPrefix]:
         """Look up what stands before the chunks: the chunks themselves are reused at any place, and blended anew."""
@@ -205,12 +185,12 @@ class Prefiller:
         limit = 0 if prompt.chunks and self._holds_prefix_of(prompt) else before
         return self._prefixes.find(prompt.token_ids, limit, namespace, "auto" if ratio is None else str(float(ratio)))
 
-    def _exact_segments(self, prompt: PromptTokens, prefix: CachedPrefix) -> tuple[list[Segment], list[PlannedSegment]]:
-        """The longest exact KV at hand that the prompt begins with, for the fusor and for the plan."""
+    def _prefix_segment(self, prompt: PromptTokens, prefix: CachedPrefix) -> BlendSegment | None:
+        """The longest exact KV at hand that the prompt begins with."""
         if self._holds_prefix_of(prompt) and prefix.tokens <= len(prompt.prefix):
-            planned = PlannedSegment(kind="exact", token_ids=prompt.prefix, tier="memory")
-            return [Segment(prompt.prefix, self._prefix_kv, exact=True)], [planned]
-        return _run_segments(prefix), _planned_run(prefix)
+            record = PlannedSegment(kind="exact", token_ids=prompt.prefix, tier="memory")
+            return BlendSegment(prompt.prefix, self._prefix_kv, exact=True, records=(record,))
+        return _run_segment(prefix)
 
     def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
         return self._prefix_kv is not None and prompt.prefix == self._encoder.prefix_ids
@@ -221,88 +201,35 @@ class Prefiller:
             torch.cuda.current_stream(self._fusor.decoder.device).synchronize()
         return time.perf_counter()
 
-    def _observe(
-        self,
-        controller: LoadingController,
-        plan: LoadingPlan,
-        load_s: float,
-        prefill_s: float,
-        wait_s: float,
-    ) -> None:
+    def _observe(self, plan: BlendPlan, load_s: float, prefill_s: float, wait_s: float) -> None:
         """Log what was predicted beside what it took, and let the controller learn from it."""
+        loading, controller = plan.predicted, self.controller
+        if loading is None or controller is None:
+            return
         # A GPU computes while the host waits, so there the two can be separated only where the host hardly waited.
         waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * prefill_s
-        controller.record(plan, load_s=load_s, compute_s=None if waited else prefill_s - wait_s)
+        controller.record(loading, load_s=load_s, compute_s=None if waited else prefill_s - wait_s)
         logger.info(
             "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
-            "full recompute" if plan.full_recompute else f"ratio {plan.ratio}",
+            "full recompute" if loading.full_recompute else f"ratio {loading.ratio}",
             prefill_s,
-            plan.prefill_s,
+            loading.prefill_s,
             load_s,
-            0.0 if plan.full_recompute else plan.load_s,
+            0.0 if loading.full_recompute else loading.load_s,
         )
 
 
-class _PreemptionWatch:
-    """Seconds in which others ran between a request's steps."""
-
-    def __init__(self) -> None:
-        self.preempted_s = 0.0
-
-    def over(self, steps: Generator[LayerReport, None, T]) -> Generator[LayerReport, None, T]:
-        """The same steps, with a pause after each."""
-        with closing(steps):
-            while True:
-                try:
-                    report = next(steps)
-                except StopIteration as done:
-                    result: T = done.value
-                    return result
-                paused = time.perf_counter()
-                yield report
-                self.preempted_s += time.perf_counter() - paused
+def _segments(planned: Iterable[BlendSegment]) -> list[Segment]:
+    """Planned segments for the fusor."""
+    return [Segment(segment.token_ids, segment.kv, segment.exact) for segment in planned]
 
 
-def _fresh(*parts: tuple[int, ...]) -> list[PlannedSegment]:
-    """Parts of a prompt that are computed whole."""
-    return [PlannedSegment(kind="fresh", token_ids=token_ids) for token_ids in parts if token_ids]
-
-
-def _fresh_after(tokens: int, prompt: PromptTokens) -> list[PlannedSegment]:
-    """What is computed of a prompt after its first `tokens` tokens."""
-    parts: list[tuple[int, ...]] = []
-    for part in (prompt.prefix, *prompt.chunks, prompt.suffix):
-        parts.append(part[tokens:])
-        tokens = max(0, tokens - len(part))
-    return _fresh(*parts)
-
-
-def _run_segments(prefix: CachedPrefix) -> list[Segment]:
-    """The run that was found, for the fusor."""
-    return [] if prefix.run is None else [Segment(prefix.run.token_ids, prefix.run, exact=True)]
-
-
-def _planned_run(prefix: CachedPrefix) -> list[PlannedSegment]:
-    """The run that was found, for the plan: its exact part, and its blended one."""
-    if prefix.run is None:
-        return []
-    border = prefix.run.first_chain_blocks * BLOCK_TOKENS
-    parts = (("exact", prefix.run.token_ids[:border]), ("blended", prefix.run.token_ids[border:]))
-    return [PlannedSegment(kind=kind, token_ids=token_ids, tier="memory") for kind, token_ids in parts if token_ids]
-
-
-def _planned_chunks(
-    prompt: PromptTokens,
-    keys: Sequence[ChunkKey],
-    kvs: Sequence[KVHandle | None],
-    placements: Sequence[Placement | None],
-) -> Iterator[PlannedSegment]:
-    """The chunks for the plan. What is stored and was not used, for full recompute, is neither a hit nor a miss."""
-    for at, (chunk, kv, placement) in enumerate(zip(prompt.chunks, kvs, placements, strict=True)):
-        yield PlannedSegment(
-            kind="fresh" if kv is None else "reused",
-            token_ids=chunk,
-            key=None if kv is None and (placement is not None or prompt.is_between(at)) else str(keys[at]),
-            tier=placement.tier if kv is not None and placement is not None else None,
-            earlier=prompt.earlier_of(at),
-        )
+def _run_segment(prefix: CachedPrefix) -> BlendSegment | None:
+    """The run of blocks that was found, in the records its exact part and its blended one; None where none was found."""
+    run = prefix.run
+    if run is None:
+        return None
+    border = run.first_chain_blocks * BLOCK_TOKENS
+    parts = (("exact", run.token_ids[:border]), ("blended", run.token_ids[border:]))
+    records = (PlannedSegment(kind=kind, token_ids=token_ids, tier="memory") for kind, token_ids in parts if token_ids)
+    return BlendSegment(run.token_ids, run, exact=True, records=tuple(records))

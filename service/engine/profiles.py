@@ -18,7 +18,6 @@ from cacheblend.loader import (
     LoaderConfig,
     LoadingController,
     Profile,
-    WorkEstimator,
     copied_tiers,
     describe_device,
     read_calibration,
@@ -27,6 +26,7 @@ from cacheblend.loader import (
 from cacheblend.loader.calibration import prefix_digest
 from cacheblend.store.codecs import CODECS, LayerShape
 
+from .blend_plan import BlendCounts, BlendPolicy
 from .config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -232,8 +232,7 @@ def find_loss(config: EngineConfig, calibration: Calibration | None) -> LossCurv
 def predict_costs(
     config: EngineConfig,
     fusor: Fusor,
-    work: WorkEstimator,
-    controller: LoadingController | None,
+    policy: BlendPolicy,
     *,
     prefix_tokens: int,
     chunks: int,
@@ -244,8 +243,7 @@ def predict_costs(
     Args:
         config: chunk size and codec.
         fusor: the model.
-        work: counts the rows.
-        controller: predicts the seconds; None without a profile.
+        policy: estimates the work, and with a profile the seconds.
         prefix_tokens: that every prompt begins with, whose KV is there.
         chunks: in the prompt.
         tier: where their KV is read from.
@@ -258,9 +256,9 @@ def predict_costs(
     shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
     reads = [(tier, CODECS[config.kv_cache_dtype].encoded_shape(shape).nbytes)] * chunks
 
-    def cost(ratio: float) -> CostPoint:
-        seconds = None if controller is None else controller.predict_s(ratio, reads, reusable, fresh, prefix_tokens)
-        share = 1.0 if ratio >= 1 else work.share(ratio, reusable, fresh, prefix_tokens)
-        return CostPoint(ratio=ratio, work_share=share, prefill_s=seconds)
-
-    return prefix_tokens + reusable + fresh, tuple(map(cost, RATIOS))
+    counts = BlendCounts(tuple(reads), reusable, fresh, prefix_tokens)
+    costs = (
+        CostPoint(ratio=ratio, work_share=policy.share(ratio, counts), prefill_s=policy.predict_s(ratio, counts))
+        for ratio in RATIOS
+    )
+    return prefix_tokens + reusable + fresh, tuple(costs)

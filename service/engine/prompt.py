@@ -5,27 +5,44 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
 from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.retriever import Chunk, PlainTokenizer
-from cacheblend.store import DocumentVersion
+from cacheblend.store import ChunkKey, DocumentVersion
 
+T = TypeVar("T")
 # The words around a question where nobody asks for others.
 BEFORE_QUESTION = "Question: "
 AFTER_QUESTION = "\nAnswer:"
 MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
 FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
-BETWEEN = ""  # in place of a document's id: text between two chunks, whose KV is of no use in another prompt
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
 
 
 _Piece = tuple[str, tuple[int, ...]] | Chunk  # of a prompt: text and its token ids, or a chunk
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """A chunk in a prompt, or text that stands between two chunks.
+
+    Args:
+        token_ids: its token ids.
+        key: the store's key of its KV; None for text between two chunks, whose KV is of no use in another prompt.
+        document: id and version of the ingested document that it is of; None for a text that the request brought.
+        earlier: the chunks of its document that its KV is computed after.
+    """
+
+    token_ids: tuple[int, ...]
+    key: ChunkKey | None = None
+    document: DocumentVersion | None = None
+    earlier: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,43 +51,39 @@ class PromptTokens:
 
     Args:
         prefix: before the chunks.
-        chunks: of each.
+        chunks: the chunks, and what stands between them.
         suffix: after them; it holds the question.
-        document_ids: which document each chunk is of; empty where nobody knows. `BETWEEN` for text between two chunks.
-        cache_suffix: whether a later prompt may begin with all of this one, chunks and answer included: then its blended KV is
-            kept for that.
-        earlier: for each chunk the chunks of its document which its KV is computed after; empty where nobody knows.
-        documents: id and version of the ingested document that each chunk is of, or None; empty where nobody knows.
+        cache_suffix: whether a later prompt may begin with all of this one, chunks and answer included: then its blended KV
+            stays in the prefix cache for that.
     """
 
     prefix: tuple[int, ...]
-    chunks: tuple[tuple[int, ...], ...]
+    chunks: tuple[PromptChunk, ...]
     suffix: tuple[int, ...]
-    document_ids: tuple[str, ...] = ()
     cache_suffix: bool = True
-    earlier: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    documents: tuple[DocumentVersion | None, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The whole prompt."""
-        return (*self.prefix, *(token for chunk in self.chunks for token in chunk), *self.suffix)
+        """The prompt."""
+        return (*self.prefix, *(token for ids in self.chunk_ids for token in ids), *self.suffix)
 
-    def start(self, index: int) -> int:
-        """Position of a chunk's first token."""
-        return len(self.prefix) + sum(map(len, self.chunks[:index]))
+    @property
+    def chunk_ids(self) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each chunk."""
+        return tuple(chunk.token_ids for chunk in self.chunks)
 
-    def earlier_of(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """The chunks of its document that a chunk's KV is computed after."""
-        return self.earlier[index] if self.earlier else ()
+    @property
+    def keys(self) -> list[ChunkKey]:
+        """The keys of the chunks that may be stored, in order."""
+        return [chunk.key for chunk in self.chunks if chunk.key is not None]
 
-    def document_of(self, index: int) -> DocumentVersion | None:
-        """The ingested document that a chunk is of; None for a text that the request brought."""
-        return self.documents[index] if self.documents else None
+    def by_chunk(self, found: Iterable[T]) -> list[T | None]:
+        """For each chunk that has a key the next of `found`, which stands in the order of `keys`; None for the others."""
+        left = iter(found)
+        return [None if chunk.key is None else next(left) for chunk in self.chunks]
 
-    def is_between(self, index: int) -> bool:
-        """Whether what stands in a chunk's place is text between two of them."""
-        return bool(self.document_ids) and self.document_ids[index] == BETWEEN
+    def __len__(self) -> int:
+        return len(self.prefix) + sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.suffix)
 
     def check_length(self, max_tokens: int | None, max_positions: int | None) -> int:
         """The most tokens of the answer; refuses a prompt that leaves no room for one.
@@ -82,7 +95,7 @@ class PromptTokens:
         Raises:
             PromptTooLongError: prompt and answer are longer than the model's positions.
         """
-        tokens = len(self.token_ids)
+        tokens = len(self)
         if max_positions is None:
             return MAX_NEW_TOKENS if max_tokens is None else max_tokens
         if tokens + (max_tokens or 1) > max_positions:
@@ -101,15 +114,9 @@ class PromptLayout:
     suffix: tuple[int, ...]
     cache_suffix: bool = True
 
-    def tokens(self, chunks: Sequence[Chunk]) -> PromptTokens:
+    def tokens(self, chunks: Iterable[PromptChunk]) -> PromptTokens:
         """The prompt over chunks, each with the very ids that it was precomputed with."""
-        return PromptTokens(
-            self.prefix,
-            tuple(chunk.token_ids for chunk in chunks),
-            self.suffix,
-            tuple(chunk.document_id for chunk in chunks),
-            self.cache_suffix,
-        )
+        return PromptTokens(self.prefix, tuple(chunks), self.suffix, self.cache_suffix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +248,7 @@ class PromptRenderer:
             parts: of each message's text, in order: text, and at least one chunk in all.
 
         Returns:
-            What stands around the chunks, and the chunks; text between two of them is one too, of the document `BETWEEN`.
+            What stands around the chunks, and the chunks; text between two of them is one too, with an empty document id.
 
         Raises:
             InputError, PromptTooLongError: see `chat`.
@@ -269,7 +276,7 @@ class PromptRenderer:
             chunks.append(piece)
             ids = tuple(token for _, part in between for token in part)
             if ids and place != places[-1]:
-                chunks.append(Chunk(BETWEEN, "", 0, "", "".join(text for text, _ in between), ids))
+                chunks.append(Chunk("", "", 0, "", "".join(text for text, _ in between), ids))
         prefix, suffix = (tuple(token for _, part in run for token in part) for run in (texts[0], texts[-1]))
         return PromptLayout(prefix, suffix, cache_suffix=False), chunks
 

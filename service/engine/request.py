@@ -18,6 +18,7 @@ from cacheblend.blend import FusionResult
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import ScoredChunk
 
+from .blend_plan import PlannedSegment
 from .config import UNSALTED
 from .prefix_cache import CachedPrefix
 from .prompt import PromptTokens
@@ -77,26 +78,6 @@ class FirstTokenClock(BaseStreamer):
 
     def end(self) -> None:
         """Called by `generate` at the end; nothing to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSegment:
-    """One segment of a prompt as it was run.
-
-    Args:
-        kind: "exact" (a cached prefix), "blended" (the same, as an earlier blended request left it: approximate), "reused"
-            (blended or reused chunk KV) or "fresh" (recomputed whole, in context).
-        token_ids: its token ids.
-        key: hex of the store's key, or with "prefix_cache" the hash of a block; None where nothing is looked up.
-        tier: "ram", "nvme", "memory" (held by the engine), or None for what was computed now.
-        earlier: the chunks of its document that a chunk's KV is computed after.
-    """
-
-    kind: str
-    token_ids: tuple[int, ...] = field(repr=False)
-    key: str | None = None
-    tier: str | None = None
-    earlier: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,8 +83,8 @@ def test_chunks_are_searched_in_all_documents(folder: Path, embedder: FakeEmbedd
     tokenizer = tiny_tokenizer()
     rooms, travel = source.requests(tokenizer, None, embedder)
     assert {len(request.prompt.chunks) for request in (rooms, travel)} == {3}
-    assert set(rooms.prompt.document_ids) == {"rooms.txt"}
-    assert set(travel.prompt.document_ids) == {"travel.md"}
+    assert {chunk.document for chunk in rooms.prompt.chunks} == {("rooms.txt", "")}
+    assert {chunk.document for chunk in travel.prompt.chunks} == {("travel.md", "")}
     assert "Question: In which season" in tokenizer.decode(rooms.prompt.prefix)
     assert tokenizer.decode(rooms.prompt.suffix) == "Question: Where are rooms booked?\nAnswer:"
     empty = folder.parent / "empty"

@@ -27,7 +27,7 @@ def request_(fusor: Fusor, source: FileSource, embedder: FakeEmbedder) -> Reques
 
 @pytest.fixture(scope="module")
 def resident(fusor: Fusor, request_: Request) -> ResidentRequest:
-    cached, prefix = EverythingCached().cached(request_.prompt.chunks)
+    cached, prefix = EverythingCached().cached(request_.prompt.chunk_ids)
     return ResidentRequest(fusor, request_, StoredContexts(fusor, request_.prompt.prefix), cached, prefix)
 
 
@@ -58,14 +58,14 @@ def test_prefix_caching_is_exact(answers: dict[str, MethodAnswer], request_: Req
     full, prefix = answers["full_recompute"], answers["prefix_cache"]
     assert prefix.token_ids == full.token_ids
     assert _deviation(prefix, answers) < 1e-9
-    assert prefix.recomputed_tokens == full.recomputed_tokens - len(request_.prompt.prefix) - len(request_.prompt.chunks[0])
+    assert prefix.recomputed_tokens == full.recomputed_tokens - len(request_.prompt.prefix) - len(request_.prompt.chunk_ids[0])
     assert prefix.loaded_bytes > 0 == full.loaded_bytes
 
 
 def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], request_: Request) -> None:
     """Full reuse runs the question alone; blending and its control the same number of tokens; EPIC the chunks' starts."""
     question = len(request_.prompt.suffix)
-    reusable = sum(map(len, request_.prompt.chunks))
+    reusable = sum(map(len, request_.prompt.chunk_ids))
     assert answers["full_reuse"].recomputed_tokens == question
     for name in ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "random_tokens"):
         assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=1)
@@ -98,21 +98,21 @@ def test_bytes_loaded_leave_layer_0_out_where_it_runs(answers: dict[str, MethodA
 def test_contexts(fusor: Fusor, request_: Request, source: FileSource, embedder: FakeEmbedder, tmp_path: Path) -> None:
     """Each name is another context of the chunks' KV, which is the model's own after just that, and gives other logits."""
     *_, other_request = source.requests(fusor.tokenizer, None, embedder)
-    other = other_request.prompt.chunks[0]
+    other = other_request.prompt.chunk_ids[0]
     (tmp_path / "filler.txt").write_text(fusor.tokenizer.decode(other[:40]))
     prompt = request_.prompt
     contexts = StoredContexts(fusor, prompt.prefix, str(tmp_path / "filler.txt"))
-    resident = ResidentRequest(fusor, request_, contexts, *EverythingCached().cached(prompt.chunks))
+    resident = ResidentRequest(fusor, request_, contexts, *EverythingCached().cached(prompt.chunk_ids))
     filler = contexts["default"][1].filler_ids
     assert filler
-    assert any(prompt.earlier)
+    assert any(chunk.earlier for chunk in prompt.chunks)
     bos = (fusor.tokenizer.bos_token_id,)
-    for index, (chunk, earlier) in enumerate(zip(prompt.chunks, prompt.earlier, strict=True)):
+    for index, (chunk, earlier) in enumerate((one.token_ids, one.earlier) for one in prompt.chunks):
         expected = {
             "default": (prompt.prefix, (*filler, *_joined(earlier))),
             "filler": (prompt.prefix, filler),
             "document": (prompt.prefix, _joined(earlier)),
-            "neighbour": (prompt.prefix, prompt.chunks[index - 1]),
+            "neighbour": (prompt.prefix, prompt.chunk_ids[index - 1]),
             "head": (prompt.prefix, ()),
             "bos": (bos, ()),
         }
@@ -140,7 +140,7 @@ def _joined(chunks: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def test_a_chunk_not_yet_seen_is_a_hole(fusor: Fusor, request_: Request) -> None:
     """With nothing in the cache blending and prefix caching are full recompute; what a request used is there for the next."""
     history = SeenBefore()
-    chunks = request_.prompt.chunks
+    chunks = request_.prompt.chunk_ids
     assert history.cached(chunks) == ((False,) * len(chunks), 0)
     cold = ResidentRequest(fusor, request_, StoredContexts(fusor, request_.prompt.prefix), *history.cached(chunks))
     for name, method in make_methods(plan_methods(METHODS, [0.3]), fusor).items():

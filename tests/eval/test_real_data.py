@@ -14,7 +14,7 @@ from cacheblend.eval.method_plan import METHODS
 from cacheblend.eval.run.folder import EvalConfig, RunFolder
 from cacheblend.eval.run.runner import evaluate
 
-DATA = Path(os.environ.get("CACHEBLEND_DATA", "data"))
+DATA = Path(os.environ.get("CACHEBLEND_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def need(name: str) -> Path:

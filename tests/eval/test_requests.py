@@ -27,6 +27,7 @@ from cacheblend.eval.data import (
     read_examples,
 )
 from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, prompt_renderer
+from cacheblend.service.engine.prompt import PromptTokens
 
 EXAMPLE = Example("1", "Who?", ("she",), (Passage("", "text"),), Task.QA)
 
@@ -79,11 +80,11 @@ def test_long_cases_lose_chunks_from_the_middle() -> None:
     """Middle chunks go first, then the end of the last one left; what went is counted, and the question is never cut."""
     chunks = [[index] * 10 for index in range(5)]
     whole = make_request(EXAMPLE, [0], chunks, [9, 9], 53)
-    assert (whole.prompt.chunks, whole.dropped_chunks, whole.cut_tokens) == (tuple(map(tuple, chunks)), 0, 0)
+    assert (whole.prompt.chunk_ids, whole.dropped_chunks, whole.cut_tokens) == (tuple(map(tuple, chunks)), 0, 0)
     fewer = make_request(EXAMPLE, [0], chunks, [9, 9], 52)
-    assert ([chunk[0] for chunk in fewer.prompt.chunks], fewer.dropped_chunks, fewer.cut_tokens) == ([0, 1, 3, 4], 1, 10)
+    assert ([chunk[0] for chunk in fewer.prompt.chunk_ids], fewer.dropped_chunks, fewer.cut_tokens) == ([0, 1, 3, 4], 1, 10)
     one = make_request(EXAMPLE, [0], chunks, [9, 9], 9)
-    assert (one.prompt.chunks, one.dropped_chunks, one.cut_tokens) == (((0,) * 6,), 4, 44)
+    assert (one.prompt.chunk_ids, one.dropped_chunks, one.cut_tokens) == (((0,) * 6,), 4, 44)
     with pytest.raises(PromptTooLongError, match="case 1"):
         make_request(EXAMPLE, [0], chunks, [9, 9], 3)
 
@@ -95,11 +96,11 @@ def test_the_papers_prompt(tmp_path: Path, embedder: FakeEmbedder) -> None:
     requests = list(FileSource(name="musique", data=str(tmp_path)).requests(tokenizer, None, embedder))
     assert [request.example.id for request in requests] == ["case-3", "case-4"]
     for request, number in zip(requests, (3, 4), strict=True):
-        assert tokenizer.decode(request.prompt.chunks[0]).startswith(f"Title {number}")
+        assert tokenizer.decode(request.prompt.chunk_ids[0]).startswith(f"Title {number}")
         assert tokenizer.decode(request.prompt.suffix).startswith(
             f"Question: Where does person {number} live? Answer within 5 words."
         )
-        assert max(map(len, request.prompt.chunks)) <= 516
+        assert max(map(len, request.prompt.chunk_ids)) <= 516
     assert len(list(FileSource(name="musique", data=str(tmp_path), cases=1).requests(tokenizer, None, embedder))) == 1
 
 
@@ -112,7 +113,7 @@ def test_the_extended_preset_shares_a_corpus(tmp_path: Path, embedder: FakeEmbed
     assert sorted(ids) == sorted(f"case-{index}" for index in range(12))
     assert ids != [f"case-{index}" for index in range(12)]
     assert [request.is_warm_up for request in requests] == [True] * 2 + [False] * 10
-    assert all(len(request.prompt.chunks) == 6 for request in requests)  # more than a case has
+    assert all(len(request.prompt.chunk_ids) == 6 for request in requests)  # more than a case has
     again = FileSource(name="2wikimqa_shared", data=str(tmp_path), preset=PRESETS["extended"], seed=1)
     seen: list[tuple[int, int]] = []
     others = again.requests(tiny_tokenizer(), None, embedder, on_corpus=lambda *step: seen.append(step))
@@ -127,7 +128,7 @@ def test_few_shot_examples_are_chunks(tmp_path: Path, embedder: FakeEmbedder) ->
     tokenizer = tiny_tokenizer()
     (request,) = FileSource(name="samsum", data=str(tmp_path)).requests(tokenizer, None, embedder)
     assert len(request.prompt.token_ids) <= 3400 < len(request.prompt.token_ids) + request.cut_tokens
-    texts = [tokenizer.decode(chunk) for chunk in request.prompt.chunks]
+    texts = [tokenizer.decode(chunk) for chunk in request.prompt.chunk_ids]
     assert texts[0].startswith("Dialogue: number 0 ")
     assert texts[-1].startswith("Dialogue: number 39 ")
     assert tokenizer.decode(request.prompt.suffix) == "Dialogue: hello\nSummary:"
@@ -144,7 +145,7 @@ def test_passages_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:
     def chunks(preset: Preset, limit: int | None = None) -> list[str]:
         source = FileSource(name="musique", data=str(tmp_path), preset=preset)
         (request,) = source.requests(tokenizer, limit, embedder)
-        return [tokenizer.decode(chunk) for chunk in request.prompt.chunks]
+        return [tokenizer.decode(chunk) for chunk in request.prompt.chunk_ids]
 
     texts = [f"{passage['title']}\n{passage['text']}\n\n" for passage in passages]
     assert chunks(Preset(chunking="passage")) == texts
@@ -155,7 +156,7 @@ def test_passages_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:
     assert all(len(tokenizer(text).input_ids) <= 132 for text in split)
     write(tmp_path, "samsum", [case(0, passages=passages, task="summarization")])
     source = FileSource(name="samsum", data=str(tmp_path), preset=Preset(top_k=2))
-    assert [len(request.prompt.chunks) for request in source.requests(tokenizer, None, embedder)] == [2]
+    assert [len(request.prompt.chunk_ids) for request in source.requests(tokenizer, None, embedder)] == [2]
 
 
 @pytest.mark.parametrize("changes", [{"chunking": "word"}, {"order": "best"}, {"prompt": "haiku"}, {"top_k": 0}])
@@ -174,15 +175,19 @@ def test_orders_have_the_same_chunks() -> None:
 
     def order_of(request: Request, order: str) -> tuple[str, ...]:
         arranged = arrange(request, order, lambda chunk: texts[chunk[0]]).prompt
-        assert [texts[chunk[0]] for chunk in arranged.chunks] == [texts["abcde".index(id_)] for id_ in arranged.document_ids]
+        assert [texts[chunk[0]] for chunk in arranged.chunk_ids] == [texts["abcde".index(id_)] for id_ in ids_of(arranged)]
         assert (arranged.prefix, arranged.suffix) == ((0,), (9,))
-        return arranged.document_ids
+        return ids_of(arranged)
 
     assert [order_of(whole, order) for order in ORDERS] == [tuple("abcde"), tuple("edcba"), tuple("acbde")]
     other = make_request(
         replace_answers(["sea", ""]), [0], [[index] for index in range(5)], [9], None, document_ids=list("abcde")
     )
     assert order_of(other, "gold-middle") == tuple("abcde")
+
+
+def ids_of(prompt: PromptTokens) -> tuple[str, ...]:
+    return tuple(chunk.document[0] for chunk in prompt.chunks if chunk.document is not None)
 
 
 def replace_answers(answers: list[str]) -> Example:

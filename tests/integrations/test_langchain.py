@@ -61,10 +61,10 @@ def test_the_prompt_is_unchanged(engine: Engine, retriever: CacheBlendRetriever,
     rendered = template.format(context=joined(retriever.invoke(QUESTION)), question=QUESTION)
     located = engine.chunk_texts.locate(rendered)
     assert "".join(p if isinstance(p, str) else p.text + "\n\n" for p in located.parts) == rendered
-    from cacheblend.service.engine.prompt import Message
+    from cacheblend.service.engine.prompt import Message, PromptChunk
 
     layout, chunks = engine.prompts.chat_around([Message("user", rendered)], [located.parts])
-    token_ids = layout.tokens(chunks).token_ids
+    token_ids = layout.tokens(PromptChunk(chunk.token_ids) for chunk in chunks).token_ids
     assert engine.fusor.tokenizer.decode(token_ids) == f"<s>{rendered}\nAnswer:"
 
 

@@ -12,7 +12,7 @@ import torch
 from cacheblend.blend import ExplicitPositions, FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service import Answer, AnswerPlan
-from cacheblend.service.engine.chunk_contexts import chunk_context
+from cacheblend.service.engine.chunk_context import chunk_context
 from cacheblend.service.engine.config import INSTRUCTION
 from cacheblend.service.engine.prompt import PromptRenderer
 

@@ -48,10 +48,10 @@ def prompt(*order: int) -> tuple[list[int], list[list[int]]]:
 
 def own_logits(fusor: Fusor, served: Served, order: tuple[int, ...], ratio: float) -> torch.Tensor:
     """Log probabilities that the project's own fusor gives, over the very entries that vLLM's worker has stored."""
-    keys = served.scheduler.connector._scheduler._keys
+    keys = served.scheduler.connector._scheduler._naming
     assert keys.model == fusor.fingerprint
     with KVStore(StoreConfig(directory=served.store / "kv")) as store:
-        kvs = [store.get(keys.key(CHUNKS[index], (), None)) for index in order]
+        kvs = [store.get(keys.key(CHUNKS[index], ())) for index in order]
     assert None not in kvs
     chunks = [Segment(CHUNKS[index], kv) for index, kv in zip(order, kvs, strict=True)]
     fused = fusor.fuse([Segment(HEAD), *chunks, Segment(QUESTION)], FusionConfig(recompute_ratio=ratio))
@@ -162,7 +162,7 @@ def test_a_long_opening_is_computed_once(served: Served) -> None:
         again = served.ask(tokens)
         assert again.num_cached_tokens == 64  # the opening's full blocks, which the blend has written
         assert float((first_logprobs(again) - first_logprobs(exact)).abs().max()) < 1e-3
-    assert list(served.connector._worker._openings) == [tuple(opening)]
+    assert list(served.connector._worker._prefixes) == [tuple(opening)]
 
 
 def test_precomputed_kv_is_without_its_queries(served: Served) -> None:
@@ -199,10 +199,10 @@ def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServ
         report = served.ask(tokens, marks["chunks"], documents=marks["documents"]).kv_transfer_params["cacheblend"]
         assert (report["blended"], report["hits"]) == (True, len(marks["chunks"])), report
         served.precompute(*([chunk] for chunk in CHUNKS))
-        keys, worker = served.connector._worker._keys, served.connector._worker
-        own = fusor.precompute_documents([([chunk], [0]) for chunk in CHUNKS], keys.head, keys.context)
+        keys, worker = served.connector._worker._naming, served.connector._worker
+        own = fusor.precompute_documents([([chunk], [0]) for chunk in CHUNKS], keys.prefix_ids, keys.context)
         for chunk, kv in zip(CHUNKS, own, strict=True):
-            stored = worker._store.get(keys.key(chunk, (), None))
+            stored = worker._store.get(keys.key(chunk, ()))
             for mine, other in zip(kv.layers, stored.layers, strict=True):
                 assert all(float((x - y).abs().max()) < 1e-4 for x, y in zip(mine, other, strict=True))
 
@@ -282,7 +282,7 @@ def test_a_damaged_entry_is_a_miss(make_model: MakeModel, open_served: OpenServe
     """An entry whose bytes were changed on disk is recomputed in the prompt, and the others are hits."""
     with open_served(make_model("llama"), connector={"ram_budget_bytes": 1}) as served:
         served.precompute(*([chunk] for chunk in CHUNKS))
-        key = served.connector._worker._keys.key(CHUNKS[1], (), None)
+        key = served.connector._worker._naming.key(CHUNKS[1], ())
         (path,) = [path for path in Path(served.store).rglob("*") if path.is_file() and str(key) in path.name]
         content = bytearray(path.read_bytes())
         content[-1000] ^= 255
@@ -335,9 +335,9 @@ def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, 
         plain = [[[int(token) for token in chunk]] for chunk in CHUNKS]
         assert served.llm.collective_rpc("cacheblend_precompute", args=(plain, None, None)) == [[3, 0], [3, 0]]
         stored = served.scheduler.connector._scheduler._stored
-        keys = served.scheduler.connector._scheduler._keys
+        keys = served.scheduler.connector._scheduler._naming
         deadline = time.monotonic() + 60
-        while not all(stored([keys.key(chunk, (), None) for chunk in CHUNKS])) and time.monotonic() < deadline:
+        while not all(stored([keys.key(chunk, ()) for chunk in CHUNKS])) and time.monotonic() < deadline:
             time.sleep(0.1)  # one rank writes, in the background
         tokens, spans = prompt(2, 0, 1)
         exact = first_logprobs(served.ask(tokens))

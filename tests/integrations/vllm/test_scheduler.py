@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import ChunkContext, KVGeometry
 from cacheblend.integrations.vllm.config import ConnectorConfig
-from cacheblend.integrations.vllm.keys import ChunkKeys
 from cacheblend.integrations.vllm.marks import Marks
 from cacheblend.integrations.vllm.scheduler import BlendScheduler
+from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.store import ChunkKey
 
 BLOCK = 4
-KEYS = ChunkKeys((1, 2), ChunkContext(filler_ids=(3,), document_tokens=100), "model", "raw")
+KEYS = ChunkNaming((1, 2), ChunkContext(filler_ids=(3,), document_tokens=100), "model", "raw")
 TOKENS = list(range(100, 180))  # two chunks of 32 between 5 and 11 others
 CHUNKS = [[5, 37], [37, 69]]
 
@@ -56,7 +56,7 @@ class _Request(SimpleNamespace):
 
 
 def _scheduler(ratio: float = 0.1, stored: bool = True) -> BlendScheduler:
-    return BlendScheduler(KEYS, lambda keys: [stored] * len(keys), ratio, BLOCK, opening_tokens=100)
+    return BlendScheduler(KEYS, lambda keys: [stored] * len(keys), ratio, BLOCK, prefix_tokens=100)
 
 
 def _marked(**more: Any) -> dict[str, Any]:
@@ -163,25 +163,25 @@ def test_missed_chunks_keep_the_engine_stepping_until_they_are_stored() -> None:
     assert not scheduler.has_misses
 
 
-@pytest.mark.parametrize(("opening_tokens", "handed_over"), [(149, 0), (150, 109)])
-def test_an_opening_that_workers_do_not_keep_counts_as_computed(opening_tokens: int, handed_over: int) -> None:
-    """A long opening that is in vLLM's prefix cache, and in no worker's memory, costs the blend more than vLLM has left."""
+@pytest.mark.parametrize(("prefix_tokens", "handed_over"), [(149, 0), (150, 109)])
+def test_a_prefix_that_workers_do_not_keep_counts_as_computed(prefix_tokens: int, handed_over: int) -> None:
+    """A long prefix that is in vLLM's prefix cache, and in no worker's memory, costs the blend more than vLLM has left."""
     tokens = [7] * 150 + list(range(110))
-    scheduler = BlendScheduler(KEYS, lambda keys: [True] * len(keys), 0.1, BLOCK, opening_tokens)
+    scheduler = BlendScheduler(KEYS, lambda keys: [True] * len(keys), 0.1, BLOCK, prefix_tokens)
     request = _Request({"cacheblend": {"chunks": [[150, 250]]}}, tokens)
     scheduler.arrive(request)
     assert scheduler.matched(request, 150) == handed_over
 
 
-def test_openings_have_a_part_of_the_ram_budget() -> None:
-    """The store and the kept openings of all workers take no more than the RAM budget together."""
+def test_prefixs_have_a_part_of_the_ram_budget() -> None:
+    """The store and the kept prefixs of all workers take no more than the RAM budget together."""
     config = ConnectorConfig(store_dir="x", ram_budget_bytes=2**30)
     geometry = KVGeometry(32, 4, 128, torch.bfloat16, torch.device("cpu"))
-    tokens, token_bytes = config.opening_tokens(geometry, 2), 32 * geometry.layer_bytes(1)
+    tokens, token_bytes = config.prefix_tokens(geometry, 2), 32 * geometry.layer_bytes(1)
     assert tokens > 0
     total = 2 * (tokens * token_bytes + config.store_config(2).ram_budget_bytes)
     assert 2**30 - 4 * token_bytes < total <= 2**30
-    assert ConnectorConfig(store_dir="x", ram_budget_bytes=1).opening_tokens(geometry, 1) == 0
+    assert ConnectorConfig(store_dir="x", ram_budget_bytes=1).prefix_tokens(geometry, 1) == 0
 
 
 def test_unmarked_requests_are_not_touched() -> None:
@@ -203,7 +203,7 @@ def test_tenants_have_keys_of_their_own() -> None:
         request.cache_salt = salt
         BlendScheduler(KEYS, lambda keys: [True for key in keys if asked.append(key) is None], 0.1, BLOCK, 100).arrive(request)
     assert len(set(map(str, asked))) == 4
-    assert str(KEYS.key((5,), ((4,),), None)) != str(KEYS.key((5,), (), None))
+    assert str(KEYS.key((5,), ((4,),))) != str(KEYS.key((5,), ()))
 
 
 @given(borders=st.lists(st.integers(0, 60), max_size=8, unique=True), ratio=st.none() | st.floats(0, 1))

@@ -16,10 +16,11 @@ from tiny_models import VOCAB, tiny_model
 
 from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.integrations.vllm.keys import ChunkKeys
 from cacheblend.integrations.vllm.marks import Marks
-from cacheblend.integrations.vllm.scheduler import BlendJob, MissedChunk
+from cacheblend.integrations.vllm.scheduler import BlendJob
 from cacheblend.integrations.vllm.worker import BlendWorker
+from cacheblend.service.engine.chunk_context import ChunkNaming
+from cacheblend.service.engine.prompt import PromptChunk
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, LayerPair, StoreConfig
 
 PROMPT = tuple(torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist())
@@ -81,21 +82,21 @@ class Machine:
         folder: of its store.
         remote: URL; None for none.
         ranks: see `BlendWorker`.
-        opening_tokens: see `BlendWorker`.
+        prefix_tokens: see `BlendWorker`.
     """
 
-    def __init__(self, folder: Path, remote: str | None, ranks: OneRank, opening_tokens: int = 0) -> None:
+    def __init__(self, folder: Path, remote: str | None, ranks: OneRank, prefix_tokens: int = 0) -> None:
         fusor = Fusor(tiny_model("llama"))
-        self.keys = ChunkKeys((1,), ChunkContext(), fusor.fingerprint, "raw")
+        self.keys = ChunkNaming((1,), ChunkContext(), fusor.fingerprint, "raw")
         self.store = KVStore(StoreConfig(directory=folder, remote=remote, remote_timeout_s=5))
         self.pages = WrittenPages()
-        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, ranks, kv_heads=2, opening_tokens=opening_tokens)
+        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, ranks, kv_heads=2, prefix_tokens=prefix_tokens)
         self.steps = 0
 
-    def blend(self, opening: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
-        """The report of the prompt's blend, after an opening, with so many rows a step; `steps` counts those."""
-        spans = tuple((start + len(opening), stop + len(opening)) for start, stop in SPANS)
-        job = BlendJob("one", (*opening, *PROMPT), (0, 1), 0, Marks(spans), ratio, is_least=False, cache_salt=None)
+    def blend(self, prefix: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
+        """The report of the prompt's blend, after an prefix, with so many rows a step; `steps` counts those."""
+        spans = tuple((start + len(prefix), stop + len(prefix)) for start, stop in SPANS)
+        job = BlendJob("one", (*prefix, *PROMPT), (0, 1), 0, Marks(spans), ratio, is_least=False, cache_salt=None)
         self.worker.step([job], [], rows, is_idle=False)
         self.steps, deadline = 1, time.monotonic() + 60
         while not (progress := self.worker.take_progress()).done:
@@ -110,7 +111,7 @@ class OpenMachine(Protocol):
     """Opens machines."""
 
     def __call__(
-        self, name: str, remote: str | None = None, ranks: OneRank | None = None, opening_tokens: int = 0
+        self, name: str, remote: str | None = None, ranks: OneRank | None = None, prefix_tokens: int = 0
     ) -> Machine: ...
 
 
@@ -119,8 +120,8 @@ def open_machine(tmp_path: Path) -> Iterator[OpenMachine]:
     """Opens a machine by its name; all are closed afterwards."""
     with ExitStack() as opened:
 
-        def open_one(name: str, remote: str | None = None, ranks: OneRank | None = None, opening_tokens: int = 0) -> Machine:
-            machine = Machine(tmp_path / name, remote, ranks or OneRank(), opening_tokens)
+        def open_one(name: str, remote: str | None = None, ranks: OneRank | None = None, prefix_tokens: int = 0) -> Machine:
+            machine = Machine(tmp_path / name, remote, ranks or OneRank(), prefix_tokens)
             opened.callback(machine.worker.close)
             return machine
 
@@ -138,13 +139,13 @@ def remote(tmp_path: Path) -> str:
 def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remote: str, ranks: OneRank) -> None:
     """Chunks' KV that one worker has computed comes through the remote tier to another's disk; the blends are equal."""
     first, second = open_machine("a", remote, ranks), open_machine("b", remote, ranks)
-    assert first.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2, 0)
+    assert first.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (2, 0)
     assert first.store.flush_remote(30)
     assert first.blend()["hits"] == 2
-    keys = [second.keys.key(chunk, (), None) for chunk in CHUNKS]
+    keys = [second.keys.key(chunk, ()) for chunk in CHUNKS]
     assert [key in second.store for key in keys] == [False, False]
     assert second.store.find(keys) == [True, True]
-    assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 0)
+    assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (0, 0)
     assert second.blend()["hits"] == 2
     assert [key in second.store for key in keys] == [True, True]
     assert all(torch.equal(first.pages[layer], second.pages[layer]) for layer in first.pages)
@@ -153,7 +154,7 @@ def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remot
 def test_a_remote_tier_that_goes_makes_misses(open_machine: OpenMachine, remote: str, tmp_path: Path) -> None:
     """Where the remote tier has lost what the scheduler found there, the prompt is computed, and its chunks are misses."""
     first, second = open_machine("a", remote), open_machine("b", remote)
-    first.worker.precompute([[chunk] for chunk in CHUNKS], None, None)
+    first.worker.precompute([[chunk] for chunk in CHUNKS], None, "")
     assert first.store.flush_remote(30)
     shutil.rmtree(tmp_path / "objects")
     report = second.blend()
@@ -171,45 +172,45 @@ def test_a_cancelled_request_waits_for_nothing(open_machine: OpenMachine, remote
     assert not machine.worker.blending
 
 
-def opening(seed: int, tokens: int = 70) -> tuple[int, ...]:
+def prefix(seed: int, tokens: int = 70) -> tuple[int, ...]:
     return tuple(torch.randint(2, VOCAB, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def test_an_opening_is_computed_a_layer_a_step(open_machine: OpenMachine) -> None:
-    """A new opening is computed in steps that yield as a blend's do, and once: later prompts spare its steps, and are equal."""
-    machine = open_machine("a", opening_tokens=100)
-    machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None)
+def test_a_prefix_is_computed_a_layer_a_step(open_machine: OpenMachine) -> None:
+    """A new prefix is computed in steps that yield as a blend's do, and once: later prompts spare its steps, and are equal."""
+    machine = open_machine("a", prefix_tokens=100)
+    machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "")
     layers = machine.worker._fusor.runner.geometry.layers
-    machine.blend(opening(1), rows=1)
+    machine.blend(prefix(1), rows=1)
     steps, pages = machine.steps, dict(machine.pages)
-    machine.blend(opening(1), rows=1)
+    machine.blend(prefix(1), rows=1)
     assert machine.steps == steps - layers
     assert all(torch.equal(pages[layer], machine.pages[layer]) for layer in pages)
     whole = open_machine("b")
-    whole.worker.precompute([[chunk] for chunk in CHUNKS], None, None)
-    whole.blend(opening(1))
+    whole.worker.precompute([[chunk] for chunk in CHUNKS], None, "")
+    whole.blend(prefix(1))
     assert max(float((whole.pages[layer] - pages[layer]).abs().max()) for layer in pages) < 1e-4
 
 
-def test_kept_openings_are_bounded(open_machine: OpenMachine) -> None:
-    """The openings that were used longest ago make room for a new one; one that is longer than all room is not kept."""
-    machine = open_machine("a", opening_tokens=150)
+def test_held_prefixes_are_bounded(open_machine: OpenMachine) -> None:
+    """The prefixs that were used longest ago make room for a new one; one that is longer than all room is not kept."""
+    machine = open_machine("a", prefix_tokens=150)
 
-    def kept(*openings: tuple[int, ...]) -> bool:
-        return list(machine.worker._openings) == [(*one, *PROMPT[: SPANS[0][0]]) for one in openings]
+    def kept(*prefixs: tuple[int, ...]) -> bool:
+        return list(machine.worker._prefixes) == [(*one, *PROMPT[: SPANS[0][0]]) for one in prefixs]
 
     for seed, tokens in ((1, 64), (2, 64), (1, 64), (3, 64), (4, 143)):
-        machine.blend(opening(seed, tokens))
-    assert kept(opening(1, 64), opening(3, 64))
-    machine.blend(opening(5, 100))
-    assert kept(opening(5, 100))
+        machine.blend(prefix(seed, tokens))
+    assert kept(prefix(1, 64), prefix(3, 64))
+    machine.blend(prefix(5, 100))
+    assert kept(prefix(5, 100))
 
 
 def test_chunks_that_are_not_wanted_are_not_looked_up(open_machine: OpenMachine) -> None:
     """Of a document's chunks, the keys of those that are asked for are made and looked up, and no others."""
     ranks = CountedRanks()
     machine = open_machine("a", ranks=ranks)
-    assert machine.worker.precompute([[*CHUNKS, *CHUNKS, *CHUNKS]], [2, 3], None) == (2, 0)
+    assert machine.worker.precompute([[*CHUNKS, *CHUNKS, *CHUNKS]], [2, 3], "") == (2, 0)
     assert ranks.together[0] == 2
 
 
@@ -230,8 +231,8 @@ def test_a_chunk_that_one_rank_cannot_store_keeps_no_other_waiting(
             return own(key, kv, **options)
 
         monkeypatch.setattr(machine.store, "put", put)
-        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2 - refused, 0)
-        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 0)
+        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (2 - refused, 0)
+        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (0, 0)
         seen.append(ranks.together[: 2 + 1 + 2 * machine.worker._fusor.runner.geometry.layers])
     assert seen[0] == seen[1]
 
@@ -248,7 +249,7 @@ def test_a_step_computes_one_missed_chunk_on_every_rank(
             raise InputError("planted")
 
     monkeypatch.setattr(machine.store, "put", put)
-    machine.worker.step([], [MissedChunk(chunk, (), None) for chunk in CHUNKS], 100, is_idle=True)
+    machine.worker.step([], [PromptChunk(chunk, machine.keys.key(chunk, ())) for chunk in CHUNKS], 100, is_idle=True)
     assert machine.worker.waiting_misses == 1
 
 
@@ -261,7 +262,7 @@ def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMac
         raise StoreFullError("planted")
 
     monkeypatch.setattr(machine.store, "find", broken)
-    assert machine.worker.precompute([CHUNKS], None, None) == (2, 0)
+    assert machine.worker.precompute([CHUNKS], None, "") == (2, 0)
     assert ranks.together[0] == 2
     monkeypatch.setattr(machine.store, "pin", broken)
     report = machine.blend()
@@ -275,12 +276,12 @@ def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachin
     stats, behind = machine.store.stats, machine.store.config.write_queue_bytes
     monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=behind))
     monkeypatch.setattr(machine.worker._fusor, "precompute_documents", lambda *_: pytest.fail("computed"))
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (0, 2)
-    machine.worker.step([], [MissedChunk(CHUNKS[0], (), None)], 100, is_idle=True)
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (0, 2)
+    machine.worker.step([], [PromptChunk(CHUNKS[0], machine.keys.key(CHUNKS[0], ()))], 100, is_idle=True)
     assert machine.worker.waiting_misses == 0
     monkeypatch.undo()
     behind = 0
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (2, 0)
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (2, 0)
 
 
 def test_a_disk_that_falls_behind_leaves_the_others(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +296,6 @@ def test_a_disk_that_falls_behind_leaves_the_others(open_machine: OpenMachine, m
     monkeypatch.setattr(machine.store, "put", count)
     limit_bytes = machine.store.config.write_queue_bytes
     monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=limit_bytes * len(put)))
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 1)
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (1, 1)
     monkeypatch.undo()
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, None) == (1, 0)
+    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (1, 0)

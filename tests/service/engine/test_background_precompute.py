@@ -12,6 +12,7 @@ from waiting import wait_until
 from cacheblend.base.errors import DamagedEntryError
 from cacheblend.retriever import Chunk
 from cacheblend.service import Engine
+from cacheblend.service.engine.prompt import PromptChunk
 
 
 def test_a_miss_is_recomputed_and_stored(engine: Engine) -> None:
@@ -288,7 +289,7 @@ def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         for namespace, first_ids in (("many", range(10, 17)), ("few", range(20, 22)), ("one", range(30, 31))):
             for first_id in first_ids:
                 token_ids = (first_id, 5, 6)
-                engine.background.submit(engine._encoder.key(token_ids, (), namespace), token_ids, ())
+                engine.background.submit(PromptChunk(token_ids, engine._encoder.key(token_ids, (), namespace)))
     engine.drain()
     assert filled == [10, 20, 30, 11, 21]
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
-from cacheblend.service.engine.prompt import Message, PromptRenderer
+from cacheblend.service.engine.prompt import Message, PromptChunk, PromptRenderer
 
 # As Qwen3 has them: those of turns are special, those of thoughts and calls are not.
 SPECIAL = ("<|im_start|>", "<|im_end|>")
@@ -54,13 +54,15 @@ def test_documents_questions_and_messages() -> None:
     chunks = splitter.split(Document("d", HOSTILE, f"some {HOSTILE} text"))
     assert "".join(chunk.text for chunk in chunks) == f"{HOSTILE}\nsome {HOSTILE} text"
     ours = ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"]
-    prompt = PromptRenderer(TOKENIZER, HOSTILE).question(HOSTILE).tokens(chunks)
+    prompt = PromptRenderer(TOKENIZER, HOSTILE).question(HOSTILE).tokens(PromptChunk(chunk.token_ids) for chunk in chunks)
     assert controls(prompt.token_ids) == ours
     assert TOKENIZER.decode(prompt.token_ids).count(HOSTILE) == 2  # instruction and question; separators cut the document
     turns = [Message("system", HOSTILE), Message("user", HOSTILE), Message("assistant", HOSTILE), Message("user", HOSTILE)]
     layout = PromptRenderer(TOKENIZER, HOSTILE).chat(turns, with_chunks=True)
-    assert controls(layout.tokens(chunks).token_ids) == [*SPECIAL * 3, *ours]
-    assert controls(PromptRenderer(TOKENIZER, "").completion(HOSTILE).tokens(chunks).token_ids) == ["<s>"]
+    assert controls(layout.tokens(PromptChunk(chunk.token_ids) for chunk in chunks).token_ids) == [*SPECIAL * 3, *ours]
+    assert controls(
+        PromptRenderer(TOKENIZER, "").completion(HOSTILE).tokens(PromptChunk(chunk.token_ids) for chunk in chunks).token_ids
+    ) == ["<s>"]
 
 
 def test_runs_of_spaces_stay_tokens() -> None:

@@ -1,4 +1,6 @@
-"""Contexts that chunks' KV is computed after: filler passages fixed for the store, and a document's earlier text.
+"""Chunks' KV: the text that each is computed after, its name in the store, and its computation.
+
+A chunk is computed after the prompt's prefix, filler passages fixed for the store, and its document's earlier text.
 
 The filler is text of no importance that looks like retrieved passages. It comes with the package (`context.txt`), with the
 model (a `context.txt` in its folder, for a model that reads texts of a kind of its own), or from a file of the user's. No
@@ -7,12 +9,13 @@ request and no tenant's document is ever part of it.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import ChunkContext
@@ -35,48 +38,44 @@ REMEMBERED_DOCUMENTS = 1024
 Earlier = tuple[tuple[int, ...], ...]
 
 
-class ContextModel(Protocol):
-    """Model as far as a context depends on it; a `Fusor` has it. Of `model` the folder is read, `name_or_path`."""
-
-    @property
-    def tokenizer(self) -> Any: ...  # see the class
-
-    @property
-    def max_positions(self) -> int | None: ...
-
-    @property
-    def model(self) -> Any: ...
+def chunk_context(fusor: Fusor, filler: str, document_tokens: int, prefix_tokens: int = 0) -> ChunkContext:
+    """The context of a fusor's chunks; see `read_context`."""
+    folder = str(fusor.model.name_or_path)  # empty for a model that was loaded from nowhere
+    return read_context(fusor.tokenizer, fusor.max_positions, folder, filler, document_tokens, prefix_tokens)
 
 
-def chunk_context(fusor: ContextModel, filler: str, document_tokens: int, prefix_tokens: int = 0) -> ChunkContext:
+def read_context(
+    tokenizer: Any, max_positions: int | None, model_folder: str, filler: str, document_tokens: int, prefix_tokens: int = 0
+) -> ChunkContext:
     """The context of a model's chunks.
 
     Args:
-        fusor: the model, with its tokenizer.
+        tokenizer: the model's fast tokenizer.
+        max_positions: the model's positions; None for any number.
+        model_folder: folder of the model, which may hold a filler of its own; empty for none.
         filler: "auto" for the model's own filler or else the package's, "none", or the path of a UTF-8 text file whose
-            passages stand apart by empty lines. Whole passages are taken, up to `FILLER_TOKENS`.
+            passages stand apart by empty lines. Passages are read in order, up to `FILLER_TOKENS`.
         document_tokens: see `ChunkContext`; cut to half of the model's positions, and to those that prefix and filler leave.
         prefix_tokens: tokens of the prompt's prefix, which chunks are computed after as well.
 
     Raises:
         ConfigError: the file cannot be read, or has no text.
     """
-    positions = fusor.max_positions
-    limit = FILLER_TOKENS if positions is None else min(FILLER_TOKENS, positions // POSITIONS_SHARE)
-    filler_ids = _filler_ids(fusor, filler, limit)
+    limit = FILLER_TOKENS if max_positions is None else min(FILLER_TOKENS, max_positions // POSITIONS_SHARE)
+    filler_ids = _filler_ids(tokenizer, model_folder, filler, limit)
     window = document_tokens
-    if positions is not None:
-        left = max(1, positions - prefix_tokens - len(filler_ids))
-        window = min(document_tokens, positions // 2, left)
+    if max_positions is not None:
+        left = max(1, max_positions - prefix_tokens - len(filler_ids))
+        window = min(document_tokens, max_positions // 2, left)
     return ChunkContext(filler_ids=filler_ids, document_tokens=window)
 
 
-def _filler_ids(fusor: ContextModel, filler: str, limit: int) -> tuple[int, ...]:
+def _filler_ids(tokenizer: Any, folder: str, filler: str, limit: int) -> tuple[int, ...]:
     if filler == "none":
         return ()
-    plain = PlainTokenizer(fusor.tokenizer)
+    plain = PlainTokenizer(tokenizer)
     taken: list[int] = []
-    for passage in _filler_text(fusor.model, filler).split(SEPARATOR):
+    for passage in _filler_text(folder, filler).split(SEPARATOR):
         ids = plain.ids(passage.strip() + SEPARATOR) if passage.strip() else []
         if len(taken) + len(ids) > limit:
             break
@@ -84,8 +83,7 @@ def _filler_ids(fusor: ContextModel, filler: str, limit: int) -> tuple[int, ...]
     return tuple(taken)
 
 
-def _filler_text(model: Any, filler: str) -> str:
-    folder = str(model.name_or_path)  # empty for a model that was loaded from nowhere: not the working directory
+def _filler_text(folder: str, filler: str) -> str:
     own = Path(folder) / FILLER_FILE
     path = Path(filler).expanduser() if filler != "auto" else own if folder and own.is_file() else PACKAGED_FILLER
     try:
@@ -98,26 +96,25 @@ def _filler_text(model: Any, filler: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkEncoder:
-    """Names and computes chunks' KV: each after the prompt's prefix and its own context.
+class ChunkNaming:
+    """Names of chunks' KV: equal in the engine and inside vLLM, so that both share a store.
 
     Args:
-        fusor: the model.
-        prefix_ids: what every prompt begins with.
-        context: what stands between that and a chunk.
+        prefix_ids: token ids that every prompt begins with.
+        context: what stands between those and a chunk.
+        model: fingerprint of the model.
         codec: how the KV is stored.
     """
 
-    fusor: Fusor
     prefix_ids: tuple[int, ...]
     context: ChunkContext
+    model: str
     codec: str
 
-    @classmethod
-    def of(cls, fusor: Fusor, prefix_ids: tuple[int, ...], config: EngineConfig) -> ChunkEncoder:
-        """Of an engine's settings; raises as `chunk_context` does."""
-        context = chunk_context(fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
-        return cls(fusor, prefix_ids, context, config.kv_cache_dtype)
+    @property
+    def digest(self) -> str:
+        """Names what chunks' KV is computed after, and by which model."""
+        return hashlib.sha256(repr((self.model, self.codec, self.prefix_ids, self.context)).encode()).hexdigest()
 
     def key(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]], namespace: str = "") -> ChunkKey:
         """The store's key of a chunk that is computed after these chunks of its document."""
@@ -125,7 +122,7 @@ class ChunkEncoder:
             token_ids,
             prefix_ids=self.prefix_ids,
             context=context_digest(self.context.filler_ids, earlier),
-            model=self.fusor.fingerprint,
+            model=self.model,
             codec=self.codec,
             namespace=namespace,
         )
@@ -133,6 +130,23 @@ class ChunkEncoder:
     def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:
         """The store's keys of all chunks of a document, in its order."""
         return list(map(self.key, chunks, self.context.earlier(chunks)))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEncoder(ChunkNaming):
+    """Computes the chunks' KV that it names.
+
+    Args:
+        fusor: the model.
+    """
+
+    fusor: Fusor
+
+    @classmethod
+    def of(cls, fusor: Fusor, prefix_ids: tuple[int, ...], config: EngineConfig) -> ChunkEncoder:
+        """Of an engine's settings; raises as `read_context` does."""
+        context = chunk_context(fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
+        return cls(prefix_ids, context, fusor.fingerprint, config.kv_cache_dtype, fusor)
 
     def compute(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> ChunkKV:
         """The KV of one chunk after these chunks of its document."""

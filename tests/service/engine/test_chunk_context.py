@@ -16,7 +16,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import ChunkContext, Fusor
 from cacheblend.retriever import Chunk, PlainTokenizer, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.chunk_contexts import POSITIONS_SHARE, chunk_context
+from cacheblend.service.engine.chunk_context import POSITIONS_SHARE, chunk_context
 from cacheblend.service.engine.config import INSTRUCTION
 from cacheblend.store import ChunkKey, context_digest
 

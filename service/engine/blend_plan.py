@@ -1,0 +1,222 @@
+"""The plan of a blend: which stored KV a prompt reuses, at which recompute ratio, or a full recompute.
+
+`plan_blend` is pure: what a look-up found goes in, the plan comes out. The engine's prefill and vLLM's worker follow it, and
+the engine predicts costs from the same counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cacheblend.loader import LoadingController, LoadingPlan, WorkEstimator
+    from cacheblend.loader.estimators import Read
+    from cacheblend.store import KVHandle
+
+    from .prompt import PromptChunk, PromptTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSegment:
+    """One segment of a prompt as it was run.
+
+    Args:
+        kind: "exact" (a cached prefix), "blended" (the same, as an earlier blended request left it: approximate), "reused"
+            (blended or reused chunk KV) or "fresh" (computed in the prompt).
+        token_ids: its token ids.
+        key: hex of the store's key, or with "prefix_cache" the hash of a block; None where nothing is looked up.
+        tier: "ram", "nvme", "memory" (held by the engine), or None for what was computed now.
+        earlier: the chunks of its document that a chunk's KV is computed after.
+    """
+
+    kind: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    key: str | None = None
+    tier: str | None = None
+    earlier: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlendSegment:
+    """One segment of a prompt as the fusor gets it.
+
+    Args:
+        token_ids: its token ids.
+        kv: its stored KV; None for a segment that is computed in the prompt.
+        exact: the KV is full prefill's own at this place, and is never recomputed.
+        records: how the answer's plan names it; a prefix of which only a part is exact has two records.
+    """
+
+    token_ids: tuple[int, ...]
+    kv: KVHandle | None = None
+    exact: bool = False
+    records: tuple[PlannedSegment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """The KV that a look-up found for a prompt.
+
+    Args:
+        prefix: the longest KV at hand that the prompt begins with; None for none.
+        chunks: the stored KV of each of the prompt's chunks; None for a miss.
+    """
+
+    prefix: BlendSegment | None
+    chunks: Sequence[KVHandle | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BlendCounts:
+    """A prompt's tokens by what a blend does with them.
+
+    Args:
+        reads: tier and bytes of each read of one layer.
+        reusable: tokens with stored KV, which the ratio counts.
+        fresh: tokens without.
+        exact: tokens of the exact prefix.
+    """
+
+    reads: tuple[Read, ...]
+    reusable: int
+    fresh: int
+    exact: int
+
+    @classmethod
+    def of(cls, prompt: PromptTokens, found: Found, layers: int) -> BlendCounts:
+        """Count a prompt's tokens; the reads are those of the last of the model's layers."""
+        stored = [kv for kv in found.chunks if kv is not None]
+        reusable = sum(len(kv.token_ids) for kv in stored)
+        exact = 0 if found.prefix is None else len(found.prefix.token_ids)
+        reads = tuple((kv.tier, kv.layer_bytes(layers - 1)) for kv in stored)
+        return cls(reads, reusable, len(prompt) - reusable - exact, exact)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendPolicy:
+    """How the recompute ratio of a blend is chosen.
+
+    Args:
+        ratio: the ratio that the request asks for; None leaves it to the controller.
+        quality_ratio: r*, for requests that ask for none where there is no controller.
+        layers: of the model.
+        controller: picks the ratio from a profile; None without a profile.
+        work: decides on full recompute where there is no controller; None for never.
+    """
+
+    ratio: float | None
+    quality_ratio: float
+    layers: int
+    controller: LoadingController | None = None
+    work: WorkEstimator | None = None
+
+    def choose(self, counts: BlendCounts) -> tuple[float, bool, LoadingPlan | None]:
+        """The ratio, whether full recompute is as fast, and the controller's prediction where it was asked."""
+        if self.ratio is not None:
+            return self.ratio, False, None
+        if self.controller is not None:
+            loading = self.controller.plan(
+                reads=list(counts.reads), reusable=counts.reusable, fresh=counts.fresh, exact=counts.exact
+            )
+            return loading.ratio, loading.full_recompute, loading
+        full = self.work is not None and self.work.is_short(self.quality_ratio, counts.reusable, counts.fresh, counts.exact)
+        return self.quality_ratio, full, None
+
+    def share(self, ratio: float, counts: BlendCounts) -> float:
+        """Estimated work of a blend at a ratio over a full prefill's; 1 is full recompute."""
+        return 1.0 if ratio >= 1 or self.work is None else self.work.share(ratio, counts.reusable, counts.fresh, counts.exact)
+
+    def predict_s(self, ratio: float, counts: BlendCounts) -> float | None:
+        """Predicted seconds of a prefill at a ratio, loading included; None without a profile."""
+        if self.controller is None:
+            return None
+        return self.controller.predict_s(ratio, counts.reads, counts.reusable, counts.fresh, counts.exact)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlendPlan:
+    """What is done for one prompt.
+
+    Args:
+        segments: the prompt, in order, without empty segments.
+        ratio: the recompute ratio; without effect on a full recompute.
+        full_recompute: every token is computed, and no stored KV is read.
+        misses: chunks whose KV is not stored.
+        predicted: the loading controller's prediction; None where it was not asked.
+    """
+
+    segments: tuple[BlendSegment, ...]
+    ratio: float
+    full_recompute: bool
+    misses: tuple[PromptChunk, ...]
+    predicted: LoadingPlan | None
+
+    @property
+    def records(self) -> list[PlannedSegment]:
+        """The segments as the answer's plan names them."""
+        return [record for segment in self.segments for record in segment.records]
+
+    @property
+    def exact_tokens(self) -> int | None:
+        """How many of the first tokens get KV that is full prefill's own; None for all of them."""
+        starts = accumulate((len(segment.token_ids) for segment in self.segments), initial=0)
+        reused = (start for start, one in zip(starts, self.segments, strict=False) if one.kv is not None and not one.exact)
+        return next(reused, None)
+
+
+def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> BlendPlan:
+    """Plan one prompt's prefill from what was found.
+
+    Args:
+        prompt: its tokens and chunks.
+        found: its stored KV; entries of `found.chunks` stand for the prompt's chunks, in order.
+        policy: how the ratio is chosen.
+    """
+    # 1. The ratio, and whether full recompute is predicted to be as fast.
+    ratio, full, predicted = policy.choose(BlendCounts.of(prompt, found, policy.layers))
+    # 2. The segments: the exact prefix, the chunks with their KV, and what stands before, between and after them.
+    prefix = None if full else found.prefix
+    exact = 0 if prefix is None else len(prefix.token_ids)
+    before, after = prompt.prefix[exact:], prompt.suffix[max(0, exact - len(prompt.prefix)) :]
+    chunks = [_chunk_segment(*pair, full=full) for pair in zip(prompt.chunks, found.chunks, strict=True)]
+    segments = [*([] if prefix is None else [prefix]), fresh_segment(before), *chunks, fresh_segment(after)]
+    # 3. The misses, whose KV is computed and stored afterwards.
+    misses = [chunk for chunk, kv in zip(prompt.chunks, found.chunks, strict=True) if kv is None and chunk.key is not None]
+    return BlendPlan(
+        segments=tuple(segment for segment in segments if segment.token_ids),
+        ratio=ratio,
+        full_recompute=full,
+        misses=tuple(misses),
+        predicted=predicted,
+    )
+
+
+def fresh_segment(token_ids: tuple[int, ...]) -> BlendSegment:
+    """Tokens that are computed in the prompt."""
+    return BlendSegment(token_ids, records=(PlannedSegment(kind="fresh", token_ids=token_ids),))
+
+
+def fresh_records(prompt: PromptTokens, tokens: int = 0) -> list[PlannedSegment]:
+    """Records of a prompt whose tokens after the first `tokens` are computed, whatever is stored."""
+    records: list[PlannedSegment] = []
+    for part in (prompt.prefix, *prompt.chunk_ids, prompt.suffix):
+        if part[tokens:]:
+            records.append(PlannedSegment(kind="fresh", token_ids=part[tokens:]))
+        tokens = max(0, tokens - len(part))
+    return records
+
+
+def _chunk_segment(chunk: PromptChunk, kv: KVHandle | None, *, full: bool) -> BlendSegment:
+    """A chunk's segment. Stored KV that a full recompute does not use is neither a hit nor a miss, and has no key."""
+    used = None if full else kv
+    record = PlannedSegment(
+        kind="fresh" if used is None else "reused",
+        token_ids=chunk.token_ids,
+        key=None if chunk.key is None or (used is None and kv is not None) else str(chunk.key),
+        tier=None if used is None else used.tier,
+        earlier=chunk.earlier,
+    )
+    return BlendSegment(chunk.token_ids, used, records=(record,))
