@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .base.errors import StoreError as StoreError
     from .base.errors import StoreFullError as StoreFullError
     from .base.errors import UnsupportedModelError as UnsupportedModelError
+    from .base.progress import Progress as Progress
     from .blend import ChunkContext as ChunkContext
     from .blend import FusionConfig as FusionConfig
     from .blend import FusionResult as FusionResult
@@ -86,6 +87,7 @@ _MODULES = {
         "StoreFullError",
         "UnsupportedModelError",
     ),
+    "base.progress": ("Progress",),
     "blend": ("ChunkContext", "FusionResult", "FusionConfig", "Fusor", "ModelRunner", "Segment", "SelectionStep", "Selector"),
     "loader": ("LoaderConfig", "LoadingController", "Profile", "measure_profile"),
     "retriever": ("Retriever", "RetrieverConfig"),
