@@ -148,16 +148,16 @@ def written_out(pattern: str) -> int:
     groups, last = [0], 0  # size of each open group; of the last character, class or group, which a repetition multiplies
     for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}|.", pattern, re.DOTALL):
         low, high = token.groups()
+        if token[0] == "(":
+            groups.append(0)
+            continue
+        if token[0] in "*+?":
+            continue
         if low or high:
             repeated = last * max(int(number[:9]) for number in (low, high) if number)
             groups[-1] += repeated - last
             last = repeated
-        elif token[0] == "(":
-            groups.append(0)
-        elif token[0] == ")" and len(groups) > 1:
-            last = groups.pop()
-            groups[-1] += last
-        elif token[0] not in "*+?":
-            last = 1
+        else:
+            last = groups.pop() if token[0] == ")" and len(groups) > 1 else 1
             groups[-1] += last
     return sum(groups)
