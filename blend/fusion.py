@@ -36,7 +36,7 @@ class Fusion:
     """Runs a prompt through the decoder, each layer on the tokens that the selector keeps.
 
     A selector that reads the question's attention is given it first: the question's tokens run over the stored KV, through all
-    layers but the last, and say what they look at. The tokens kept then run through every layer, layer 0 included.
+    layers but the last, and score the tokens. The chosen tokens then run through every layer, layer 0 included.
 
     A selector that goes by KV deviation keeps all tokens at layer 0: their stored KV would be exact there as well, but its
     output is needed, so that layer 1's K and V can be projected fresh for all of them. Whatever was projected fresh stays. In
@@ -48,7 +48,7 @@ class Fusion:
         prompt: the segments laid end to end, checked.
         selector: picks the HKVD tokens.
         source: brings the stored KV.
-        sink: takes the finished layers; None for the cache of the result.
+        sink: receives the finished layers; None for the cache of the result.
 
     """
 
@@ -267,7 +267,7 @@ class FusionSteps:
     """The layers of a fusion, run one a step; iterate it, then read `result`. Closing it ends the fusion early.
 
     Attributes:
-        result: the blended prompt, once the last layer has run; `yield from` gives it too.
+        result: the blended prompt, once the last layer has run; `yield from` returns it too.
         preempted_s: seconds between two steps, in which the caller did something else.
     """
 
@@ -318,7 +318,7 @@ def kv_deviation(
     """Squared difference of keys plus squared difference of values, a token: float32 (C,).
 
     Keys are compared rotated to the same positions. A rotation keeps distances, so this is the distance before it, times the
-    square of the rope's attention scaling where there is one (yarn) and on the rotated part alone where that is a part: the
+    square of the rope's attention scaling where there is one (yarn) and only on the rotated part if it is a part: the
     difference that attention sees. Summed over KV heads H and head size D in float32.
     """
     k_C = (fresh_k_1HCD.float() - stored_k_1HCD.float()).square().sum(dim=(0, 1, 3))

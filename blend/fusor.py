@@ -45,7 +45,7 @@ class Fusor:
         model: a Hugging Face causal LM of a verified family, put into evaluation mode, and otherwise left as it is.
         tokenizer: its tokenizer, for those who want text; the fusor itself works on token ids.
         fingerprint: what names the model in the store's keys; computed from the weights where not given.
-        allow_unverified: take a model of another family if ratio 1.0 gives the model's own logits on it.
+        allow_unverified: accept a model of another family if ratio 1.0 has the model's own logits on it.
 
     Raises:
         UnsupportedModelError: the model's architecture cannot be blended; the message says what is missing.
@@ -135,7 +135,7 @@ class Fusor:
     def precompute(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> ChunkKV:
         """The KV of a chunk computed after a prefix, position-free, on the CPU; the prefix's KV is not in it.
 
-        The prefix (BOS, or a prompt's head) takes the attention sink that a chunk's first tokens would become.
+        The prefix (BOS, or a prompt's beginning) holds the attention sink that a chunk's first tokens would become.
 
         Raises:
             InputError: no tokens.
@@ -206,7 +206,7 @@ class Fusor:
                 yield ChunkKV(layers, reading.chunks[index], prefix, self.fingerprint, digest)
 
     def _share(self, prefix_ids: tuple[int, ...]) -> SharedPrefix | None:
-        """The KV of a long prefix, kept for the next call; None for one that is as well computed with every sequence."""
+        """The KV of a long prefix, cached for the next call; None below SHARED_PREFIX_TOKENS: recomputing is as fast."""
         if len(prefix_ids) < SHARED_PREFIX_TOKENS:
             return None
         self._check_tokens(prefix_ids)
@@ -245,7 +245,7 @@ class Fusor:
             segments: see `fuse`.
             config: see `fuse`.
             source: see `fuse`.
-            sink: takes each layer when it is finished. The result then has neither cache nor logits.
+            sink: receives each finished layer. The result then has neither cache nor logits.
 
         """
         prompt = Prompt.of(segments)
@@ -292,13 +292,14 @@ class Fusor:
     def generate(
         self, fused: FusionResult, max_new_tokens: int = 32, *, on_token: OnToken | None = None, **kwargs: Any
     ) -> list[int]:
-        """Continue as `model.generate` does: the first token from `fused.logits`, the rest from `fused.cache`, which stays.
+        """Continue as `model.generate` does: the first token from `fused.logits`, later ones from `fused.cache`, which is not
+        changed.
 
         Args:
             fused: a fused or prefilled prompt.
             max_new_tokens: at most so many tokens, at least 1.
-            on_token: told of each generated token whose KV has come to the cache (the last one's does not), and of the cache.
-            kwargs: what else `generate` takes for one sequence: `do_sample`, `temperature`, `streamer`, ...
+            on_token: called with (token, cache) after each token's KV is appended (the last token's is not).
+            kwargs: further arguments of `generate` for one sequence: `do_sample`, `temperature`, `streamer`, ...
 
         Raises:
             InputError: several beams or sequences, no token, or a cache or mask of the caller's own.
@@ -331,7 +332,6 @@ class _PrefixSink:
     kv_L2HTD: torch.Tensor
 
     def put(self, layer: int, whole: LayerKV) -> None:
-        """See `LayerSink.put`."""
         self.kv_L2HTD[layer].copy_(whole.kv_21HND[:, 0])
 
 

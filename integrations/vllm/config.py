@@ -105,7 +105,7 @@ class ConnectorConfig:
         return self.ram_budget_bytes // OPENINGS_PART // workers // token_bytes
 
     def store_config(self, workers: int = 1) -> StoreConfig:
-        """The store of one of so many workers; the rest of its RAM budget is for `prefix_tokens`."""
+        """The store of one worker; the remaining RAM budget is for `prefix_tokens`."""
         return StoreConfig(
             directory=Path(self.store_dir) / KV_FOLDER,
             ram_budget_bytes=max(1, (self.ram_budget_bytes - self.ram_budget_bytes // OPENINGS_PART) // workers),

@@ -89,36 +89,31 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
     # The scheduler's side, in the order in which vLLM calls it.
 
     def on_new_request(self, request: Any) -> None:
-        """See `KVConnectorBase_V1`."""
         self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """See `KVConnectorBase_V1`; always asynchronous, so that other requests go on between the layers of a blend."""
+        """Always asynchronous, so that other requests go on between the layers of a blend."""
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `KVConnectorBase_V1`."""
         if num_external_tokens > 0:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See `KVConnectorBase_V1`."""
         jobs, missed = self._scheduler.take_jobs()
         return BlendMetadata(jobs, missed, int(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See `KVConnectorBase_V1`."""
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, BlendWorkerMetadata):
             self._scheduler.observe(done.reports, done.waiting_misses)
 
     def has_pending_push_work(self) -> bool:
-        """See `KVConnectorBase_V1`: the engine goes on stepping while missed chunks wait to be computed."""
+        """The engine goes on stepping while missed chunks wait to be computed."""
         return self._scheduler.has_misses
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `KVConnectorBase_V1`."""
         return False, self._scheduler.finish(request)
 
     # A worker's side.
@@ -150,13 +145,12 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             raise
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See `KVConnectorBase_V1`."""
         modules = self._vllm_config.compilation_config.static_forward_context
         in_order = sorted(kv_caches, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
         self._attentions = [modules[name] for name in in_order]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See `KVConnectorBase_V1`; blends as much as vLLM's own prefill would run in what is left of the step."""
+        """Blend as much as vLLM's own prefill would run in the remaining budget of the step."""
         if self._worker is not None and isinstance(metadata := self._get_connector_metadata(), BlendMetadata):
             if not (metadata.jobs or metadata.missed or self._worker.blending or self._worker.waiting_misses):
                 return
@@ -165,7 +159,6 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
                 self._worker.step(metadata.jobs, metadata.missed, self._rows - scheduled, is_idle=scheduled == 0)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See `KVConnectorBase_V1`."""
         if self._worker is None:
             return KVConnectorTransferResults()
         self._worker.cancel(finished_req_ids)
@@ -174,7 +167,6 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         return KVConnectorTransferResults(finished_recving=progress.done, failed_recving=progress.failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """See `KVConnectorBase_V1`."""
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
     def precompute(
@@ -205,18 +197,16 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             self._store.close()
 
     def get_kv_connector_stats(self) -> BlendStats | None:
-        """See `KVConnectorBase_V1`; the scheduler's side counts."""
+        """Count requests and tokens; the scheduler's side does."""
         counts = self._scheduler.take_counts() if self.role == KVConnectorRole.SCHEDULER else {}
         return BlendStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
-        """See `KVConnectorBase_V1`."""
         return BlendStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> BlendMetrics:
-        """See `KVConnectorBase_V1`."""
         return BlendMetrics(*args)
 
 
@@ -227,7 +217,6 @@ class _Pages:
         self._attentions, self._block_size, self._device = attentions, block_size, device
 
     def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
-        """See `Pages.write`."""
         positions_T = torch.arange(start, start + len(k_THD))
         blocks_T = torch.tensor(block_ids)[positions_T // self._block_size]
         slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(self._device)
@@ -245,7 +234,7 @@ def _geometry(vllm_config: Any) -> KVGeometry:
 
 
 def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:
-    """What an engine is run with that blending does not work with; empty for nothing."""
+    """Settings of an engine that blending does not support; empty if there are none."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     found = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,

@@ -35,7 +35,7 @@ def naming_of_model(
         model: its folder or hub id.
         tokenizer: its tokenizer's.
         dtype: that it computes in.
-        quantization: how vLLM quantises its weights, which gives other numbers; None for not.
+        quantization: vLLM's quantisation of the weights, which changes the KV; None for none.
 
     Raises:
         UnsupportedModelError: there is no tokenizer, or transformers knows no such model.

@@ -33,7 +33,7 @@ class BlendJob:
 
     Args:
         request_id: vLLM's.
-        token_ids: the whole prompt. All but the last token's KV is handed over; vLLM runs that one itself.
+        token_ids: the prompt's. All but the last token's KV is handed over; vLLM runs that one itself.
         block_ids: the prompt's pages.
         start: first position whose KV is handed over; what stands before it is in vLLM's prefix cache.
         marks: where the chunks stand.
@@ -112,7 +112,7 @@ class BlendScheduler:
             self._reports[request.request_id] = {"blended": False, "reason": reason}
 
     def _reason_to_refuse(self, request: Any) -> str:
-        """What of a request cannot be blended; empty for nothing."""
+        """Why a request cannot be blended; empty if it can."""
         refused = {
             "lora": request.lora_request is not None,
             "multimodal": bool(request.mm_features),
@@ -124,7 +124,7 @@ class BlendScheduler:
         return next((reason for reason, found in refused.items() if found), "")
 
     def _take(self, request: Any, marks: Marks) -> str:
-        """Take a request whose chunks are worth it; gives the reason where they are not."""
+        """Accept a request whose chunks are worth blending; otherwise return the reason."""
         ratio = self._ratio if marks.ratio is None else marks.ratio
         if not marks.chunks:
             return "no_chunks"
@@ -190,7 +190,7 @@ class BlendScheduler:
         self._jobs.append(job)
 
     def take_jobs(self) -> tuple[list[BlendJob], list[PromptChunk]]:
-        """What the workers are to begin, once each."""
+        """Work that the workers must begin, once each."""
         jobs, self._jobs = self._jobs, []
         missed, self._missed = self._missed, []
         self._waiting_misses += len(missed)
@@ -212,7 +212,7 @@ class BlendScheduler:
         return bool(self._missed or self._waiting_misses)
 
     def finish(self, request: Any) -> dict[str, Any] | None:
-        """Forget a request; gives what its answer tells, None for a request without marks."""
+        """Forget a request; returns its answer's report, None for a request without marks."""
         marked = self._marked.pop(request.request_id, None)
         report = self._reports.pop(request.request_id, None) if marked is None else marked.report
         return None if report is None else {PARAMS_KEY: report}

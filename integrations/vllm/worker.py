@@ -76,7 +76,6 @@ class _PageSink:
     job: BlendJob
 
     def put(self, layer: int, whole: LayerKV) -> None:
-        """See `LayerSink.put`."""
         handed_over = slice(self.job.start, len(self.job.token_ids) - 1)
         k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1) for x_1HND in (whole.k_1HND, whole.v_1HND))
         self.pages.write(layer, k_THD, v_THD, self.job.block_ids, self.job.start)
@@ -175,7 +174,7 @@ class BlendWorker:
             self._progress.done.add(job.request_id)
 
     def take_progress(self) -> Progress:
-        """What became of the work since the last call."""
+        """Outcomes of the work since the last call."""
         progress, self._progress = self._progress, Progress()
         return progress
 
@@ -189,7 +188,7 @@ class BlendWorker:
         self._store.close()
 
     def _fetch(self, job: BlendJob) -> None:
-        """Have what the remote tier alone has of a prompt's chunks copied here, while requests run; then it is blended."""
+        """Copy a prompt's chunks that only the remote tier has, while requests run; then the prompt is blended."""
         if not self._store.has_remote:
             self._blends.append((job, self._blend(job)))
             return
@@ -362,7 +361,7 @@ class BlendWorker:
         return stored, left
 
     def _put(self, kv: ChunkKV, namespace: str) -> tuple[bool, bool]:
-        """Hand a chunk's KV to the store; gives whether that has room for it, and whether it took it."""
+        """Hand a chunk's KV to the store; returns whether it has room, and whether it stored the KV."""
         whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
         key = ChunkKey.of(
             whole.token_ids,
@@ -383,12 +382,12 @@ class BlendWorker:
         return True, True
 
     def _has_room(self, kv_bytes: int) -> bool:
-        """Whether this rank's store takes so much without waiting for the disk; the engine's thread must not."""
+        """Whether this rank's store accepts so much without waiting for the disk; the engine's thread must not wait."""
         pending_bytes = self._store.stats().pending_bytes
         return not pending_bytes or pending_bytes + kv_bytes <= self._store.config.write_queue_bytes
 
     def _find_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `KVStore.find`; none in a store that cannot be read, since the other ranks wait for an answer."""
+        """None in a store that cannot be read, since the other ranks wait for an answer."""
         try:
             return self._store.find(keys)
         except CacheBlendError as error:
@@ -397,7 +396,7 @@ class BlendWorker:
 
 
 def _report(job: BlendJob, stored: Sequence[KVHandle | None], blended: FusionResult, blend_s: float) -> dict[str, Any]:
-    """What a request's answer tells of its blend."""
+    """A request's report of its blend, for the answer."""
     hits = [len(kv.token_ids) for kv in stored if kv is not None]
     later = blended.recomputed[1:] or blended.recomputed
     return {

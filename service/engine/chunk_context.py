@@ -172,11 +172,11 @@ class ChunkContexts:
         self._known: OrderedDict[tuple[str, str], dict[int, Earlier]] = OrderedDict()
 
     def of_document(self, chunks: Sequence[Sequence[int]]) -> list[Earlier]:
-        """What each of a whole document's chunks is computed after."""
+        """The earlier chunks that each chunk of a document is computed after."""
         return [tuple(map(tuple, earlier)) for earlier in self._context.earlier(chunks)]
 
     def of_prompt(self, chunks: Sequence[Chunk]) -> tuple[Earlier, ...]:
-        """What each of a prompt's chunks is computed after.
+        """The earlier chunks that each chunk of a prompt is computed after.
 
         A document that is not ingested is known by those of its chunks that stand in the prompt.
         """

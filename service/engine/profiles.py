@@ -125,7 +125,7 @@ def calibrated(config: EngineConfig, found: Calibration | None) -> EngineConfig:
 
 
 def context_name(config: EngineConfig) -> str:
-    """What an engine's chunks' KV is computed after, by `CONTEXT_OPTIONS`' names."""
+    """The context of an engine's chunks' KV, by the names of `CONTEXT_OPTIONS`."""
     has = config.context_filler != "none", config.context_document_tokens > 0
     return next(name for name, (filler, tokens) in CONTEXT_OPTIONS.items() if (filler != "none", tokens > 0) == has)
 
@@ -238,7 +238,7 @@ def predict_costs(
     chunks: int,
     tier: str,
 ) -> tuple[int, tuple[CostPoint, ...]]:
-    """Predict a prompt of whole chunks that are all stored.
+    """Predict a prompt of full chunks that are all stored.
 
     Args:
         config: chunk size and codec.

@@ -86,7 +86,7 @@ class PromptTokens:
         return len(self.prefix) + sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.suffix)
 
     def check_length(self, max_tokens: int | None, max_positions: int | None) -> int:
-        """The most tokens of the answer; refuses a prompt that leaves no room for one.
+        """The limit of the answer's tokens; refuses a prompt that leaves no room for one.
 
         Args:
             max_tokens: asked for; None for what fits after the prompt.
@@ -367,7 +367,7 @@ class PromptRenderer:
     def _around(
         self, turns: Sequence[dict[str, Any]], marks: Sequence[str], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[str]:
-        """What the template puts before each mark of the turns' contents, and after the last."""
+        """The template's text before each mark of the turns' contents, and after the last."""
         own = [dict(tool) for tool in tools] or None
         try:
             rendered: str = self._tokenizer.apply_chat_template(
@@ -395,7 +395,7 @@ class PromptRenderer:
 
 
 def _runs(pieces: Sequence[_Piece], places: Sequence[int]) -> list[Sequence[_Piece]]:
-    """What stands before the first of the places, between every two, and after the last."""
+    """The text before the first place, between every two, and after the last."""
     borders = [-1, *places, len(pieces)]
     return [pieces[first + 1 : last] for first, last in pairwise(borders)]
 
