@@ -131,10 +131,7 @@ def new_folder(target: Path) -> Iterator[Path | None]:
             try:
                 partial.mkdir()
                 yield partial
-                for file in partial.iterdir():
-                    with file.open("rb") as opened:
-                        os.fsync(opened.fileno())
-                sync_folder(partial)
+                _sync_files(partial)
                 shutil.rmtree(target, ignore_errors=True)  # of an older format
                 partial.rename(target)
                 sync_folder(target.parent)
@@ -142,8 +139,15 @@ def new_folder(target: Path) -> Iterator[Path | None]:
                 shutil.rmtree(partial, ignore_errors=True)
     except (OSError, StoreError) as error:
         raise InputError(
-            f"the model cannot be kept in {target.parent}: {error}; free space there, make it writable, or set XDG_CACHE_HOME"
+            f"the model cannot be stored in {target.parent}: {error}; free space there, make it writable, or set XDG_CACHE_HOME"
         ) from error
+
+
+def _sync_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    sync_folder(folder)
 
 
 def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None:

@@ -104,11 +104,27 @@ def ingest(
             raise InputError("--watch cannot be given with --ray; run the command again after a change")
         _ingest_on_ray(sources, ray, context, model, store_dir, settings, yes=yes, as_json=as_json)
         return
+    web = WebFiles(allow_private=allow_private_urls)
+    _ingest_here(sources, web, context, model, store_dir, settings, watch=watch, yes=yes, as_json=as_json)
+
+
+def _ingest_here(
+    sources: Sequence[str],
+    web: WebFiles,
+    context: typer.Context,
+    model: str,
+    store_dir: Path,
+    settings: options.Settings,
+    *,
+    watch: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
     if watch:
         from cacheblend.service.engine.folder_watch import check_folders
 
         check_folders(sources, store_dir)
-    stream = DocumentStream(sources, WebFiles(allow_private=allow_private_urls))
+    stream = DocumentStream(sources, web)
     try:
         with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
             _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)

@@ -286,12 +286,9 @@ def files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
                 skipped[f"{path}/"] = why or "ignored"
         for name in names:
             path = here / name
-            if name.startswith("."):
-                skipped[str(path)] = "hidden"
-            elif is_ignored(path):
-                skipped[str(path)] = "ignored"
-            elif not path.is_file():
-                skipped[str(path)] = "no file"
+            why = "hidden" if name.startswith(".") else "ignored" if is_ignored(path) else "" if path.is_file() else "no file"
+            if why:
+                skipped[str(path)] = why
             else:
                 found.append(path)
     yield from _without_links_out(sorted(found), root, skipped)
@@ -354,23 +351,33 @@ def file_documents(
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
             yield _checked({"id": id_ + place, "title": of_part, "text": part.text}, where)
     else:
-        with path.open("rb") as file:
-            raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
-        kind = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
         try:
-            if kind in ("image", "audio", "video", "font"):
-                raise InputError(f"{where}: {kind}; describe it in a text file")
-            if len(raw) > MAX_TEXT_BYTES:
-                raise _too_long(where)
-            text = _text(raw, where)
-            if not text.strip():
-                raise InputError(f"{where}: empty; write something into it, or leave it out")
+            text = _read_text(path, where)
         except InputError as error:
             if skipped is None or name.endswith(TEXT_SUFFIXES):
                 raise
             skipped[where] = str(error).removeprefix(f"{where}: ")
             return
         yield _checked({"id": id_, "title": title, "text": text}, where)
+
+
+def _read_text(path: Path, where: str) -> str:
+    """The text of a text file.
+
+    Raises:
+        InputError: the file is of another kind, too long, binary or empty.
+    """
+    with path.open("rb") as file:
+        raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
+    kind = (mimetypes.guess_type(path.name.lower())[0] or "").partition("/")[0]
+    if kind in ("image", "audio", "video", "font"):
+        raise InputError(f"{where}: {kind}; describe it in a text file")
+    if len(raw) > MAX_TEXT_BYTES:
+        raise _too_long(where)
+    text = _text(raw, where)
+    if not text.strip():
+        raise InputError(f"{where}: empty; write something into it, or leave it out")
+    return text
 
 
 def _text(raw: bytes, where: str) -> str:
