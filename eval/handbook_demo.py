@@ -105,7 +105,7 @@ def chosen_questions(questions: Sequence[HandbookQuestion], count: int) -> list[
     return [questions[index * len(questions) // count] for index in range(count)]
 
 
-def ask_handbook(engine: Engine, questions: Sequence[HandbookQuestion], *, top_k: int) -> Iterator[AskedQuestion]:
+def ask_handbook(engine: Engine, questions: Sequence[HandbookQuestion], *, num_chunks: int) -> Iterator[AskedQuestion]:
     """Ask every question by every method, after one unmeasured token of each.
 
     No method profits from a run before it: they take turns at going first, what prompts begin with is forgotten after each
@@ -114,19 +114,19 @@ def ask_handbook(engine: Engine, questions: Sequence[HandbookQuestion], *, top_k
     Args:
         engine: has the handbook ingested.
         questions: at least one.
-        top_k: chunks to retrieve for each.
+        num_chunks: chunks to retrieve for each.
     """
     ratio = blended_ratio(engine)
     for method in METHODS:
-        engine.answer(questions[0].question, top_k=top_k, method=method, recompute_ratio=ratio, max_tokens=1)
+        engine.answer(questions[0].question, num_chunks=num_chunks, method=method, recompute_ratio=ratio, max_tokens=1)
     engine.drain()
     for index, item in enumerate(questions):
         start = index % len(METHODS)
         answers: dict[str, tuple[Answer, FusionResult]] = {}
-        engine.answer(item.question, top_k=top_k, method="full_reuse", max_tokens=1)
+        engine.answer(item.question, num_chunks=num_chunks, method="full_reuse", max_tokens=1)
         for method in METHODS[start:] + METHODS[:start]:
             engine.prefixes.clear()
-            request = engine.prepare(item.question, top_k=top_k, method=method, recompute_ratio=ratio)
+            request = engine.prepare(item.question, num_chunks=num_chunks, method=method, recompute_ratio=ratio)
             answers[method] = engine.complete(request), request.fused
         yield _compare(engine, item, answers)
 

@@ -114,9 +114,9 @@ class EngineChat:
         return engine.prepare(
             messages[-1].content,
             layout=layout,
-            top_k=0,
+            num_chunks=0,
             documents=documents,
-            sampling_top_k=chosen.get("top_k", 0),
+            top_k=chosen.get("top_k", 0),
             **{name: chosen[name] for name in PROMPT_OPTIONS if name in chosen},
         )
 

@@ -213,21 +213,21 @@ class Retriever(IndexedDocuments):
             index = self._index.current()
             return 0 if index is None else len(index)
 
-    def search(self, question: str, top_k: int) -> list[ScoredChunk]:
-        """The `top_k` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
+    def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
+        """The `num_chunks` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
 
         `min_score` drops chunks below it, perhaps all. A reranker picks the best of four times as many.
 
         Raises:
-            InputError: the question is empty, top_k below 1, or there are no chunks at all.
+            InputError: the question is empty, num_chunks below 1, or there are no chunks at all.
             RetrieverError: the embedder or the directory cannot be used.
             DamagedDocumentError: a chunk that was found is not what was written.
 
         """
         if not isinstance(question, str) or not question.strip():
             raise InputError(f"question={question!r} is empty; ask something")
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-            raise InputError(f"top_k={top_k!r} is not allowed: ask for a whole number of chunks, at least 1")
+        if not isinstance(num_chunks, int) or isinstance(num_chunks, bool) or num_chunks < 1:
+            raise InputError(f"num_chunks={num_chunks!r} is not allowed: ask for a whole number of chunks, at least 1")
         with self._lock, self._catalog.snapshot():
             self._searchable()
         vector_D = self._embed([question])[0]
@@ -238,7 +238,7 @@ class Retriever(IndexedDocuments):
                     f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
-            wanted = top_k if self.reranker is None else max(top_k, min(RERANKED * top_k, CANDIDATES))
+            wanted = num_chunks if self.reranker is None else max(num_chunks, min(RERANKED * num_chunks, CANDIDATES))
             found = self._find(index, question, vector_D, wanted)
         placed = [replace(one, place=self._place(one.chunk), score=1 - one.distance / 2) for one in found]
         if self.reranker is not None:
@@ -246,7 +246,7 @@ class Retriever(IndexedDocuments):
             texts = [f"{head}\n{one.chunk.text}" for head, one in zip(heads, placed, strict=True)]
             scores = self.reranker.scores(question, texts)
             placed = [replace(one, score=score) for one, score in zip(placed, scores, strict=True)]
-            placed = sorted(placed, key=lambda one: -one.score)[:top_k]
+            placed = sorted(placed, key=lambda one: -one.score)[:num_chunks]
         least = self.config.min_score
         return placed if least is None else [one for one in placed if one.score >= least]
 
@@ -316,11 +316,11 @@ class Retriever(IndexedDocuments):
             )
         return vectors_ND
 
-    def _find(self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], top_k: int) -> list[ScoredChunk]:
+    def _find(self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], num_chunks: int) -> list[ScoredChunk]:
         """The best chunks."""
-        count = min(top_k, len(index))
+        count = min(num_chunks, len(index))
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
-        candidates = min(max(CANDIDATES, top_k), len(index))
+        candidates = min(max(CANDIDATES, num_chunks), len(index))
         rankings = [index.search(vector_D, candidates)[0]]
         if self._words is not None:
             rankings.append(self._words.search(question, candidates))

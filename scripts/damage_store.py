@@ -126,7 +126,7 @@ class DamagedStores:
                 kv = engine.store.get(entry.key)
                 assert kv is not None
                 self.truth.kv[entry.key] = kv
-            answer = engine.answer(QUESTION, top_k=TOP_K, method="full_recompute")
+            answer = engine.answer(QUESTION, num_chunks=TOP_K, method="full_recompute")
             self.truth.found = [(one.chunk.document_id, one.chunk.position) for one in answer.chunks]
             self.truth.logits = answer.first_logits
             (closed / "kv" / "damaged" / ("ab" * 32)).write_bytes(b"set aside")
@@ -187,7 +187,7 @@ class DamagedStores:
                 self._fault(count, "wrong bytes", f"{what}: entry {key}")
         for id_ in [str(document["id"]) for document in DOCUMENTS]:
             self._show(engine, id_, count, what)
-        answer = self._allowed(lambda: engine.answer(QUESTION, top_k=TOP_K, recompute_ratio=1.0), count)
+        answer = self._allowed(lambda: engine.answer(QUESTION, num_chunks=TOP_K, recompute_ratio=1.0), count)
         if answer is not None:
             for scored in answer.chunks:
                 chunk = scored.chunk

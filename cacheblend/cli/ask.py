@@ -27,7 +27,7 @@ def ask(
     model: options.OptionalModel = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     method: Annotated[str, typer.Option(help="blend, full_recompute, prefix_cache or full_reuse.")] = "blend",
-    top_k: Annotated[int, typer.Option(help="Chunks to retrieve, or as many as there are.")] = 6,
+    num_chunks: Annotated[int, typer.Option(help="Chunks to retrieve, or as many as there are.")] = 6,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     yes: options.Fetch = False,
@@ -64,7 +64,7 @@ def ask(
         hint = f"No --model was given, so this is {chosen}; give the model that {store_dir} was made with"
         raise InputError(f"{error}. {hint}") from error
     with opened as engine:
-        request = engine.prepare(question, top_k=top_k, method=method, temperature=temperature, top_p=top_p)
+        request = engine.prepare(question, num_chunks=num_chunks, method=method, temperature=temperature, top_p=top_p)
         is_cut_here = config.max_tokens is None and request.max_tokens > MAX_TOKENS
         if is_cut_here:
             request.max_tokens = MAX_TOKENS

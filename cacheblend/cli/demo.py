@@ -45,7 +45,7 @@ def demo(
             help="Keep the store here; left out, the demo's own folder, or of a MODEL a temporary one.",
         ),
     ] = None,
-    top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
+    num_chunks: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
     yes: options.Fetch = False,
     *,
     settings: options.Settings,
@@ -69,7 +69,7 @@ def demo(
     if store_dir is None and model is None and settings.values["chunk_tokens"] == CHUNK_TOKENS:
         store_dir = user_data_folder() / "demo"
     config = settings.make(EngineConfig, model=choose_model(model, yes=yes), store_dir="store")
-    _handbook_demo(config, store_dir, top_k, count, as_json, started)
+    _handbook_demo(config, store_dir, num_chunks, count, as_json, started)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def _store_folder(store_dir: Path | None) -> Iterator[Path]:
 
 
 def _handbook_demo(
-    config: EngineConfig, store_dir: Path | None, top_k: int, count: int | None, as_json: bool, started: float
+    config: EngineConfig, store_dir: Path | None, num_chunks: int, count: int | None, as_json: bool, started: float
 ) -> None:
     from cacheblend.eval.demo_screen import DemoScreen
     from cacheblend.eval.handbook import handbook_documents, handbook_questions
@@ -105,7 +105,7 @@ def _handbook_demo(
         if screen is not None:
             speed = "no KV to compute" if tokens_per_s is None else f"{report.tokens:,} tokens at {tokens_per_s:,.0f} tokens/s"
             screen.ingested(f"{dtype}, {report.chunks} chunks, {speed}, {kv_bytes / 1e6:,.0f} MB of KV")
-        asked, answered = [], ask_handbook(engine, questions, top_k=top_k)
+        asked, answered = [], ask_handbook(engine, questions, num_chunks=num_chunks)
         for number in range(len(questions)):
             with terminal.stderr.status(f"question {number + 1}") if terminal.stderr.is_terminal else nullcontext():
                 asked.append(next(answered))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from cacheblend.base.errors import InputError
 from cacheblend.base.progress import Check, Progress
@@ -28,8 +28,8 @@ from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, inge
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import Prediction, calibrated, find_calibration, find_controller, find_loss, predict_costs
-from .prompt import PromptChunk, PromptLayout, PromptRenderer, check_characters
-from .request import Answer, FirstTokenClock, Request, namespace_of, sampling_options
+from .prompt import PromptChunk, PromptRenderer, check_characters
+from .request import Answer, FirstTokenClock, Request, RequestOptions, namespace_of, sampling_options
 
 logger = logging.getLogger(__name__)
 
@@ -178,105 +178,58 @@ class Engine:
         self.chunk_texts.remember(scored.chunk for scored in found)
         return found
 
-    def answer(
-        self,
-        question: str,
-        *,
-        top_k: int = 6,
-        method: str = "blend",
-        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
-        recompute_ratio: float | None = None,
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        sampling_top_k: int = 0,
-        layout: PromptLayout | None = None,
-    ) -> Answer:
-        """Answer a question over the `top_k` nearest chunks, or over the documents given, in their order.
+    def answer(self, question: str, **options: Any) -> Answer:
+        """Answer a question over the nearest chunks, or over the documents given, in their order.
 
         Args:
             question: in words.
-            top_k: chunks to retrieve, or as many as there are; the nearest one's document stands first, its chunks in its own
-                order.
-            method: "blend", "full_recompute", "prefix_cache" or "full_reuse"; all run the very same token ids.
-            documents: bring your own retriever: these are split and used whole, and nothing is searched. A `Chunk` of this
-                engine's retriever is used as it is.
-            recompute_ratio: for "blend", 0..1; None takes the config's, or else the loading controller's choice.
-            max_tokens: most tokens to generate; None takes the config's, or else as many as fit after the prompt.
-            temperature: 0 is greedy; above, tokens are sampled.
-            top_p: sample from the most likely tokens of this total probability.
-            sampling_top_k: sample from so many most likely tokens; 0 for all.
-            layout: what stands around the chunks; None puts the config's instruction before and the question after them. With
-                a layout, `top_k=0` retrieves nothing.
+            options: see `RequestOptions`.
 
         Raises:
-            InputError: an empty question or document, a top_k below 1, or no documents to search.
+            InputError: an empty question or document, a num_chunks below 1, or no documents to search.
             PromptTooLongError: prompt and answer are longer than the model's positions.
-            ConfigError: an unknown method, or a number outside its range.
+            ConfigError: an unknown method or option, or a number outside its range.
         """
         with self.foreground:
-            request = self.prepare(
-                question,
-                top_k=top_k,
-                method=method,
-                documents=documents,
-                recompute_ratio=recompute_ratio,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                sampling_top_k=sampling_top_k,
-                layout=layout,
-            )
-            return self.complete(request)
+            return self.complete(self.prepare(question, **options))
 
-    def prepare(
-        self,
-        question: str,
-        *,
-        top_k: int = 6,
-        method: str = "blend",
-        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
-        recompute_ratio: float | None = None,
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        sampling_top_k: int = 0,
-        layout: PromptLayout | None = None,
-        cache_salt: str = "",
-        check: Check | None = None,
-    ) -> Request:
+    def prepare(self, question: str, *, check: Check | None = None, **options: Any) -> Request:
         """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model.
 
-        A prompt that is too long without its chunks is refused before anything is embedded. Of stored KV only that of the
-        `cache_salt` is used. `check` is called between batches of embedding; what it raises ends the work.
+        A prompt that is too long without its chunks is refused before anything is embedded.
+
+        Args:
+            question: in words.
+            check: called between batches of embedding; what it raises ends the work.
+            options: see `RequestOptions`.
         """
         # 1. Check what is asked.
         self._check_open()
         check = check or (lambda: None)
         check()
-        started, config = time.perf_counter(), self.config
-        self._prefiller.check_method(method)
-        max_tokens = config.max_tokens if max_tokens is None else max_tokens
+        started, config, asked = time.perf_counter(), self.config, RequestOptions.read(options)
+        self._prefiller.check_method(asked.method)
+        max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens
         if max_tokens is not None:
             check_max_tokens(max_tokens)
-        sampling = sampling_options(temperature, top_p, sampling_top_k)
-        recompute_ratio = config.recompute_ratio if recompute_ratio is None else recompute_ratio
+        sampling = sampling_options(asked.temperature, asked.top_p, asked.top_k)
+        recompute_ratio = config.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
         config.fusion_config(recompute_ratio)
-        searches = documents is not None or layout is None or top_k != 0
-        layout = layout or self.prompts.question(question)
+        searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
+        layout = asked.layout or self.prompts.question(question)
         layout.tokens(()).check_length(max_tokens, self.fusor.max_positions)
         # 2. Find the chunks.
-        scored = self._retrieve(question, top_k, documents, check) if searches else []
+        scored = self._retrieve(question, asked.num_chunks, asked.documents, check) if searches else []
         check()
         retrieved, chunks = time.perf_counter(), [one.chunk for one in scored]
         # 3. Lay out the prompt.
-        namespace = namespace_of(cache_salt)
-        prompt = layout.tokens(self._prompt_chunks(chunks, namespace, brought=documents is not None))
+        namespace = namespace_of(asked.cache_salt)
+        prompt = layout.tokens(self._prompt_chunks(chunks, namespace, brought=asked.documents is not None))
         # 4. Copy to this machine what only the remote tier has.
-        if method in ("blend", "full_reuse"):
+        if asked.method in ("blend", "full_reuse"):
             self._prefiller.fetch(prompt)
         return Request(
-            method=method,
+            method=asked.method,
             recompute_ratio=recompute_ratio,
             max_tokens=prompt.check_length(max_tokens, self.fusor.max_positions),
             sampling={"pad_token_id": self._pad_token_id, **sampling},
@@ -335,11 +288,11 @@ class Engine:
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
     def _retrieve(
-        self, question: str, top_k: int, documents: Sequence[Mapping[str, object] | Chunk] | None, check: Check
+        self, question: str, num_chunks: int, documents: Sequence[Mapping[str, object] | Chunk] | None, check: Check
     ) -> list[ScoredChunk]:
         if documents is None:
             with checked_between_batches(check):
-                return in_reading_order(self.retriever.search(question, top_k))
+                return in_reading_order(self.retriever.search(question, num_chunks))
         if not documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         positions, chunks = self.fusor.max_positions, list[ScoredChunk]()

@@ -16,12 +16,12 @@ from transformers.generation.streamers import BaseStreamer
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionResult
 from cacheblend.loader import LoadingPlan
-from cacheblend.retriever import ScoredChunk
+from cacheblend.retriever import Chunk, ScoredChunk
 
 from .blend_plan import PlannedSegment
 from .config import UNSALTED
 from .prefix_cache import CachedPrefix
-from .prompt import PromptTokens
+from .prompt import PromptLayout, PromptTokens
 
 
 def namespace_of(cache_salt: str) -> str:
@@ -55,6 +55,50 @@ def sampling_options(temperature: float, top_p: float, top_k: int = 0) -> dict[s
     if temperature < LEAST_TEMPERATURE:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": max(0, top_k)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a question may ask for beside its words; the options of `Engine.answer` and `Engine.prepare`.
+
+    Args:
+        num_chunks: chunks to retrieve, or as many as there are; the nearest one's document stands first, its chunks in its own
+            order.
+        method: "blend", "full_recompute", "prefix_cache" or "full_reuse"; all run the very same token ids.
+        documents: bring your own retriever: these are split and used in full, and nothing is searched. A `Chunk` of the
+            engine's retriever is used as it is.
+        recompute_ratio: for "blend", 0..1; None leaves it to the config, or else to the loading controller.
+        max_tokens: upper bound on the generated tokens; None for the config's, or else as many as fit after the prompt.
+        temperature: 0 is greedy; above, tokens are sampled.
+        top_p: sample from the most likely tokens of this total probability.
+        top_k: sample from so many most likely tokens; 0 for all.
+        layout: what stands around the chunks; None puts the config's instruction before and the question after them. With a
+            layout, `num_chunks=0` retrieves nothing.
+        cache_salt: of stored KV only that of this salt is used.
+    """
+
+    num_chunks: int = 6
+    method: str = "blend"
+    documents: Sequence[Mapping[str, object] | Chunk] | None = None
+    recompute_ratio: float | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    layout: PromptLayout | None = None
+    cache_salt: str = ""
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> RequestOptions:
+        """The options of a call.
+
+        Raises:
+            ConfigError: there is no such option.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise ConfigError("option", unknown[0], f"a request has {', '.join(known)}")
+        return cls(**options)
 
 
 class FirstTokenClock(BaseStreamer):

@@ -104,14 +104,14 @@ def _prepare(
     return engine.prepare(
         question,
         layout=layout,
-        top_k=num_chunks,
+        num_chunks=num_chunks,
         method=body.method,
         documents=None if body.documents is None else [document.model_dump() for document in body.documents],
         recompute_ratio=body.recompute_ratio,
         max_tokens=max_tokens,
         temperature=body.temperature or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
-        sampling_top_k=body.top_k or 0,
+        top_k=body.top_k or 0,
         cache_salt=body.cache_salt,
         check=check,
     )

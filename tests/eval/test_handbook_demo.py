@@ -52,7 +52,7 @@ def _demo(*arguments: str) -> int:
 
 
 def _on_tiny(model_dir: Path, *arguments: str) -> int:
-    return _demo(str(model_dir), "--chunk-tokens", "64", "--top-k", "2", "--max-tokens", "4", *arguments)
+    return _demo(str(model_dir), "--chunk-tokens", "64", "--num-chunks", "2", "--max-tokens", "4", *arguments)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_random_weights_are_told(model_dir: Path, fusor: Fusor, tmp_path: Path, 
     config = EngineConfig(model=str(model_dir), store_dir=tmp_path, max_tokens=2, retriever=RetrieverConfig(chunk_tokens=64))
     with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
         engine.ingest(DOCUMENTS)
-        asked = list(ask_handbook(engine, QUESTIONS, top_k=2))
+        asked = list(ask_handbook(engine, QUESTIONS, num_chunks=2))
         methods = summarize(asked)
         right = round(2 * methods["blend"].answer_share)
         assert f"blend {right}." in closing_note(engine, asked, methods)
@@ -207,6 +207,6 @@ def test_smollm2_over_a_chapter(real_model: Any, tmp_path: Path) -> None:
     [chapter] = [document for document in handbook_documents() if document["id"] == QUESTIONS[0].gold[0]]
     with Engine(config, embedder=FakeEmbedder()) as engine:
         engine.ingest([{**chapter, "text": chapter["text"][:3000]}])
-        blend = summarize(list(ask_handbook(engine, QUESTIONS[:1], top_k=4)))["blend"]
+        blend = summarize(list(ask_handbook(engine, QUESTIONS[:1], num_chunks=4)))["blend"]
     assert blend.first_token_kl_nats < 0.2
     assert blend.recomputed_share < 0.5

@@ -27,9 +27,9 @@ def test_search_is_brute_force_l2() -> None:
         np.testing.assert_allclose(distances, expected[order], rtol=1e-5)
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 150, 200])
-def test_equals_come_in_the_order_of_their_ids(top_k: int) -> None:
+@pytest.mark.parametrize("num_chunks", [1, 5, 150, 200])
+def test_equals_come_in_the_order_of_their_ids(num_chunks: int) -> None:
     """Among equal vectors the lowest ids are found, in order, also where not all of them fit."""
     index = VectorIndex(16)
     index.add(range(10, 210), np.repeat(vectors(1), 200, axis=0))
-    assert index.search(vectors(1)[0] + 1, top_k)[0] == list(range(10, 10 + top_k))
+    assert index.search(vectors(1)[0] + 1, num_chunks)[0] == list(range(10, 10 + num_chunks))

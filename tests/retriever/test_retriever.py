@@ -27,8 +27,8 @@ def retriever() -> Iterator[Retriever]:
         yield opened
 
 
-def found(retriever: Retriever, question: str, top_k: int = 3) -> list[tuple[str, int]]:
-    return [(hit.chunk.document_id, hit.chunk.position) for hit in retriever.search(question, top_k)]
+def found(retriever: Retriever, question: str, num_chunks: int = 3) -> list[tuple[str, int]]:
+    return [(hit.chunk.document_id, hit.chunk.position) for hit in retriever.search(question, num_chunks)]
 
 
 def test_nearest_chunk_comes_first() -> None:
@@ -147,16 +147,16 @@ def test_vectors_of_another_length_are_refused(tmp_path: Path) -> None:
         assert found(retriever, "dog", 1)[0][0] == "dogs"
 
 
-@pytest.mark.parametrize("top_k", [0, -1, 1.0, True, None, "3"])
-def test_bad_top_k_is_refused(retriever: Retriever, top_k: object) -> None:
-    """A top_k that is no count is refused by its value."""
+@pytest.mark.parametrize("num_chunks", [0, -1, 1.0, True, None, "3"])
+def test_bad_num_chunks_is_refused(retriever: Retriever, num_chunks: object) -> None:
+    """A num_chunks that is no count is refused by its value."""
     retriever.add([CATS])
-    with pytest.raises(InputError, match=f"top_k={top_k!r}"):
-        retriever.search("cat", top_k)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(InputError, match=f"num_chunks={num_chunks!r}"):
+        retriever.search("cat", num_chunks)  # type: ignore[arg-type]  # on purpose
 
 
 def test_search_beyond_the_corpus_gives_what_there_is(retriever: Retriever) -> None:
-    """An empty corpus says to ingest; a top_k above the corpus gives all of it."""
+    """An empty corpus says to ingest; a num_chunks above the corpus gives all of it."""
     with pytest.raises(InputError, match="ingest"):
         retriever.search("cat", 1)
     retriever.add([CATS])

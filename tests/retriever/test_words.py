@@ -42,8 +42,8 @@ def retriever() -> Iterator[Retriever]:
         yield opened
 
 
-def best(retriever: Retriever, question: str, top_k: int = 1) -> list[str]:
-    return [hit.chunk.document_id for hit in retriever.search(question, top_k)]
+def best(retriever: Retriever, question: str, num_chunks: int = 1) -> list[str]:
+    return [hit.chunk.document_id for hit in retriever.search(question, num_chunks)]
 
 
 def test_a_word_finds_what_meaning_does_not(retriever: Retriever) -> None:

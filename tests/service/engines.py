@@ -59,7 +59,7 @@ def make_model(directory: Path, positions: int = POSITIONS) -> None:
 
 
 def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
-    return engine.answer(QUESTION, method=method, **{"top_k": TOP_K, **options})
+    return engine.answer(QUESTION, method=method, **{"num_chunks": TOP_K, **options})
 
 
 def use_profile(engine: Engine, profile: Profile) -> None:

@@ -55,7 +55,7 @@ def serve(
 ) -> Client:
     """Submit a question; the options are `Engine.prepare`'s."""
     client = Client(on_token)
-    prepared = engine.prepare(question, cache_salt=cache_salt, **{"top_k": 2, **options})
+    prepared = engine.prepare(question, cache_salt=cache_salt, **{"num_chunks": 2, **options})
     request = ServedRequest(
         engine,
         prepared,

@@ -41,7 +41,7 @@ def test_langchain_chain(open_engine: OpenEngine) -> None:
     engine = open_engine()
     question = "Who signs off journeys?"
     message = example("langchain_chain").run(engine, question)
-    alone = engine.answer(question, top_k=2)
+    alone = engine.answer(question, num_chunks=2)
     assert message.content == alone.text
     assert message.usage_metadata["input_token_details"]["cache_read"] > 0
     assert message.response_metadata["plan"]["hits"] == 2

@@ -42,10 +42,10 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert (first.code, first.json["documents"]) == (0, 3)
     assert first.json["computed"] == first.json["chunks"]
     assert run.on_store("ingest", str(passages), "--json").json["computed"] == 0
-    answer = run.on_store("ask", QUESTION, "--top-k", "3", "--max-tokens", "4", "--recompute-ratio", "0.15", "--json").json
+    answer = run.on_store("ask", QUESTION, "--num-chunks", "3", "--max-tokens", "4", "--recompute-ratio", "0.15", "--json").json
     assert answer["plan"]["hits"] == 3
     assert len(answer["token_ids"]) == 4
-    assert "(score " in run.on_store("ask", QUESTION, "--top-k", "2", "--method", "full_recompute").out
+    assert "(score " in run.on_store("ask", QUESTION, "--num-chunks", "2", "--method", "full_recompute").out
     nothing = run.on_store("ask", QUESTION, "--max-tokens", "4", "--min-score", "1")
     assert (nothing.code, "no chunk reached --min-score" in nothing.out) == (0, True)
     assert "min_score=2" in run.on_store("ask", QUESTION, "--min-score", "2").err
@@ -177,7 +177,7 @@ def test_usage_errors_exit_with_2(run: CommandLine, passages: Path, tmp_path: Pa
     run.on_store("ingest", str(passages))
     cases = [
         (run.on_store("ask", "  "), "is empty; ask"),
-        (run.on_store("ask", QUESTION, "--top-k", "0"), "top_k"),
+        (run.on_store("ask", QUESTION, "--num-chunks", "0"), "num_chunks"),
         (run.on_store("ask", QUESTION, "--recompute-ratio", "1.5"), "0 to 1"),
         (run.on_store("ask", QUESTION, "--method", "magic"), "full_reuse"),
         (run.on_store("ask", QUESTION, "--max-tokens", "0"), "max_tokens"),
@@ -228,7 +228,7 @@ def test_a_question_about_too_few_chunks(run: CommandLine, tmp_path: Path) -> No
     path = tmp_path / "short.jsonl"
     path.write_text("".join(json.dumps({**each, "text": str(each["text"])[:220]}) + "\n" for each in DOCUMENTS[:2]))
     report = run.on_store("ingest", str(path), "--json").json
-    for more in ([], ["--top-k", "999"]):
+    for more in ([], ["--num-chunks", "999"]):
         asked = run.on_store("ask", QUESTION, "--json", *more)
         assert asked.code == 0, asked.err
         answer = asked.json

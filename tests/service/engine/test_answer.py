@@ -207,15 +207,15 @@ def test_two_threads(engine: Engine) -> None:
         for question, method in itertools.product(questions, METHODS)
     ]
     for one in asked:  # so that all of it is stored
-        engine.answer(**one, top_k=TOP_K)
+        engine.answer(**one, num_chunks=TOP_K)
     engine.drain()
-    alone = [engine.answer(**one, top_k=TOP_K) for one in asked]
+    alone = [engine.answer(**one, num_chunks=TOP_K) for one in asked]
     together: dict[int, list[Answer]] = {}
     begin = threading.Barrier(3)
 
     def work(thread: int) -> None:
         begin.wait()
-        together[thread] = [engine.answer(**one, top_k=TOP_K) for one in (asked if thread else asked[::-1])]
+        together[thread] = [engine.answer(**one, num_chunks=TOP_K) for one in (asked if thread else asked[::-1])]
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in (0, 1)]
     for thread in threads:
@@ -238,9 +238,9 @@ def test_timings(engine: Engine, method: str, max_tokens: int) -> None:
     """Stages are parts of the whole, none is negative, and retrieval is outside the time to first token."""
     search, pause = engine.retriever.search, threading.Event()
 
-    def slow_search(question: str, top_k: int) -> object:
+    def slow_search(question: str, num_chunks: int) -> object:
         pause.wait(0.2)
-        return search(question, top_k)
+        return search(question, num_chunks)
 
     engine.retriever.search = slow_search  # type: ignore[assignment]  # a stand-in
     timings = ask(engine, method, max_tokens=max_tokens).timings

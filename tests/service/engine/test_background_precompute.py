@@ -299,7 +299,7 @@ def test_an_evicted_corpus_is_still_answered(open_engine: OpenEngine) -> None:
     engine = open_engine(nvme_budget_bytes=150_000, ram_budget_bytes=1)
     engine.ingest_stream(DOCUMENTS)
     for question in (QUESTION, "How is a class defined?", "What does with do?") * 2:
-        blend = engine.answer(question, top_k=TOP_K, recompute_ratio=1.0)
-        full = engine.answer(question, top_k=TOP_K, method="full_recompute")
+        blend = engine.answer(question, num_chunks=TOP_K, recompute_ratio=1.0)
+        full = engine.answer(question, num_chunks=TOP_K, method="full_recompute")
         assert furthest(blend, full) <= 1e-4
         engine.drain()

@@ -20,10 +20,10 @@ from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
         ({"question": None}, InputError, "question=None is empty"),
         ({"question": "", "documents": DOCUMENTS}, InputError, "question='' is empty"),
         ({"question": None, "documents": DOCUMENTS}, InputError, "question=None is empty"),
-        ({"top_k": 0}, InputError, "top_k=0 is not allowed"),
-        ({"top_k": -1}, InputError, "top_k=-1"),
-        ({"top_k": 1.5}, InputError, "top_k=1.5"),
-        ({"sampling_top_k": -2}, ConfigError, "top_k=-2"),
+        ({"num_chunks": 0}, InputError, "num_chunks=0 is not allowed"),
+        ({"num_chunks": -1}, InputError, "num_chunks=-1"),
+        ({"num_chunks": 1.5}, InputError, "num_chunks=1.5"),
+        ({"top_k": -2}, ConfigError, "top_k=-2"),
         ({"documents": []}, InputError, "documents is empty"),
         ({"documents": [{"title": "t", "text": " "}]}, InputError, "empty text"),
         ({"documents": [{"title": "t"}]}, InputError, 'no "text"'),
@@ -48,28 +48,28 @@ from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
 )
 def test_bad_requests(engine: Engine, options: dict[str, object], error: type[Exception], message: str) -> None:
     """A request that cannot be answered is refused by what is wrong with it, and the engine goes on."""
-    request = {"question": QUESTION, "top_k": TOP_K, **options}
+    request = {"question": QUESTION, "num_chunks": TOP_K, **options}
     with pytest.raises(error, match=message):
         engine.answer(**request)
-    assert len(engine.answer(QUESTION, top_k=TOP_K).token_ids) == engine.config.max_tokens
+    assert len(engine.answer(QUESTION, num_chunks=TOP_K).token_ids) == engine.config.max_tokens
 
 
 def test_the_longest_prompt(engine: Engine) -> None:
     """A prompt and its answer may fill the model's positions to the last one, and not a token more."""
-    tokens = engine.answer(QUESTION, top_k=TOP_K).plan.prompt_tokens
-    answer = engine.answer(QUESTION, top_k=TOP_K, max_tokens=POSITIONS - tokens)
+    tokens = engine.answer(QUESTION, num_chunks=TOP_K).plan.prompt_tokens
+    answer = engine.answer(QUESTION, num_chunks=TOP_K, max_tokens=POSITIONS - tokens)
     assert 0 < len(answer.token_ids) <= POSITIONS - tokens
     with pytest.raises(PromptTooLongError):
-        engine.answer(QUESTION, top_k=TOP_K, max_tokens=POSITIONS - tokens + 1)
+        engine.answer(QUESTION, num_chunks=TOP_K, max_tokens=POSITIONS - tokens + 1)
 
 
 def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
     """Where neither question nor config says how long, an answer may fill the model's positions; the config's limit holds."""
     engine = open_ingested(max_tokens=None)
-    for top_k in (1, 3):
-        prepared = engine.prepare(QUESTION, top_k=top_k)
+    for num_chunks in (1, 3):
+        prepared = engine.prepare(QUESTION, num_chunks=num_chunks)
         assert len(prepared.prompt.token_ids) + prepared.max_tokens == POSITIONS
-    assert engine.prepare(QUESTION, top_k=1, max_tokens=7).max_tokens == 7
+    assert engine.prepare(QUESTION, num_chunks=1, max_tokens=7).max_tokens == 7
     with pytest.raises(PromptTooLongError, match="1 to generate are more than"):
         engine.prepare(QUESTION, documents=[{"text": "word " * 600}])
     assert prepared.prompt.check_length(None, None) == MAX_NEW_TOKENS
@@ -77,8 +77,8 @@ def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
 
 def test_top_k_of_sampling(engine: Engine) -> None:
     """Sampling from the one most likely token is greedy, at any temperature."""
-    greedy = engine.answer(QUESTION, top_k=TOP_K)
-    assert engine.answer(QUESTION, top_k=TOP_K, temperature=2.0, sampling_top_k=1).token_ids == greedy.token_ids
+    greedy = engine.answer(QUESTION, num_chunks=TOP_K)
+    assert engine.answer(QUESTION, num_chunks=TOP_K, temperature=2.0, top_k=1).token_ids == greedy.token_ids
 
 
 def test_nothing_ingested(open_engine: OpenEngine) -> None:
@@ -172,7 +172,7 @@ def test_store_of_another_format(open_engine: OpenEngine, tmp_path: Path) -> Non
 
 def test_kv_of_another_dtype_is_not_found(open_ingested: OpenEngine, model_dir: Path) -> None:
     """KV stored in one dtype is not another dtype's: a bfloat16 engine on the same folder misses, and answers."""
-    assert open_ingested().answer(QUESTION, top_k=TOP_K).plan.hits == TOP_K
+    assert open_ingested().answer(QUESTION, num_chunks=TOP_K).plan.hits == TOP_K
     half = Fusor.from_pretrained(str(model_dir), dtype=torch.bfloat16)
-    answer = open_ingested(fusor=half).answer(QUESTION, top_k=TOP_K)
+    answer = open_ingested(fusor=half).answer(QUESTION, num_chunks=TOP_K)
     assert (answer.plan.hits, answer.plan.misses) == (0, TOP_K)

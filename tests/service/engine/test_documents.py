@@ -145,7 +145,7 @@ def test_delete(engine: Engine) -> None:
     assert deleted.stored_chunks == len(keys)
     assert stored(engine) == before - keys
     assert ID not in [status.id for status in engine.documents.ls()]
-    answer = engine.answer(QUESTION, top_k=TOP_K)
+    answer = engine.answer(QUESTION, num_chunks=TOP_K)
     assert ID not in {scored.chunk.document_id for scored in answer.chunks}
     assert answer.plan.misses == 0
 
@@ -275,13 +275,13 @@ def test_codecs(open_ingested: OpenEngine, codec: str, most: float) -> None:
     """KV of another codec is ingested beside, takes less room, and blends to nearly the same logits."""
     with open_ingested() as engine:
         engine.ingest(DOCUMENTS)
-        raw, raw_bytes = engine.answer(QUESTION, top_k=TOP_K), engine.store.stats().nvme.bytes
+        raw, raw_bytes = engine.answer(QUESTION, num_chunks=TOP_K), engine.store.stats().nvme.bytes
     with open_ingested(kv_cache_dtype=codec) as engine:
         report = engine.ingest(DOCUMENTS)
         assert (report.unchanged, report.computed) == (len(DOCUMENTS), report.chunks)
         small_bytes = engine.store.stats().nvme.bytes - raw_bytes
         assert small_bytes < 0.75 * raw_bytes  # headers are as large as before
-        answer = engine.answer(QUESTION, top_k=TOP_K)
+        answer = engine.answer(QUESTION, num_chunks=TOP_K)
         assert (answer.plan.hits, answer.plan.misses) == (TOP_K, 0)
         assert 0 < furthest(answer, raw) < most
         status = engine.documents.show(ID)[0]

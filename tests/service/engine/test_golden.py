@@ -55,8 +55,6 @@ def _ask(engine: Engine, at: int, options: dict[str, Any], max_tokens: int) -> A
     if "documents" in options:
         texts = [{"title": str(DOCUMENTS[i]["title"]), "text": str(DOCUMENTS[i]["text"])[:110]} for i in options["documents"]]
         options["documents"] = texts
-    if "num_chunks" in options:
-        options["top_k"] = options.pop("num_chunks")
     request: Request = engine.prepare(QUESTIONS[at % 3], max_tokens=max_tokens, **options)
     answer = engine.complete(request)
     engine.drain()

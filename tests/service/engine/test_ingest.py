@@ -57,7 +57,7 @@ def test_replaced_document(open_engine: OpenEngine) -> None:
     assert (report.added, report.replaced, report.unchanged) == (0, 1, 0)
     assert 0 < report.computed < report.chunks
     new = next(chunk for chunk in engine.retriever.chunks("for") if "zebra" in chunk.text)
-    answer = engine.answer(new.text, top_k=1)
+    answer = engine.answer(new.text, num_chunks=1)
     assert answer.chunks[0].chunk == new
     assert (answer.plan.hits, answer.plan.misses) == (1, 0)
 
@@ -91,7 +91,7 @@ def test_interrupted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, i
     report = engine.ingest(DOCUMENTS)
     assert (report.added, report.already_stored) == (len(DOCUMENTS), done)
     assert report.computed == report.chunks - done
-    assert engine.answer(QUESTION, top_k=TOP_K).plan.hits == TOP_K
+    assert engine.answer(QUESTION, num_chunks=TOP_K).plan.hits == TOP_K
 
 
 def test_progress(open_engine: OpenEngine) -> None:
@@ -147,7 +147,7 @@ def test_full_disk(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.documents.ls() == []
     report = engine.ingest(DOCUMENTS)
     assert (report.added, report.computed) == (len(DOCUMENTS), report.chunks)
-    assert engine.answer(QUESTION, top_k=TOP_K).plan.hits == TOP_K
+    assert engine.answer(QUESTION, num_chunks=TOP_K).plan.hits == TOP_K
 
 
 def test_budget_below_a_chunk(open_engine: OpenEngine) -> None:
@@ -186,7 +186,7 @@ def test_budget_below_the_corpus(open_engine: OpenEngine) -> None:
     report = engine.ingest_stream(DOCUMENTS)
     assert report.computed == report.chunks > stored(engine) > 0
     assert report.evicted == report.chunks - stored(engine)
-    answer = engine.answer(QUESTION, top_k=12)
+    answer = engine.answer(QUESTION, num_chunks=12)
     assert answer.plan.hits + answer.plan.misses == 12
     assert answer.plan.misses > 0
 

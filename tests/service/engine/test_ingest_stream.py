@@ -79,7 +79,7 @@ def test_stream_is_the_same_as_one_ingest(open_engine: OpenEngine, tmp_path: Pat
     other.ingest(DOCUMENTS)
     assert one.retriever.chunks() == other.retriever.chunks()
     assert {entry.key for entry in one.store.ls()} == {entry.key for entry in other.store.ls()}
-    assert one.answer(QUESTION, top_k=TOP_K).token_ids == other.answer(QUESTION, top_k=TOP_K).token_ids
+    assert one.answer(QUESTION, num_chunks=TOP_K).token_ids == other.answer(QUESTION, num_chunks=TOP_K).token_ids
 
 
 def test_bad_document_in_a_stream(open_engine: OpenEngine) -> None:

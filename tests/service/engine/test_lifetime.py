@@ -29,14 +29,14 @@ def open_files(folder: Path) -> list[Path]:
 def test_closing(open_ingested: OpenEngine, tmp_path: Path) -> None:
     """A closed engine leaves no thread and no open file, closing again does nothing, and its answers stay usable."""
     with open_ingested() as engine:
-        answer = engine.answer(QUESTION, top_k=TOP_K)
+        answer = engine.answer(QUESTION, num_chunks=TOP_K)
         if sys.platform == "linux":
             assert open_files(tmp_path)
     assert not precomputes()
     assert not open_files(tmp_path)
     engine.close()
     assert len(answer.as_dict()["token_ids"]) == engine.config.max_tokens
-    for request in ({"documents": DOCUMENTS[:1]}, {"top_k": TOP_K}):
+    for request in ({"documents": DOCUMENTS[:1]}, {"num_chunks": TOP_K}):
         with pytest.raises(CacheBlendError, match="closed"):
             engine.answer(QUESTION, **request)
     with pytest.raises(CacheBlendError, match="closed"):
@@ -45,16 +45,16 @@ def test_closing(open_ingested: OpenEngine, tmp_path: Path) -> None:
 
 def test_closing_with_misses_left(engine: Engine) -> None:
     """Closing does not wait for the missed chunks that are left; the next engine misses them again."""
-    engine.store.delete(key_of(engine, engine.answer(QUESTION, top_k=TOP_K).chunks[0].chunk))
+    engine.store.delete(key_of(engine, engine.answer(QUESTION, num_chunks=TOP_K).chunks[0].chunk))
     with engine.foreground:
-        engine.answer(QUESTION, top_k=TOP_K)
+        engine.answer(QUESTION, num_chunks=TOP_K)
         engine.close()
     assert not precomputes()
 
 
 def test_closing_in_the_middle_of_a_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits for the precompute that is under way, and its KV is stored."""
-    key = key_of(engine, engine.answer(QUESTION, top_k=TOP_K).chunks[0].chunk)
+    key = key_of(engine, engine.answer(QUESTION, num_chunks=TOP_K).chunks[0].chunk)
     engine.store.delete(key)
     precompute_document, begun, gate = engine.fusor.precompute_document, threading.Event(), threading.Event()
 
@@ -64,7 +64,7 @@ def test_closing_in_the_middle_of_a_precompute(engine: Engine, monkeypatch: pyte
         return precompute_document(*arguments, **options)
 
     monkeypatch.setattr(engine.fusor, "precompute_document", slow)
-    engine.answer(QUESTION, top_k=TOP_K)
+    engine.answer(QUESTION, num_chunks=TOP_K)
     assert begun.wait(60)
     closer = threading.Thread(target=engine.close)
     closer.start()
@@ -149,7 +149,7 @@ def test_two_engines_on_one_folder(open_ingested: OpenEngine) -> None:
     """Two engines share a folder: what one ingests, the other finds and reuses."""
     first, second = open_ingested(), open_ingested()
     first.ingest([{"id": "zebra", "text": "The zebra walks to the river at night."}])
-    answer = second.answer("Where does the zebra walk at night?", top_k=1)
+    answer = second.answer("Where does the zebra walk at night?", num_chunks=1)
     assert answer.chunks[0].chunk.document_id == "zebra"
     assert answer.plan.hits == 1
 
@@ -167,7 +167,7 @@ def test_ingest_and_answer_are_quiet(engine: Engine, caplog: pytest.LogCaptureFi
     """Nothing is logged where nothing is wrong."""
     with caplog.at_level(logging.INFO):
         for method in engine.methods:
-            engine.answer(QUESTION, top_k=TOP_K, method=method)
+            engine.answer(QUESTION, num_chunks=TOP_K, method=method)
         engine.drain()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -250,7 +250,7 @@ def test_the_good_ones_of_odd_files_are_answerable(office: Path, open_engine: Op
     for number in good:
         ids = [hit.chunk.document_id for hit in engine.search(f"Wie fliegt Möwe {number}?", 3)]
         assert any(Path(id_).stem == str(number) for id_ in ids), number
-    answer = engine.answer("Who is the keeper of the lighthouse? Ada?", top_k=6)
+    answer = engine.answer("Who is the keeper of the lighthouse? Ada?", num_chunks=6)
     assert "report.pdf#page=2" in {hit.chunk.document_id for hit in answer.chunks}
     assert (answer.plan.hits, answer.plan.misses) == (6, 0)
 

@@ -26,7 +26,7 @@ OTHER = tuple(range(300, 320))
 
 
 def ask(engine: Engine, layout: PromptLayout, method: str = "prefix_cache", **options: object) -> Answer:
-    return engine.answer(QUESTION, layout=layout, method=method, **{"top_k": 0, "max_tokens": 40, **options})
+    return engine.answer(QUESTION, layout=layout, method=method, **{"num_chunks": 0, "max_tokens": 40, **options})
 
 
 def blocks(tokens: int) -> int:
@@ -81,7 +81,7 @@ def test_a_served_conversation(family_engine: Engine) -> None:
     with Scheduler(engine.fusor) as scheduler:
 
         def turns(*layouts: PromptLayout) -> list[Answer]:
-            options = {"top_k": 0, "method": "prefix_cache", "max_tokens": 40}
+            options = {"num_chunks": 0, "method": "prefix_cache", "max_tokens": 40}
             clients = [serve(engine, scheduler, QUESTION, layout=layout, **options) for layout in layouts]
             return [client.result().answer for client in clients]
 
@@ -129,7 +129,7 @@ def test_salts(engine: Engine) -> None:
     with Scheduler(engine.fusor) as scheduler:
 
         def reused(cache_salt: str, method: str) -> int:
-            options = {"top_k": 0, "max_tokens": 2, "method": method}
+            options = {"num_chunks": 0, "max_tokens": 2, "method": method}
             return cached(
                 serve(engine, scheduler, QUESTION, cache_salt=cache_salt, layout=layout, **options).result().answer.plan
             )
@@ -157,8 +157,8 @@ class TestBlend:
     def test_a_system_message(self, engine: Engine) -> None:
         """In front of chunks the blocks of a head that was seen before are exact and outside the ratio; chunks are blended."""
         layout = PromptLayout(SYSTEM, TURN)
-        first = ask(engine, layout, "blend", top_k=2)
-        second = ask(engine, layout, "blend", top_k=2)
+        first = ask(engine, layout, "blend", num_chunks=2)
+        second = ask(engine, layout, "blend", num_chunks=2)
         assert kinds(first) == ["fresh", "reused", "reused", "fresh"]
         assert kinds(second) == ["exact", "fresh", "reused", "reused", "fresh"]
         assert len(second.plan.segments[0].token_ids) == blocks(len(SYSTEM))
@@ -170,15 +170,15 @@ class TestBlend:
     def test_exact_blocks_serve_every_method(self, engine: Engine) -> None:
         """What a blended request computed exactly, before its first reused chunk, is found by prefix caching; no more is."""
         layout = PromptLayout(SYSTEM, TURN)
-        blend = ask(engine, layout, "blend", top_k=2)
+        blend = ask(engine, layout, "blend", num_chunks=2)
         chunks = [scored.chunk for scored in blend.chunks]
-        exact = ask(engine, layout, documents=chunks, top_k=6)
+        exact = ask(engine, layout, documents=chunks, num_chunks=6)
         assert cached(exact.plan) == blocks(len(SYSTEM))
-        assert furthest(exact, ask(engine, layout, "full_recompute", documents=chunks, top_k=6)) <= 1e-4
+        assert furthest(exact, ask(engine, layout, "full_recompute", documents=chunks, num_chunks=6)) <= 1e-4
 
     def test_a_blended_conversation(self, engine: Engine) -> None:
         """The next turn of a blended one reuses prompt and answer as they were left, which is not full prefill's KV."""
-        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", num_chunks=2)
         second = ask(engine, after(first, OTHER), "blend")
         assert kinds(second) == ["exact", "blended", "fresh", "fresh"]
         whole = blocks(first.plan.prompt_tokens + len(first.token_ids) - 1)
@@ -191,7 +191,7 @@ class TestBlend:
         turns = [Message("system", "Answer in few words, and say so where the text does not tell."), Message("user", QUESTION)]
         layout = PromptRenderer(engine.fusor.tokenizer, engine.config.instruction).chat(turns, with_chunks=True)
         for _ in range(2):
-            answer = ask(engine, layout, "blend", top_k=2)
+            answer = ask(engine, layout, "blend", num_chunks=2)
             assert len(answer.token_ids) > BLOCK_TOKENS
             assert engine.prefixes.stats().parts == len(layout.prefix) // BLOCK_TOKENS > 0
         assert kinds(answer) == ["exact", "fresh", "reused", "reused", "fresh"]
@@ -201,7 +201,7 @@ class TestBlend:
     )
     def test_who_asks_for_another_ratio(self, engine: Engine, method: str, ratio: float | None) -> None:
         """A request that is exact, or asks for another ratio, finds no blended KV: it is full recompute's."""
-        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", num_chunks=2)
         layout = after(first, OTHER)
         answer = ask(engine, layout, method, recompute_ratio=ratio)
         assert "blended" not in kinds(answer)
@@ -210,7 +210,7 @@ class TestBlend:
 
     def test_exact_blocks_go_first(self, engine: Engine) -> None:
         """Where a block is there both exact and blended, a blended request takes the exact one."""
-        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", num_chunks=2)
         ask(engine, after(first, OTHER))
         answer = ask(engine, after(first, (*OTHER, 5)), "blend")
         assert kinds(answer) == ["exact", "fresh"]
@@ -218,7 +218,7 @@ class TestBlend:
 
     def test_what_follows_blended_kv_is_blended(self, engine: Engine) -> None:
         """Blocks computed after blended ones are never found by an exact request."""
-        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", top_k=2)
+        first = ask(engine, PromptLayout(SYSTEM, TURN), "blend", num_chunks=2)
         second = ask(engine, after(first, OTHER), "blend")
         assert "blended" in kinds(second)
         third = after(second, TURN)
@@ -229,7 +229,7 @@ class TestBlend:
 
     def test_the_default_head(self, engine: Engine) -> None:
         """The head that every prompt has is held whole by the engine, and blocks change nothing of it."""
-        answers = [engine.answer(QUESTION, top_k=2) for _ in range(2)]
+        answers = [engine.answer(QUESTION, num_chunks=2) for _ in range(2)]
         assert kinds(answers[0]) == kinds(answers[1]) == ["exact", "reused", "reused", "fresh"]
         assert furthest(*answers) == 0
 

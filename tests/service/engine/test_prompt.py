@@ -162,8 +162,8 @@ def test_engine_with_template(fusor: Fusor, open_engine: OpenEngine) -> None:
     templated = Fusor(fusor.model, tokenizer(TEMPLATE), fingerprint=fusor.fingerprint)
     engine = open_engine(fusor=templated)
     engine.ingest(DOCUMENTS)
-    blend = engine.answer(QUESTION, top_k=TOP_K, recompute_ratio=1.0)
-    full = engine.answer(QUESTION, top_k=TOP_K, method="full_recompute")
+    blend = engine.answer(QUESTION, num_chunks=TOP_K, recompute_ratio=1.0)
+    full = engine.answer(QUESTION, num_chunks=TOP_K, method="full_recompute")
     assert kinds(blend) == ["exact", *["reused"] * TOP_K, "fresh"]
     assert prompt_of(blend.plan) == prompt_of(full.plan)
     assert tokenizer().decode(prompt_of(full.plan)).startswith("<s><<SYS>>be kind</s>")

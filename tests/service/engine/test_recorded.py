@@ -16,8 +16,8 @@ pytestmark = pytest.mark.contract
 @pytest.mark.parametrize("method", ["blend", "full_recompute", "prefix_cache", "full_reuse"])
 def test_equal(engine: Engine, method: str) -> None:
     """An answer of any method, written to a line and read again, equals its replay."""
-    engine.answer(QUESTION, top_k=TOP_K, method=method)
-    answer = engine.answer(QUESTION, top_k=TOP_K, method=method, max_tokens=20)
+    engine.answer(QUESTION, num_chunks=TOP_K, method=method)
+    answer = engine.answer(QUESTION, num_chunks=TOP_K, method=method, max_tokens=20)
     recorded = RecordedAnswer.from_line(RecordedAnswer.of(answer).line())
     assert recorded.can_be_replayed
     assert check_replay(engine.fusor, recorded) == "equal"
@@ -25,7 +25,7 @@ def test_equal(engine: Engine, method: str) -> None:
 
 def test_differs(engine: Engine) -> None:
     """Another token, a chunk of another document, and positions that were not recomputed all show."""
-    recorded = RecordedAnswer.of(engine.answer(QUESTION, top_k=TOP_K, max_tokens=20))
+    recorded = RecordedAnswer.of(engine.answer(QUESTION, num_chunks=TOP_K, max_tokens=20))
     tokens = list(recorded.token_ids)
     tokens[7] = (tokens[7] + 1) % 500
     chunks = [at for at, (kind, *_) in enumerate(recorded.segments) if kind == "reused"]

@@ -65,7 +65,7 @@ class Tenant:
             text,
             cache_salt,
             documents=None,
-            top_k=0,
+            num_chunks=0,
             method="prefix_cache",
             messages=[{"role": "system", "content": text}, {"role": "user", "content": "What?"}],
         )

@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A chat of one question gives `Engine.answer`'s text, and usage tells what was cached and recomputed."""
-    alone = engine.answer(QUESTION, top_k=TOP_K, max_tokens=20)
+    alone = engine.answer(QUESTION, num_chunks=TOP_K, max_tokens=20)
     chat = openai_client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=20, extra_body={"num_chunks": TOP_K, "return_chunks": True}
     )

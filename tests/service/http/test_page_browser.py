@@ -48,7 +48,7 @@ def test_ask(page: Any, address: str, engine: Engine) -> None:
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Chunks in the prompt").wait_for()
     page.locator("#answer[aria-busy=false]").wait_for()
-    expected = engine.answer(QUESTION, top_k=3, max_tokens=30)
+    expected = engine.answer(QUESTION, num_chunks=3, max_tokens=30)
     shown = page.locator("#answer").evaluate(
         "one => [...one.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data).join('')"
     )

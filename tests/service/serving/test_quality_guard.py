@@ -87,7 +87,7 @@ def guarded(engine: Engine, reports: Reports, *, guard_tokens: int = 8, guard_fl
 def ask(engine: Engine, scheduler: Scheduler, reports: Reports, **options: object) -> Done:
     """A question whose check has ended."""
     before = len(reports)
-    done = serve(engine, scheduler, QUESTION, **{"top_k": 4, **options}).result()
+    done = serve(engine, scheduler, QUESTION, **{"num_chunks": 4, **options}).result()
     wait_until(lambda: len(reports) > before)
     return done
 
@@ -97,7 +97,9 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
     with guarded(engine, reports, guard_tokens=5) as scheduler:
         done = ask(engine, scheduler, reports, temperature=1.0, max_tokens=1)  # neither sampling nor a short answer matters
         quality = scheduler.quality("")
-    blended, full = (engine.answer(QUESTION, top_k=4, max_tokens=5, method=method) for method in ("blend", "full_recompute"))
+    blended, full = (
+        engine.answer(QUESTION, num_chunks=4, max_tokens=5, method=method) for method in ("blend", "full_recompute")
+    )
     assert torch.equal(done.answer.first_logits, blended.first_logits)
     same = [one == other for one, other in zip(blended.token_ids, full.token_ids, strict=True)]
     served = reports[0].comparison
@@ -107,7 +109,7 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
     assert served.first_token_kl_nats == pytest.approx(float((log_full.exp() * (log_full - log_blended)).sum()), rel=1e-3)
     caches = []
     for method in ("blend", "full_recompute"):
-        prepared = engine.prepare(QUESTION, top_k=4, method=method)
+        prepared = engine.prepare(QUESTION, num_chunks=4, method=method)
         list(engine.prefill_steps(prepared))
         caches.append(prepared.fused.cache)
     assert served.relative_kv_error == pytest.approx(relative_kv_error(*caches), rel=1e-3)
@@ -144,7 +146,7 @@ def test_what_the_caller_chose_is_not_changed(engine: Engine, reports: Reports, 
     with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
         ask(engine, scheduler, reports)
         assert scheduler.quality("")["full_recompute"]
-        plan = serve(engine, scheduler, QUESTION, top_k=4, **options).result().answer.plan
+        plan = serve(engine, scheduler, QUESTION, num_chunks=4, **options).result().answer.plan
         assert plan.method == options.get("method", "blend")
         ask(engine, scheduler, reports)
     assert len(reports) == 2
@@ -153,7 +155,7 @@ def test_what_the_caller_chose_is_not_changed(engine: Engine, reports: Reports, 
 def test_tenants_are_judged_by_their_own(engine: Engine, reports: Reports) -> None:
     """One tenant's prompts are not recomputed for what another's answers are."""
     with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
-        serve(engine, scheduler, QUESTION, top_k=4, tenant="one", cache_salt="salt").result()
+        serve(engine, scheduler, QUESTION, num_chunks=4, tenant="one", cache_salt="salt").result()
         engine.drain()
         assert not reports  # no chunk was stored, so nothing was blended
         ask(engine, scheduler, reports, tenant="one", cache_salt="salt")
@@ -168,7 +170,7 @@ def test_checks_wait_for_an_idle_moment(engine: Engine, reports: Reports) -> Non
         gate = threading.Event()
         blocker = serve(engine, scheduler, QUESTION, max_tokens=300, method="full_recompute", on_token=gate.wait)
         wait_until(lambda: scheduler.state.waiting == 0)
-        clients: list[Client] = [serve(engine, scheduler, QUESTION, top_k=3, max_tokens=2) for _ in range(4)]
+        clients: list[Client] = [serve(engine, scheduler, QUESTION, num_chunks=3, max_tokens=2) for _ in range(4)]
         gate.set()
         for client in clients:
             assert isinstance(client.result(), Done)
@@ -232,6 +234,6 @@ def test_an_observer_that_fails_hurts_nobody(engine: Engine) -> None:
 def test_closing_drops_checks(engine: Engine, reports: Reports) -> None:
     """The service does not wait for checks when it stops, and one in work leaves no pin."""
     with guarded(engine, reports) as scheduler:
-        answers = [serve(engine, scheduler, QUESTION, top_k=4).result() for _ in range(2)]
+        answers = [serve(engine, scheduler, QUESTION, num_chunks=4).result() for _ in range(2)]
     for scored in answers[0].answer.chunks:
         assert not engine.store._pins.is_pinned(key_of(engine, scored.chunk).digest)

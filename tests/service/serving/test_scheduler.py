@@ -36,8 +36,8 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
 def test_concurrent_answers_equal_a_replay_alone(engine: Engine, scheduler: Scheduler) -> None:
     """Requests of all methods and lengths served at once give the greedy tokens of their plans replayed alone."""
     wanted = [
-        {"question": question, "top_k": top_k, "method": method, "max_tokens": max_tokens}
-        for question, top_k, max_tokens, methods in zip(QUESTIONS, (4, 1, 3, 2), (12, 2, 7, 140), PAIRS, strict=True)
+        {"question": question, "num_chunks": num_chunks, "method": method, "max_tokens": max_tokens}
+        for question, num_chunks, max_tokens, methods in zip(QUESTIONS, (4, 1, 3, 2), (12, 2, 7, 140), PAIRS, strict=True)
         for method in methods
     ] + [{"question": QUESTION, "documents": [*ODD_DOCUMENTS, *DOCUMENTS[:2]], "max_tokens": 9}]
     clients = [serve(engine, scheduler, **options) for options in wanted]
@@ -51,8 +51,8 @@ def test_concurrent_answers_equal_a_replay_alone(engine: Engine, scheduler: Sche
 
 def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
     """A served request gives `Engine.answer`'s tokens, chunks and plan."""
-    alone = engine.answer(QUESTION, top_k=4, max_tokens=25)
-    served = serve(engine, scheduler, QUESTION, top_k=4, max_tokens=25).result().answer
+    alone = engine.answer(QUESTION, num_chunks=4, max_tokens=25)
+    served = serve(engine, scheduler, QUESTION, num_chunks=4, max_tokens=25).result().answer
     assert served.token_ids == alone.token_ids
     assert served.chunks == alone.chunks
     for one, other in zip(served.plan.recomputed, alone.plan.recomputed, strict=True):
@@ -72,7 +72,7 @@ def test_decoding_goes_on_during_a_prefill(engine: Engine, scheduler: Scheduler,
         return (yield from steps(prepared))
 
     monkeypatch.setattr(engine, "prefill_steps", long)
-    assert isinstance(serve(engine, scheduler, QUESTIONS[1], top_k=4, max_tokens=2).result(), Done)
+    assert isinstance(serve(engine, scheduler, QUESTIONS[1], num_chunks=4, max_tokens=2).result(), Done)
     first.cancel()
 
 
@@ -80,7 +80,7 @@ def test_cache_salt(engine: Engine, scheduler: Scheduler) -> None:
     """Requests with a cache salt use none of the KV of others, and find their own again."""
 
     def hits(cache_salt: str) -> int:
-        done = serve(engine, scheduler, QUESTION, top_k=3, cache_salt=cache_salt).result()
+        done = serve(engine, scheduler, QUESTION, num_chunks=3, cache_salt=cache_salt).result()
         engine.drain()
         return done.answer.plan.hits
 
@@ -92,19 +92,21 @@ def test_cancelling(engine: Engine, when: str) -> None:
     """A cancelled request ends wherever it is, without another event, its pins go, and the next one is served."""
     with Scheduler(engine.fusor, ServingConfig(max_num_seqs=1)) as scheduler:
         gate = threading.Event()
-        first = serve(engine, scheduler, QUESTION, top_k=4, max_tokens=300, on_token=None if when == "decoding" else gate.wait)
+        first = serve(
+            engine, scheduler, QUESTION, num_chunks=4, max_tokens=300, on_token=None if when == "decoding" else gate.wait
+        )
         wait_until(lambda: scheduler.state.waiting == 0)
-        second = serve(engine, scheduler, QUESTION, top_k=4, max_tokens=300)
+        second = serve(engine, scheduler, QUESTION, num_chunks=4, max_tokens=300)
         victim = second if when == "waiting" else first
         if when == "decoding":
             wait_until(lambda: len(first.token_ids) > 3)
         victim.cancel()
         gate.set()
         (first if victim is second else second).cancel()
-        third = serve(engine, scheduler, QUESTION, top_k=4)
+        third = serve(engine, scheduler, QUESTION, num_chunks=4)
         assert isinstance(third.result(), Done)
         assert victim.end is None
-    for scored in engine.answer(QUESTION, top_k=4).chunks:
+    for scored in engine.answer(QUESTION, num_chunks=4).chunks:
         assert not engine.store._pins.is_pinned(key_of(engine, scored.chunk).digest)
 
 
@@ -138,7 +140,7 @@ def test_tenants_take_turns(engine: Engine) -> None:
         gate = threading.Event()
         blocker = serve(engine, scheduler, QUESTION, tenant="first", on_token=gate.wait)
         wait_until(lambda: scheduler.state.waiting == 0)
-        clients = [serve(engine, scheduler, "for?", top_k=1, max_tokens=1, tenant=tenant) for tenant in "aaab"]
+        clients = [serve(engine, scheduler, "for?", num_chunks=1, max_tokens=1, tenant=tenant) for tenant in "aaab"]
         gate.set()
         for client in (blocker, *clients):
             client.result()
