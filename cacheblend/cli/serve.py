@@ -149,7 +149,7 @@ def serve(
         allowed = "needed to listen on other addresses than this machine's: set CACHEBLEND_API_KEY, or name tenants in --config"
         raise ConfigError("api_key", None, allowed)
     with bind(http.host, http.port) as listener:
-        # Libraries take seconds to load: a port that is taken is refused before.
+        # Libraries take seconds to load: a port that is in use is refused before.
         terminal.hush_libraries()
         with needs_extra("server"):
             from cacheblend.service.http.run import log_config, run

@@ -92,7 +92,7 @@ class ApiKeys:
             names.add(tenant.name)
             for digest in tenant.api_key_sha256:
                 if digest in self._tenants:
-                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of one tenant alone")
+                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of only one tenant")
                 self._tenants[digest] = tenant.name
 
     @property

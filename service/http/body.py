@@ -17,7 +17,7 @@ from cacheblend.service.engine.json_lines import check_values
 
 from .errors import ApiError, validation_error
 
-SMALL_BYTES = 2**14  # read in less time than a thread takes to begin
+SMALL_BYTES = 2**14  # read in less time than a thread needs to begin
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -32,8 +32,8 @@ class JsonRoute(APIRoute):
         if self.body_field is None:
             return super().get_route_handler()
         model = self.body_field.field_info.annotation
-        assert isinstance(model, type), "a route takes one model as its body"
-        assert issubclass(model, BaseModel), "a route takes one model as its body"
+        assert isinstance(model, type), "a route has one model as its body"
+        assert issubclass(model, BaseModel), "a route has one model as its body"
 
         async def handle(request: Request) -> Response:
             body = await read_json(request, model)

@@ -58,7 +58,7 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
     names = [tool.function.name for tool in body.called_tools]
     if names and not prompts.takes_tools:
         message = (
-            "tools: the model's chat template takes none; leave them out, ask for JSON with response_format, "
+            "tools: the model's chat template has no place for them; leave them out, ask for JSON with response_format, "
             "or use a model that calls tools"
         )
         raise ApiError(400, message, param="tools", code="unsupported_value")
@@ -139,7 +139,7 @@ async def _respond(
     # 3. Submit a request for each choice.
     generation = Generation(request, prepared, sampling, body)
     generation.submit()
-    # 4. Answer, streamed or whole.
+    # 4. Answer, streamed or at once.
     head = {"id": f"{choice_class.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.model_name}
     choices = [choice_class(index, body, server.token_text) for index in range(num_choices)]
     if body.stream:
@@ -229,7 +229,7 @@ class TextChoice:
         self._pending, self._offset = [], (self._offset or 0) + len(text)
         return {"index": self._index, **delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def message(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # of chats alone
+    def message(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # only chats have calls
         """Text and calls of a complete answer."""
         return {"text": text}
 
@@ -269,7 +269,7 @@ class ChatChoice(TextChoice):
             made["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         return {"delta": made}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:  # of texts alone
+    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:  # only texts have offsets
         """Log-probabilities of tokens."""
 
         def reported(token_id: int, logprob: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from cacheblend.base.checks import MIB, check_whole, is_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that this machine alone reaches
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
 API_KEY = r"[!-~]{8,}"
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
 
@@ -22,8 +22,8 @@ class HttpConfig:
         ConfigError: a value is not allowed.
     """
 
-    host: str = option("127.0.0.1", "Address to listen on; 127.0.0.1 is reached from this machine alone.")
-    port: int = option(8000, "Port to listen on; 0 takes any free one.")
+    host: str = option("127.0.0.1", "Address to listen on; only this machine reaches 127.0.0.1.")
+    port: int = option(8000, "Port to listen on; 0 is any free one.")
     served_model_name: str | None = option(None, "What clients call the model; left out, the last part of its path.")
     api_key: str | None = option(
         None,

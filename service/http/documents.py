@@ -111,7 +111,7 @@ async def ls(
 ) -> Response:
     """A page of the documents; `has_more` says whether to ask for the one after `last_id`."""
 
-    def list_page(engine: Engine) -> Response:  # written out here too: of many documents that takes long
+    def list_page(engine: Engine) -> Response:  # written out here too: many documents need long
         read = engine.documents.files if by == "file" else engine.documents.page
         documents, has_more = read(limit, after, newest_first=order == "desc")
         ids = [document.id for document in documents]
@@ -135,7 +135,7 @@ async def ls(
 async def show(id_: str, request: Request) -> dict[str, Any]:
     """One document, or a file's together, and the text of the chunks."""
 
-    def read(engine: Engine) -> dict[str, Any]:  # places too: of a long document that takes a moment
+    def read(engine: Engine) -> dict[str, Any]:  # places too: those of a long document need a moment
         status, chunks = engine.documents.show(id_)
         return {**_body(status), "content": list(map(shown_chunk, chunks, engine.documents.places(chunks)))}
 
@@ -285,7 +285,7 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) ->
             checked_at = time.monotonic()
 
     if name.lower().endswith(PARQUET_SUFFIX):
-        why = "file: Parquet is read by `cacheblend ingest` alone; send its rows as JSON lines"
+        why = "file: only `cacheblend ingest` reads Parquet; send its rows as JSON lines"
         raise ApiError(400, why, param="file", code="invalid_value")
     max_documents, documents, characters = server.http.max_documents, list[dict[str, Any]](), 0
     with _written(server.uploads_folder, name, raw) as path, FileConverter() as converter:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 MAX_SHOWN = 80
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
-# OpenAI's fields that are taken with their neutral value alone.
+# OpenAI's fields that may have only their neutral value.
 UNSUPPORTED = {
     "best_of": "1",
     "echo": "false",
@@ -122,9 +122,9 @@ REMEDIES = {
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
     "finite_number": "must be a finite number",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_from_float": "must be an integer",
     "float_type": "must be a number",
     "string_type": "must be a text",
     "bool_type": "must be true or false",
@@ -143,8 +143,8 @@ FIELD_REMEDIES = {
     "modalities": 'only ["text"] is supported; leave it out',
     "functions": "are OpenAI's older form of tools; leave them out, and give tools",
     "function_call": 'only "none" and "auto" are supported; leave it out',
-    "audio": "this service answers in text alone; leave it out",
-    "web_search_options": "this service searches its own documents alone; leave it out",
+    "audio": "this service answers only in text; leave it out",
+    "web_search_options": "this service searches only its own documents; leave it out",
 }
 
 

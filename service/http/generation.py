@@ -95,8 +95,8 @@ class Generation:
             if time.monotonic() >= self._looked + LOOK_FOR_CLIENT_S:
                 self._looked = time.monotonic()
                 if await self._request.is_disconnected():
-                    raise ApiError(499, "the client went away")  # nobody reads it; the log does
-                if time.perf_counter() > self.served[0].arrived + deadline_s + LATE_S:  # a step takes longer than that
+                    raise ApiError(499, "the client has left")  # only the log shows it
+                if time.perf_counter() > self.served[0].arrived + deadline_s + LATE_S:  # a step may be longer than that
                     raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
             try:
                 return await asyncio.wait_for(self._events.get(), LOOK_FOR_CLIENT_S)
@@ -148,7 +148,7 @@ class Generation:
 class EventStream(StreamingResponse):
     """Server-sent events of a generation, which is cancelled when the response ends, however early.
 
-    Not in the generator: one that the client's going away ends before its first event runs no `finally`.
+    Not in the generator: a generator that ends before its first event, because the client left, runs no `finally`.
     """
 
     def __init__(self, events: AsyncIterator[str], generation: Generation) -> None:

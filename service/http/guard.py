@@ -23,7 +23,7 @@ from .config import HOST_NAME, HttpConfig
 from .errors import ApiError, error_response, shortened
 from .page import FILES
 
-# Without a key, and for reading alone.
+# They need no key, and may only be read.
 PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", *FILES})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})

@@ -29,7 +29,7 @@ DEVIATION = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
 PREFIX_GAUGES = {
     "parts": "Prefix blocks held, each counted once a kind of layer.",
     "bytes": "Bytes of their keys and values.",
-    "budget_bytes": "Most bytes of them.",
+    "budget_bytes": "Upper bound of their bytes.",
 }
 PREFIX_COUNTERS = {
     "lookups": "Prompts whose beginning was looked up.",
@@ -72,7 +72,7 @@ class Metrics:
         )
         self._queue_s = Histogram("cacheblend_queue_seconds", "Time in the queue.", registry=registry, buckets=SECONDS)
         self._total_s = Histogram(
-            "cacheblend_request_seconds", "A whole request.", ["method"], registry=registry, buckets=SECONDS
+            "cacheblend_request_seconds", "Time from arrival to the last token.", ["method"], registry=registry, buckets=SECONDS
         )
         self._tokens = Counter(
             "cacheblend_tokens",
@@ -276,6 +276,6 @@ class RequestLog:
                 self._metrics.count_error(status)
             path = getattr(scope.get("route"), "path", None)  # the route's template, which has no ids
             seconds = time.perf_counter() - started
-            # A status of 0: the client went away before there was one.
+            # A status of 0: the client left before there was one.
             logger.info("%s %s %d in %.4f s, request %s", scope["method"][:16], path, status, seconds, request_id)
             REQUEST_ID.reset(token)

@@ -50,7 +50,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     if empty := [place for place, text in enumerate(texts) if not text.strip()]:
         raise ApiError(400, f"input.{empty[0]}: is empty; leave it out", param="input", code="invalid_value")
 
-    def embed(check: Check) -> Response:  # written out here too: of many texts that takes long
+    def embed(check: Check) -> Response:  # written out here too: many texts need long
         if body.dimensions not in (None, dimensions := embedder.dimensions):
             raise ApiError(400, f"dimensions: {name} has {dimensions}; leave it out", param="dimensions", code="invalid_value")
         with checked_between_batches(check):

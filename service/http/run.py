@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LAST_S = 1.0  # so long before the grace ends all that runs is given up, and so long after it the process ends in any case
 KEEP_ALIVE_S = 5
 MAX_CONNECTIONS = 500  # open at once; half of what the usual limit of open files (1024) allows
-# The model's thread gives Python's lock back at every operation, and gets it again when whoever has it lets go. By default that
+# The model's thread releases Python's lock at every operation, and has it again when its holder releases it. By default that
 # is after 5 ms, hundreds of times a prompt, where another thread reads a long question or a large body.
 SWITCH_S = 0.0001
 

@@ -107,7 +107,7 @@ class TextPart(StrictModel):
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind != "text":
             media = next((word for word in ("image", "audio", "video", "file") if word in kind), "parts of this type")
-            raise ValueError(f"{media}: this service reads text alone; leave the part out, or send its text")
+            raise ValueError(f"{media}: this service reads only text; leave the part out, or send its text")
         return given
 
 
@@ -162,7 +162,7 @@ class MessageBody(StrictModel):
     @classmethod
     def _are_the_assistants(cls, calls: list[CallBody] | None, info: ValidationInfo) -> list[CallBody] | None:
         if calls and info.data.get("role") != "assistant":
-            raise ValueError("are the assistant's alone; leave them out")
+            raise ValueError("are only the assistant's; leave them out")
         return calls
 
     @field_validator("tool_call_id")

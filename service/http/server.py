@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -87,20 +87,8 @@ class Server:
         self.keys = ApiKeys(tenants, self.http.api_key)
         self.model_name = self.http.served_model_name or Path(engine_config.model).name or engine_config.model
         self.started = int(time.time())
-        self.engines: dict[str, Engine] = {}
         with ExitStack() as opened:
-            if not tenants:
-                self.engines[""] = engine or opened.enter_context(Engine(engine_config, embedder=embedder))
-            for name, config in engine_configs(engine_config, tenants).items():
-                first = next(iter(self.engines.values()), None)
-                self.engines[name] = opened.enter_context(
-                    Engine(
-                        config,
-                        fusor=first.fusor if first else None,
-                        embedder=first.retriever.embedder if first else embedder,
-                        foreground=first.foreground if first else None,
-                    )
-                )
+            self.engines = _open_engines(opened, engine_config, tenants, engine, embedder)
             any_engine = next(iter(self.engines.values()))
             self.metrics = Metrics(self.model_name)
             self.ingests = RunningIngests()
@@ -200,6 +188,26 @@ class Server:
             logger.exception("the service could not be closed as it should; what was acknowledged is on disk")
 
 
+def _open_engines(
+    opened: ExitStack, config: EngineConfig, tenants: Sequence[TenantConfig], engine: Engine | None, embedder: Embedder | None
+) -> dict[str, Engine]:
+    """The engine of each tenant by name, "" where there are none; all share the model and the embedder of the first."""
+    if not tenants:
+        return {"": engine or opened.enter_context(Engine(config, embedder=embedder))}
+    engines: dict[str, Engine] = {}
+    for name, own in engine_configs(config, tenants).items():
+        first = next(iter(engines.values()), None)
+        engines[name] = opened.enter_context(
+            Engine(
+                own,
+                fusor=first.fusor if first else None,
+                embedder=first.retriever.embedder if first else embedder,
+                foreground=first.foreground if first else None,
+            )
+        )
+    return engines
+
+
 @dataclass(frozen=True, slots=True)
 class Ingest:
     """An upload that has not ended.
@@ -258,7 +266,7 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
 
     Args:
         pool: where.
-        request: whose tenant takes its turn, and whose client may go.
+        request: its tenant has the turn, and its client may leave.
         work: see `Call`.
         until_begun: whether the deadline is only for the beginning of the work.
 
@@ -277,7 +285,7 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
     )
     pool.submit(call)
     waiting = asyncio.wrap_future(call.future)
-    why: ServiceError = ClientGoneError("the client went away")
+    why: ServiceError = ClientGoneError("the client has left")
     try:
         while not waiting.done():
             await asyncio.wait([waiting], timeout=LOOK_FOR_CLIENT_S)

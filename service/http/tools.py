@@ -85,9 +85,9 @@ def _moved(schema: Any, place: str) -> Any:
 class CallReader:
     """Finds the calls in one answer's text as it comes.
 
-    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or an answer that is such an object alone, as a model
-    writes it that is held to one. Text is held back from where a call may begin. What is no whole call of one of the tools
-    stays text.
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or an answer that is only such an object, as a model
+    writes it that is held to one. Text is held back from where a call may begin. What is no complete call of one of the
+    tools stays text.
 
     Args:
         names: of the tools; without any all is text.
@@ -126,7 +126,7 @@ class CallReader:
         self._held = []
         if not self._names:
             return held, []
-        kept, calls, at = "", [], 0
+        before, calls, at = "", [], 0
         if not self._has_given and held.lstrip().startswith("{"):
             call, end = self._call(held, 0)
             if call is not None and not held[end:].strip():
@@ -135,13 +135,13 @@ class CallReader:
             call, end = self._call(held, start + len(OPENS))
             if call is None:
                 break
-            kept, at = kept + held[at:start], end
+            before, at = before + held[at:start], end
             calls.append(call)
             if held[at:].lstrip().startswith(CLOSES):
                 at = held.index(CLOSES, at) + len(CLOSES)
             if not held[at:].strip():
                 at = len(held)
-        return kept + held[at:], calls[: self._max_calls]
+        return before + held[at:], calls[: self._max_calls]
 
     def _call(self, text: str, start: int) -> tuple[dict[str, Any] | None, int]:
         """The call whose JSON begins at a place, after white space, and where it ends; None where there is none."""

@@ -138,7 +138,7 @@ def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
         ([("../x", "a" * 64)], "lower-case"),
         ([("a", "short")], "64 hex digits"),
         ([("a", "a" * 64), ("a", "b" * 64)], "each name once"),
-        ([("a", "a" * 64), ("b", "a" * 64)], "one tenant alone"),
+        ([("a", "a" * 64), ("b", "a" * 64)], "only one tenant"),
     ],
 )
 def test_bad_tenants(engine: Engine, tenants: list[tuple[str, str]], named: str) -> None:

@@ -163,7 +163,7 @@ def called(name: Any = "f", **function: Any) -> dict[str, Any]:
         ({"tools": [TIME], "response_format": {"type": "json_object"}}, "response_format: an answer held to JSON"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages: the last one"),
         ({"messages": [RESULT]}, "messages: one must be the user's"),
-        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0.tool_calls: are the assistant's"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0.tool_calls: are only the assistant's"),
         ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages.0.tool_call_id"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[]"}}]}, USER]},
@@ -182,7 +182,7 @@ def test_what_is_refused(client: openai.OpenAI, options: dict[str, Any], named: 
 
 def test_a_model_without_tools(openai_client: openai.OpenAI) -> None:
     """Where the model has no template that takes tools, they are refused with what to do instead, unless none may be called."""
-    with pytest.raises(openai.BadRequestError, match="tools: the model's chat template takes none; leave them out") as caught:
+    with pytest.raises(openai.BadRequestError, match="tools: the model's chat template has no place for them") as caught:
         ask(openai_client, tools=[TIME], max_tokens=1)
     assert caught.value.param == "tools"
     assert ask(openai_client, tools=[TIME], tool_choice="none", max_tokens=1).choices[0].finish_reason == "length"
