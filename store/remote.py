@@ -33,7 +33,7 @@ from .entry import LENGTH_BYTES, EncodedEntry, EntryHeader
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FETCHES = 16  # entries that are fetched at the same time
-MAX_TRANSFER_S = 30.0  # of one object; the time-out of the configuration is for silence
+MAX_TRANSFER_S = 15.0  # of one object; the time-out of the configuration is for silence
 MAX_HEADER_BYTES = 2**20  # of an object: about 100,000 token ids; without a secret anybody may have written it
 MAX_CHANGES = 65_536  # that wait to be sent
 MAX_ATTEMPTS = 3
@@ -180,9 +180,6 @@ class RemoteAddress:
         host = parts.netloc.rpartition("@")[2]
         object.__setattr__(self, "shown", urlunsplit((parts.scheme, host, parts.path, "", "")))
 
-    def __str__(self) -> str:
-        return self.shown
-
     def open(self, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> Backend:
         """A backend, which connects at its first use; an object beyond the limit reads as empty.
 
@@ -197,7 +194,7 @@ class RemoteAddress:
             raise
         except Exception as error:  # its message may show the URL
             allowed = f"a URL that the library accepts ({type(error).__name__})"
-            raise ConfigError("remote", f"{self} (its query is not shown)", allowed) from None
+            raise ConfigError("remote", f"{self.shown} (its query is not shown)", allowed) from None
 
 
 class ObjectFormat:
@@ -316,7 +313,7 @@ class RemoteTier:
     def __init__(
         self, address: RemoteAddress, backend: Backend, objects: ObjectFormat, timeout_s: float, queue_bytes: int
     ) -> None:
-        self._address, self._backend, self._format = address, backend, objects
+        self._address, self._backend, self._format = address.shown, backend, objects
         self._timeout_s, self._queue_bytes = timeout_s, queue_bytes
         self._reads, self._writes = CircuitBreaker(), CircuitBreaker()  # a full server still answers reads
         # A process waits for the end of calls that are under way: obstore must not return to an interpreter that has ended.
@@ -476,7 +473,10 @@ class RemoteTier:
                 if not self._changes:
                     return
                 digest, entry = next(iter(self._changes.items()))
-            attempts = 0 if self._make(digest, entry) else attempts + 1
+            try:
+                attempts = 0 if self._make(digest, entry) else attempts + 1
+            except RuntimeError:  # no call begins any more: the process ends
+                return
             with self._changed:
                 if self._changes.get(digest, digest) is entry and (not attempts or attempts >= MAX_ATTEMPTS):
                     del self._changes[digest]  # the change may have been replaced meanwhile
@@ -488,8 +488,9 @@ class RemoteTier:
     def _make(self, digest: str, entry: EncodedEntry | None) -> bool:
         """Make a change; whether it is made."""
         delete = partial(self._call, self._writes, partial(self._backend.delete, self._format.name(digest)))
+        future: Future[None] = self._writer.submit(delete if entry is None else partial(self.send, entry))
         try:
-            self._writer.submit(delete if entry is None else partial(self.send, entry)).result()
+            future.result()
         except RemoteError as error:
             logger.debug("a change was not made in the remote tier: %s", error)
         except Exception as error:  # too long an entry, no memory, a tier that is closed: the thread goes on

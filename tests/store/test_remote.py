@@ -486,5 +486,5 @@ def test_bad_addresses_are_refused_unseen(bad: object) -> None:
 def test_no_text_shows_a_password() -> None:
     """An address shows neither user nor password nor query."""
     address = RemoteAddress("redis://me:hidden@host:1/0?password=hidden")
-    assert str(address) == "redis://host:1/0"
+    assert address.shown == "redis://host:1/0"
     assert "hidden" not in repr(address) + repr(StoreConfig(remote=address.url))
