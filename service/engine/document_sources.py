@@ -341,24 +341,24 @@ def file_documents(
         InputError, MissingExtraError, OSError: see `read_documents`.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
-    if name.endswith(JSONL_SUFFIXES):
-        yield from _line_documents(read_json_lines(path, check, limits))
-    elif name.endswith(PARQUET_SUFFIX):
-        yield from _line_documents(_parquet_rows(path, where))
-    elif name.endswith(CONVERTED_SUFFIXES):
+    if name.endswith((*JSONL_SUFFIXES, PARQUET_SUFFIX)):
+        is_parquet = name.endswith(PARQUET_SUFFIX)
+        yield from _line_documents(_parquet_rows(path, where) if is_parquet else read_json_lines(path, check, limits))
+        return
+    if name.endswith(CONVERTED_SUFFIXES):
         for part in converter.convert(path, check):
             place = f"#{part.place}" if part.place else ""
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
             yield _checked({"id": id_ + place, "title": of_part, "text": part.text}, where)
-    else:
-        try:
-            text = _read_text(path, where)
-        except InputError as error:
-            if skipped is None or name.endswith(TEXT_SUFFIXES):
-                raise
-            skipped[where] = str(error).removeprefix(f"{where}: ")
-            return
-        yield _checked({"id": id_, "title": title, "text": text}, where)
+        return
+    try:
+        text = _read_text(path, where)
+    except InputError as error:
+        if skipped is None or name.endswith(TEXT_SUFFIXES):
+            raise
+        skipped[where] = str(error).removeprefix(f"{where}: ")
+        return
+    yield _checked({"id": id_, "title": title, "text": text}, where)
 
 
 def _read_text(path: Path, where: str) -> str:
