@@ -73,8 +73,8 @@ class Fusion:
         everywhere_N = torch.arange(len(prompt), device=runner.geometry.device)
         rotary = runner.rotary(everywhere_N, runner.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
-        asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1  # of one layer the stored KV is exact
-        if asks and getattr(self._selector, "reads_attention", False):
+        has_choice = prompt.reusable_tokens > 0 and runner.geometry.layers > 1  # of one layer the stored KV is exact
+        if has_choice and getattr(self._selector, "reads_attention", False):
             # 1. The question's rows run over the stored KV; what they attend to decides which tokens layer 0 keeps.
             self._source.start(prompt, runner.geometry, reuse_layer_0=True)
             yield from self._ask(token_ids_N, rotary, questions)

@@ -30,13 +30,14 @@ class Schedule:
             choice: the tokens of layer 1 serve every layer.
         first_layer: the tokens of layer 0 as a multiple of those of layer 1, which are chosen among them; None for all tokens,
             the paper's choice.
-        asks: the selector runs the question over the stored KV before the first layer, through all layers but the last.
+        uses_question_attention: the selector runs the question over the stored KV before the first layer, through all
+            layers but the last.
 
     """
 
     spread: float
     first_layer: int | None = None
-    asks: bool = False
+    uses_question_attention: bool = False
 
     def counts(self, reusable: int, layers: int, ratio: float, fresh: int | None = None) -> list[int]:
         """Number of reusable tokens that each of the layers 0..L-1 runs: `ratio` of R in the mean over layers 1 and up.
@@ -175,7 +176,7 @@ class QuestionAttention:
         ratio: share of the reusable tokens, in the mean over layers 1 and up.
     """
 
-    schedule: ClassVar[Schedule] = Schedule(0.9, first_layer=1, asks=True)
+    schedule: ClassVar[Schedule] = Schedule(0.9, first_layer=1, uses_question_attention=True)
     refreshes_dropped: ClassVar[bool] = True
     ratio: float
 
@@ -240,7 +241,7 @@ class AttentionDeviation:
     """
 
     widening: ClassVar[int] = 2
-    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=widening, asks=True)
+    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=widening, uses_question_attention=True)
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio

@@ -93,7 +93,7 @@ class RecomputeEstimator:
             exact: tokens of exact segments.
         """
         asked: list[float] = []
-        if self._schedule.asks and reusable and 0 < ratio < 1:
+        if self._schedule.uses_question_attention and reusable and 0 < ratio < 1:
             rows = max(1, min(fresh, MAX_QUESTION_TOKENS))
             layer_s = float(self._later @ _of_rows(reusable + fresh + exact, rows, 0))
             asked = [layer_s] * (self.layers - 1)
@@ -162,7 +162,7 @@ class WorkEstimator:
         operations = FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds
         fixed = min(FIXED_ROWS + operations, MAX_FIXED_ROWS)
         passes = [count + fresh for count in self.schedule.counts(reusable, self.layers, ratio)]
-        if self.schedule.asks and 0 < ratio < 1:
+        if self.schedule.uses_question_attention and 0 < ratio < 1:
             passes += [min(fresh, MAX_QUESTION_TOKENS)] * (self.layers - 1)
         blend = sum(passes) + fixed * len(passes) + precomputed * self.layers
         return blend / (self.layers * (reusable + fresh + exact + fixed))

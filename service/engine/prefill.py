@@ -79,7 +79,7 @@ class Prefiller:
         """Refuse an unknown method.
 
         Raises:
-            ConfigError: so.
+            ConfigError: the method is not one of `methods`.
         """
         if not isinstance(method, str) or method not in self._methods:
             raise ConfigError("method", method, f"one of {', '.join(self._methods)}")
