@@ -83,29 +83,29 @@ class Fusion:
             # 1. Without a question to ask, the selector chooses at layer 0; by KV deviation it keeps all tokens there.
             keep_S = self._choose(0, positions, _no_deviation_at_layer_0)
             self._source.start(prompt, runner.geometry, reuse_layer_0=not bool(keep_S.all()))
-        # 2. The tokens that are kept run through every layer.
+        # 2. The chosen tokens run through every layer.
         self._rows = Rows.of(positions[keep_S], runner.geometry.device)
         self._hidden_1SM = runner.embed(token_ids_N[self._rows.on_device_S])
         reads_layer_0 = bool(questions) or not bool(keep_S.all())
         for layer in range(runner.geometry.layers):
             # 3. The layer's stored KV: read by the question already, or waited for, its keys rotated to their positions.
             is_read = layer in self._read
-            whole, wait_s = (self._read.pop(layer), 0.0) if is_read else self._arrival(layer)
+            layer_kv, wait_s = (self._read.pop(layer), 0.0) if is_read else self._arrival(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             if not is_read:
-                self._rotate(layer, whole, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
+                self._rotate(layer, layer_kv, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
             # 4. Fewer tokens go on, where the selector says so; K and V projected on the way stay.
-            fresh_S, scatter = self._filter(layer, whole, cos_sin_N) if layer > 0 else (self._rows.positions_S, True)
+            fresh_S, scatter = self._filter(layer, layer_kv, cos_sin_N) if layer > 0 else (self._rows.positions_S, True)
             rows = self._rows
             if 0 < layer == runner.geometry.layers - 1:
                 if scatter:
-                    self._project(layer, whole, cos_sin_N, rows, self._hidden_1SM)
+                    self._project(layer, layer_kv, cos_sin_N, rows, self._hidden_1SM)
                 rows, self._hidden_1SM, scatter = rows.last, self._hidden_1SM[:, -1:], False  # nobody reads the others' output
-            # 5. Attention and MLP of those tokens, against the whole layer, their K and V in its place.
-            self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, whole, scatter=scatter)
+            # 5. Attention and MLP of those tokens, against the layer's KV, with their own K and V in it.
+            self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
             # 6. The finished layer goes to the cache, or to the caller's sink.
-            sink.put(layer, whole)
+            sink.put(layer, layer_kv)
             recomputed.append(self._rows.positions_S)
             projected.append(fresh_S)
             reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
@@ -131,8 +131,8 @@ class Fusion:
     def _arrival(self, layer: int) -> tuple[LayerKV, float]:
         """Wait for a layer's stored KV; returns it, and the seconds that it took."""
         started = time.perf_counter()
-        whole = self._source.synchronize(layer)
-        return whole, time.perf_counter() - started
+        layer_kv = self._source.synchronize(layer)
+        return layer_kv, time.perf_counter() - started
 
     def _ask(
         self, token_ids_N: torch.Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
@@ -146,23 +146,23 @@ class Fusion:
         attention_LN = torch.zeros(runner.geometry.layers - 1, len(prompt), device=runner.geometry.device)
         reusable_N = upload(prompt.reusable_N, runner.geometry.device)
         for layer in range(runner.geometry.layers - 1):
-            whole, wait_s = self._arrival(layer)
+            layer_kv, wait_s = self._arrival(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
-            self._rotate(layer, whole, cos_sin_N, to_rotate)
-            layer_pass = QuestionPass(whole, question, runner.windows[layer])
+            self._rotate(layer, layer_kv, cos_sin_N, to_rotate)
+            layer_pass = QuestionPass(layer_kv, question, runner.windows[layer])
             hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
             if layer > 0:  # layer 0's stored KV is exact
                 attention_LN[layer] = _of_reusable(runner.reduce(layer_pass.attention_N), reusable_N)
-            self._read[layer] = whole
+            self._read[layer] = layer_kv
             reports.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
         self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
 
-    def _filter(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> tuple[torch.Tensor, bool]:
+    def _filter(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> tuple[torch.Tensor, bool]:
         """Narrow the rows to those that this layer recomputes.
 
-        Gives the positions whose K and V are fresh in `whole` once those have run, and whether the run is to put its own there.
+        Returns the positions whose K and V will be fresh in `layer_kv`, and whether the layer's run must write its own there.
         """
         before = self._rows
         projected = False
@@ -170,17 +170,17 @@ class Fusion:
         def deviation_C() -> torch.Tensor:
             nonlocal projected
             projected = True
-            return self._compare(layer, whole, cos_sin_N)
+            return self._compare(layer, layer_kv, cos_sin_N)
 
         keep_S = self._choose(layer, before.positions_S, deviation_C)
         if keep_S.all():
             return before.positions_S, not projected
-        (kept, kept_1SM), (dropped, dropped_1SM) = (self._part(mask_S) for mask_S in (keep_S, ~keep_S))
+        (chosen, chosen_1SM), (dropped, dropped_1SM) = (self._part(mask_S) for mask_S in (keep_S, ~keep_S))
         refreshes = getattr(self._selector, "refreshes_dropped", False) and not projected
         if refreshes:
-            self._project(layer, whole, cos_sin_N, dropped, dropped_1SM)
-        self._rows, self._hidden_1SM = kept, kept_1SM
-        return before.positions_S if projected or refreshes else kept.positions_S, not projected
+            self._project(layer, layer_kv, cos_sin_N, dropped, dropped_1SM)
+        self._rows, self._hidden_1SM = chosen, chosen_1SM
+        return before.positions_S if projected or refreshes else chosen.positions_S, not projected
 
     def _part(self, mask_S: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         """Some of the rows, and their hidden states."""
@@ -207,10 +207,10 @@ class Fusion:
         keep_S[-1] = True  # the prompt's last position, whose output gives the logits
         return keep_S
 
-    def _project(self, layer: int, whole: LayerKV, cos_sin_N: CosSin, rows: Rows, hidden_1SM: torch.Tensor) -> None:
+    def _project(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, rows: Rows, hidden_1SM: torch.Tensor) -> None:
         """Put fresh K and V of rows into the layer."""
         for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N, rows, hidden_1SM):
-            whole.put(at_P, k_1HPD, v_1HPD)
+            layer_kv.put(at_P, k_1HPD, v_1HPD)
 
     def _fresh_kv(
         self, layer: int, cos_sin_N: CosSin, rows: Rows, hidden_1SM: torch.Tensor
@@ -223,13 +223,13 @@ class Fusion:
             yield at_P, self._runner.rotate(k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
             done += len(piece)
 
-    def _compare(self, layer: int, whole: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
+    def _compare(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
         """Put fresh K and V of all rows into the layer; give the candidates' deviation (C,) from what stood there."""
         deviations: list[torch.Tensor] = []
         for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N, self._rows, self._hidden_1SM):
-            stored_k_1HPD, stored_v_1HPD = (x_1HND.index_select(2, at_P) for x_1HND in (whole.k_1HND, whole.v_1HND))
+            stored_k_1HPD, stored_v_1HPD = (x_1HND.index_select(2, at_P) for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND))
             deviations.append(kv_deviation(k_1HPD, v_1HPD, stored_k_1HPD, stored_v_1HPD))
-            whole.put(at_P, k_1HPD, v_1HPD)
+            layer_kv.put(at_P, k_1HPD, v_1HPD)
         deviation_S = self._runner.reduce(torch.cat(deviations))
         reusable_S = self._prompt.reusable_N[self._rows.positions_S]
         deviation_C = deviation_S.index_select(0, upload(reusable_S.nonzero()[:, 0], deviation_S.device))
@@ -239,17 +239,17 @@ class Fusion:
             deviation_C[-1] = torch.inf  # runs in any case, so it counts as the first of the chosen
         return deviation_C
 
-    def _rotate(self, layer: int, whole: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
+    def _rotate(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
         """Turn the stored keys of these runs to the positions where they now stand."""
-        turn = self._compiled_rotation(layer, whole.k_1HND, cos_sin_N)
+        turn = self._compiled_rotation(layer, layer_kv.k_1HND, cos_sin_N)
         for start, stop in runs:
             if turn is not None:
-                turn(whole.k_1HND[:, :, start:stop], cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])
+                turn(layer_kv.k_1HND[:, :, start:stop], cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])
                 continue
-            size = ROTATED_AT_ONCE if whole.k_1HND.device.type == "cpu" else stop - start
+            size = ROTATED_AT_ONCE if layer_kv.k_1HND.device.type == "cpu" else stop - start
             for first in range(start, stop, size):
                 last = min(first + size, stop)
-                k_1HTD = whole.k_1HND[:, :, first:last]
+                k_1HTD = layer_kv.k_1HND[:, :, first:last]
                 k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
 
     def _compiled_rotation(self, layer: int, k_1HND: torch.Tensor, cos_sin_N: CosSin) -> Turn | None:

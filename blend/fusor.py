@@ -331,11 +331,11 @@ class _PrefixSink:
 
     kv_L2HTD: torch.Tensor
 
-    def put(self, layer: int, whole: LayerKV) -> None:
-        self.kv_L2HTD[layer].copy_(whole.kv_21HND[:, 0])
+    def put(self, layer: int, layer_kv: LayerKV) -> None:
+        self.kv_L2HTD[layer].copy_(layer_kv.kv_21HND[:, 0])
 
 
 def _apart(kv: ChunkKV) -> ChunkKV:
-    """The same in memory of its own."""
+    """Copy of the KV that does not reference the pass's larger tensors."""
     own = torch.contiguous_format
     return replace(kv, layers=[(k.clone(memory_format=own), v.clone(memory_format=own)) for k, v in kv.layers])

@@ -17,8 +17,8 @@ BANNED = re.compile(
     r"\b(told|kept|alone|behind|gives|takes|(?<!at )most(?! likely)|away|rest|whole|once more|sooner)\b", re.IGNORECASE
 )
 # Uses left in names and docstrings of the product, and docstrings left that begin vaguely. Both numbers only fall.
-LIMIT = 60
-VAGUE_LIMIT = 20
+LIMIT = 50
+VAGUE_LIMIT = 8
 VAGUE = re.compile(r"(The same|See|What)\b|(?s:.*)\n\s*\w+: so\.")
 # Options, and names in dotted, snake or camel case.
 NAMED = re.compile(r"(?<!`)`(--[a-z][a-z-]+|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+|\w+_\w+|[A-Z][a-z]+[A-Z]\w+)(?:\(\))?`(?!`)")
