@@ -111,21 +111,33 @@ class Fusion:
             reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
 
+        walked = tuple(recomputed), tuple(projected)
+        return self._result(cache, walked, tuple(reports), tuple(questions))
+
+    def _result(
+        self,
+        cache: CacheSink,
+        walked: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
+        reports: tuple[LayerReport, ...],
+        questions: tuple[LayerReport, ...],
+    ) -> FusionResult:
+        """The blended prompt; `walked` are the positions that each layer recomputed, and those whose K and V are fresh."""
+        prompt, (recomputed, projected) = self._prompt, walked
         deviation_N = torch.zeros(len(prompt))
         if self._deviation is not None:  # not before: the host would wait for the layer
             deviation_N[self._deviation[0]] = self._deviation[1].cpu()
         return FusionResult(
-            runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
+            self._runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
             cache.cache,
             prompt.token_ids,
-            tuple(recomputed),
-            tuple(projected),
+            recomputed,
+            projected,
             deviation_N,
             prompt.reusable_tokens,
             prompt.exact_tokens,
-            tuple(reports),
+            reports,
             cache.memory,
-            tuple(questions),
+            questions,
         )
 
     def _arrival(self, layer: int) -> tuple[LayerKV, float]:

@@ -14,12 +14,8 @@ FAMILIES = ("llama", "llama-yarn", "mistral-window", "gemma2", "gemma3", "mixtra
 
 def prefix_of(fusor: Fusor, token_ids: list[int]) -> tuple[PrefixRun, list[LayerReport]]:
     """The prefix's KV, and the report of each step."""
-    steps, reports = fusor.prefix_steps(token_ids), list[LayerReport]()
-    while True:
-        try:
-            reports.append(next(steps))
-        except StopIteration as done:
-            return done.value, reports
+    steps, run = fusor.prefix_steps(token_ids)
+    return run, list(steps)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
