@@ -35,17 +35,17 @@ class Command:
     help: str
 
 
-_HERE = "cacheblend.cli"
+_HERE, _EVAL = "cacheblend.cli", "cacheblend.eval"
 COMMANDS = (
-    Command("demo", f"{_HERE}.demo:demo", "Ingest documents, ask, and print the methods side by side."),
+    Command("demo", f"{_EVAL}.cli_demo:demo", "Ingest documents, ask, and print the methods side by side."),
     Command("ingest", f"{_HERE}.ingest:ingest", "Split, index and precompute documents."),
     Command("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
     Command("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
     Command("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),
     Command("profile", f"{_HERE}.profile:profile", "Measure prefill, recompute and each tier's throughput."),
     Command("plan", f"{_HERE}.profile:plan", "Compare storage devices for a model's KV."),
-    Command("calibrate", f"{_HERE}.calibrate:calibrate", "Measure what blending loses on your documents."),
-    Command("eval", f"{_HERE}.eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
+    Command("calibrate", f"{_EVAL}.cli_calibrate:calibrate", "Measure what blending loses on your documents."),
+    Command("eval", f"{_EVAL}.cli_eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
     Command("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),
     Command("documents", f"{_HERE}.documents:app", "List, show, pin and delete ingested documents."),
     Command("store", f"{_HERE}.store:app", "List, measure, check and empty stores of chunk KV."),

@@ -15,10 +15,9 @@ import typer
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import user_data_folder
 from cacheblend.base.progress import Progress
+from cacheblend.cli import options, terminal
+from cacheblend.cli.model import choose_model
 from cacheblend.service.engine.config import EngineConfig, write_examples
-
-from . import options, terminal
-from .model import choose_model
 
 CHUNK_TOKENS = 256
 MAX_TOKENS = 24

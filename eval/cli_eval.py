@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import DEFAULT_RATIO
+from cacheblend.cli import options, terminal
+from cacheblend.eval.cli_load import load
 from cacheblend.eval.data import (
     CHUNKINGS,
     DATA_SETS,
@@ -25,8 +27,6 @@ from cacheblend.eval.data import (
 )
 from cacheblend.eval.method_plan import CONTEXTS, METHODS
 from cacheblend.service.engine.config import EngineConfig
-
-from . import load, options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.eval.data import RequestSource
@@ -186,7 +186,7 @@ def documents(
     _run(source, run, settings, as_json=as_json)
 
 
-app.command("load")(load.load)
+app.command("load")(load)
 
 
 @app.command("report")
@@ -217,9 +217,8 @@ def report(
 def _config(source: RequestSource, run: RunOptions, settings: options.Settings) -> EvalConfig:
     """The run's configuration, with the default model and the device that "auto" stands for filled in."""
     terminal.hush_libraries()
+    from cacheblend.cli.model import choose_model
     from cacheblend.eval.run.folder import EvalConfig
-
-    from .model import choose_model
 
     model = choose_model(run.model, yes=False)
     engine = settings.make(EngineConfig, model=model, store_dir=".")

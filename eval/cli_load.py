@@ -10,10 +10,9 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.cli import options, terminal
 from cacheblend.eval.data import DATA_SETS, DATA_VARIABLE, data_set, find_file, read_examples
 from cacheblend.eval.load import LoadRequest, Target, own_targets, peer_target, run_load
-
-from . import options, terminal
 
 
 def load(

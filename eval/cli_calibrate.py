@@ -11,13 +11,12 @@ import typer
 from rich.table import Table
 
 from cacheblend.base.files import make_folder
+from cacheblend.cli import options, terminal
 from cacheblend.eval.data import DocumentsSource, Preset
 from cacheblend.eval.data.source import SEARCHED_TOP_K
 from cacheblend.eval.method_plan import CONTEXTS, METHOD_OF_SELECTOR
 from cacheblend.loader import Thresholds, write_calibration
 from cacheblend.service.engine.config import EngineConfig
-
-from . import options, terminal
 
 if TYPE_CHECKING:
     from cacheblend.eval.run.calibration import CalibrationRun
