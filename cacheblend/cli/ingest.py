@@ -18,7 +18,7 @@ import typer
 
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
-from cacheblend.integrations.ray.config import RayConfig
+from cacheblend.integrations.ray import RayConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
 from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, StreamSize
 from cacheblend.service.engine.ingest import IngestReport

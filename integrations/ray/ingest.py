@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cacheblend.retriever import Embedder
     from cacheblend.service.engine.ingest import EncodedBatch
 
-    from .config import RayConfig
+    from . import RayConfig
 
 LOCAL = "local"
 READERS = 2  # tasks that read files at once; one reads megabytes a second, of which an actor computes kilobytes

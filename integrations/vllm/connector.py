@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.forward_context import set_forward_context
 
 from cacheblend.base.errors import UnsupportedModelError
@@ -30,13 +32,13 @@ from cacheblend.store import KVStore
 from .check import check_against_engine
 from .config import ConnectorConfig
 from .cpu_attention import CpuAttention
-from .keys import Chunk, naming_of_engine
+from .marks import Chunk, naming_of_engine
 from .runner import VllmRunner
 from .scheduler import BlendJob, BlendScheduler
-from .stats import BlendMetrics, BlendStats
 from .worker import BlendWorker
 
 logger = logging.getLogger(__name__)
+TOKENS = ("hit_tokens", "missed_tokens", "recomputed_tokens")  # counts of `BlendScheduler` that are no requests
 
 
 @dataclass(slots=True)
@@ -58,6 +60,64 @@ class BlendWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # s
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """One rank's for all."""
         return self
+
+
+class BlendStats(KVConnectorStats):  # type: ignore[misc]  # see above
+    """Counts of an interval, by name; see `BlendScheduler.counts`."""
+
+    data: dict[str, int]
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counts of another."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Values of the log line."""
+        return {f"cacheblend {name}": count for name, count in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class BlendMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # see above
+    """`cacheblend_vllm_requests_total` by outcome, and `cacheblend_vllm_tokens_total` by kind."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[Counter]
+        self._requests = counter(
+            "cacheblend_vllm_requests",
+            'Marked requests: outcome "blended", or "exact" with the reason why vLLM computed it.',
+            labelnames=[*labelnames, "outcome", "reason"],
+        )
+        self._tokens = counter(
+            "cacheblend_vllm_tokens",
+            'Tokens of blended chunks: "hit" and "missed" in the store, "recomputed" a layer in the mean, question included.',
+            labelnames=[*labelnames, "kind"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an interval's counts."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            if name in TOKENS:
+                self._tokens.labels(*labels, name.removesuffix("_tokens")).inc(count)
+            else:
+                outcome, _, reason = name.partition(":")
+                self._requests.labels(*labels, outcome, reason).inc(count)
 
 
 class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above

@@ -29,8 +29,7 @@ from cacheblend.retriever.config import SEPARATOR
 from cacheblend.service.engine.prompt import Message, PromptLayout, PromptRenderer
 
 from .config import ConnectorConfig
-from .keys import Chunk, naming_of_engine
-from .marks import PARAMS_KEY, Marks
+from .marks import PARAMS_KEY, Chunk, Marks, naming_of_engine
 from .plugin import CONNECTOR
 
 BUSY_S = 0.2  # until the workers are asked again, whose disk is behind

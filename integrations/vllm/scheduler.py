@@ -18,8 +18,7 @@ from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk
 from cacheblend.store import ChunkKey
 
-from .keys import prompt_of
-from .marks import PARAMS_KEY, Marks
+from .marks import PARAMS_KEY, Marks, prompt_of
 
 logger = logging.getLogger(__name__)
 # A blend is worth it where it runs no more than this share of the rows that vLLM's own prefill would: beside rows it copies,

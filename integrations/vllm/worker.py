@@ -27,7 +27,7 @@ from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
 
-from .keys import Chunk, prompt_of
+from .marks import Chunk, prompt_of
 from .scheduler import BlendJob
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
 from cacheblend.base.progress import Progress
-from cacheblend.integrations.ray import ingest
-from cacheblend.integrations.ray.config import RayConfig
+from cacheblend.integrations.ray import RayConfig, ingest
 from cacheblend.integrations.ray.ingest import ingest_on_ray
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.retriever.index_folder import IndexedDocuments

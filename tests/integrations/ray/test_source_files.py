@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend.base.errors import ConfigError, InputError, MissingExtraError
 from cacheblend.cli.main import app
-from cacheblend.integrations.ray.config import RayConfig
+from cacheblend.integrations.ray import RayConfig
 from cacheblend.integrations.ray.source_files import ReadBatch, in_groups, list_files, read_batches
 from cacheblend.service.engine.document_sources import DocumentStream
 
