@@ -64,15 +64,7 @@ def blend(
     counts = [reusable, *layer_counts(reusable, len(layers), ratio, SPREAD[by], fresh)]
 
     # 1. Lay the stored KV out at the segments' new positions, and rotate its keys there.
-    cache: KV = []
-    for layer, module in enumerate(layers):
-        k_HND = torch.zeros(model.config.num_key_value_heads, len(ids_N), module.self_attn.head_dim)
-        v_HND, start = torch.zeros_like(k_HND), 0
-        for ids, kv in segments:
-            if kv is not None:
-                k_HND[:, start : start + len(ids)], v_HND[:, start : start + len(ids)] = kv[layer]
-            start += len(ids)
-        cache.append((_rotate(k_HND, cos_sin_N), v_HND))
+    cache = _lay_out(model, segments, cos_sin_N)
 
     # 2. Score the tokens: the question runs over the stored KV, and each layer adds the attention of its last row.
     attention_LN = torch.zeros(len(layers), len(ids_N))
@@ -104,6 +96,21 @@ def blend(
         hidden_SM = _finish(module, hidden_SM, out_SX)
         recomputed.append(rows_S)
     return model.lm_head(model.model.norm(hidden_SM[-1])), cache, recomputed
+
+
+def _lay_out(model: Any, segments: Sequence[tuple[Sequence[int], KV | None]], cos_sin_N: tuple[Tensor, Tensor]) -> KV:
+    """The prompt's KV, keys rotated: each segment's stored KV at its place, zeros where none is stored."""
+    tokens = sum(len(ids) for ids, _ in segments)
+    cache: KV = []
+    for layer, module in enumerate(model.model.layers):
+        k_HND = torch.zeros(model.config.num_key_value_heads, tokens, module.self_attn.head_dim)
+        v_HND, start = torch.zeros_like(k_HND), 0
+        for ids, kv in segments:
+            if kv is not None:
+                k_HND[:, start : start + len(ids)], v_HND[:, start : start + len(ids)] = kv[layer]
+            start += len(ids)
+        cache.append((_rotate(k_HND, cos_sin_N), v_HND))
+    return cache
 
 
 def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cos_sin_N: tuple[Tensor, Tensor], cache: KV) -> Tensor:
