@@ -22,7 +22,7 @@ def create_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="CacheBlend",
         summary="OpenAI-shaped API that answers over documents from their stored KV.",
-        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `/docs` is one of our own
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `/openapi.json` describes the API
         redoc_url=None,
         redirect_slashes=False,  # the address to go to would be made of the request's Host
         openapi_url="/openapi.json",

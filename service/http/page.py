@@ -1,4 +1,4 @@
-"""The web page at `/`, and the API's reference at `/docs`: their files, which need no key. What the page asks for does."""
+"""The web page at `/`: its files, which need no key. What the page asks for does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fastapi import FastAPI, Response
 
 STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-SCRIPTS = ("page.js", "api.js", "answer.js", "documents.js", "docs.js")
-FILES = {"/": "page.html", "/docs": "docs.html", **{f"/{name}": name for name in ("page.css", *SCRIPTS)}}
+SCRIPTS = ("page.js", "api.js", "answer.js", "documents.js")
+FILES = {"/": "page.html", **{f"/{name}": name for name in ("page.css", *SCRIPTS)}}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",

@@ -16,7 +16,6 @@ WATCH_ANSWER = """
 window.answers = [];
 document.addEventListener("DOMContentLoaded", () => {
   const answer = document.getElementById("answer");
-  if (!answer) return; // `/docs` has none
   new MutationObserver(() => answers.push(answer.textContent)).observe(answer, {childList: true});
 });
 """
