@@ -36,7 +36,7 @@ from typing import Any
 import httpx
 
 from cacheblend.blend.models import DEFAULT_MODEL
-from cacheblend.service.http.auth import hash_key, new_key
+from cacheblend.service.http.config import hash_key, new_key
 
 BOUNDS = {"healthz_worst_s": 0.5, "ttft_ratio": 3.0, "time_outs": 0, "failures": 0}
 TIMEOUT_S, HOSTILE_START_S = 30.0, 3.0

@@ -21,8 +21,7 @@ from cacheblend.base.memory import hold_freed_memory
 from cacheblend.base.options import refuse_gone
 from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
-from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
-from cacheblend.service.http.config import LOOPBACK, HttpConfig
+from cacheblend.service.http.config import LOOPBACK, HttpConfig, TenantConfig, hash_key, new_key
 from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal

@@ -22,9 +22,9 @@ from cacheblend.service.serving.sampling import TokenLogprob
 from cacheblend.service.serving.served_request import Done, Failed, Piece
 from cacheblend.service.serving.text_stream import TextStream
 
-from .body import JsonRoute
 from .errors import ApiError, error_body
 from .generation import EventStream, Generation, sampling_of, server_event
+from .guard import JsonRoute
 from .schemas import ChatBody, CompletionBody, GenerationBody, NamedTool
 from .server import Server, run_call
 from .tools import CallReader

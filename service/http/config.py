@@ -1,17 +1,26 @@
-"""Configuration of the HTTP API: its address, and limits of its requests."""
+"""Configuration of the HTTP API: its address, limits of its requests, and its tenants with their keys and budgets."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from cacheblend.base.checks import MIB, check_whole, is_whole
+from cacheblend.base.checks import MIB, check_bytes, check_whole, is_whole
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import option
+from cacheblend.base.options import option, with_options
+from cacheblend.service.engine.config import EngineConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
 API_KEY = r"[!-~]{8,}"
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
+KEY_PREFIX = "cb-"
+BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")
+TENANTS_FOLDER = "tenants"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +72,129 @@ class HttpConfig:
         for name in self.allowed_hosts:
             if not re.fullmatch(HOST_NAME, name):
                 raise ConfigError("allowed_hosts", name, "host names or addresses without a port, such as rag.example.org")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfig:
+    """One tenant. Its folder, its objects in the remote tier and its part of each budget are its own, so nothing of another is
+    found, counted or evicted by it.
+
+    Args:
+        name: of the tenant, and of its folder below the store's.
+        api_key_sha256: hex SHA-256 of the keys that it uses (`cacheblend api-key` makes one); the keys themselves are nowhere.
+        ram_budget_bytes: its part of the service's RAM budget, reserved, and its limit; None for an equal part of what the
+            tenants with a number leave.
+        nvme_budget_bytes: the same of the NVMe budget.
+        prefix_budget_bytes: the same of the budget of prefix blocks.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    name: str
+    api_key_sha256: tuple[str, ...]
+    ram_budget_bytes: int | None = None
+    nvme_budget_bytes: int | None = None
+    prefix_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", self.name):
+            raise ConfigError("tenants", self.name, "lower-case letters, digits, - and _, at most 63")
+        if not self.api_key_sha256:
+            raise ConfigError(f"tenants.{self.name}.api_key_sha256", (), "give the hash of at least one key")
+        for digest in self.api_key_sha256:
+            if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+                given = "what is given (not shown, it may be a key)"
+                raise ConfigError(
+                    f"tenants.{self.name}.api_key_sha256", given, "64 hex digits; `cacheblend api-key` prints them"
+                )
+        for budget in BUDGETS:
+            if (budget_bytes := getattr(self, budget)) is not None:
+                check_bytes(f"tenants.{self.name}.{budget}", budget_bytes)
+
+
+def new_key() -> str:
+    """A fresh API key of 256 random bits."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_key(key: str) -> str:
+    """Hex SHA-256 of a key. Keys are random and long, so a plain hash cannot be searched."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
+class ApiKeys:
+    """Finds the tenant of a key.
+
+    Args:
+        tenants: none where the service has one key, or is open to all who reach it.
+        api_key: of a service without tenants; None leaves it open.
+
+    Raises:
+        ConfigError: two tenants share a name or a key, or there are tenants and a key.
+    """
+
+    def __init__(self, tenants: Iterable[TenantConfig], api_key: str | None = None) -> None:
+        self._tenants: dict[str, str] = {} if api_key is None else {hash_key(api_key): ""}
+        names = set[str]()
+        for tenant in tenants:
+            if api_key is not None:
+                remedy = "not beside [tenants.NAME] tables, which have keys of their own"
+                raise ConfigError("api_key", "what is given (not shown)", remedy)
+            if tenant.name in names:
+                raise ConfigError("tenants", tenant.name, "each name once")
+            names.add(tenant.name)
+            for digest in tenant.api_key_sha256:
+                if digest in self._tenants:
+                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of only one tenant")
+                self._tenants[digest] = tenant.name
+
+    @property
+    def required(self) -> bool:
+        """Whether the service asks for a key."""
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """The tenant of an `Authorization` header, "" where there are none, None where the key is not known."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        return self._tenants.get(hash_key(key.strip())) if scheme.lower() == "bearer" else None
+
+
+def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dict[str, EngineConfig]:
+    """The config of each tenant's engine, by name.
+
+    The service's budgets are what all tenants have together: a tenant that names a number has that, the others share the
+    remainder equally. So what a tenant has is there for it, whatever the others do.
+
+    Args:
+        config: the service's.
+        tenants: each name once.
+
+    Raises:
+        ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
+    """
+    totals = (config.store.ram_budget_bytes, config.store.nvme_budget_bytes, config.prefix_budget_bytes)
+    parts = {budget: _parts(budget, total, tenants) for budget, total in zip(BUDGETS, totals, strict=True)}
+    return {tenant.name: _config_of(tenant, config, parts) for tenant in tenants}
+
+
+def _config_of(tenant: TenantConfig, config: EngineConfig, parts: Mapping[str, Mapping[str, int]]) -> EngineConfig:
+    own: dict[str, Any] = {budget: part[tenant.name] for budget, part in parts.items()}
+    own |= {"remote_tenant": tenant.name}
+    return with_options(config, {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own})
+
+
+def _parts(budget: str, total_bytes: int, tenants: Sequence[TenantConfig]) -> dict[str, int]:
+    named = {tenant.name: int(given) for tenant in tenants if (given := getattr(tenant, budget)) is not None}
+    others = [tenant.name for tenant in tenants if tenant.name not in named]
+    rest_bytes = total_bytes - sum(named.values())
+    if rest_bytes < len(others):
+        raise ConfigError(
+            f"tenants.*.{budget}",
+            sum(named.values()),
+            f"together at most {budget}={total_bytes}, which all tenants share, with room left for the {len(others)} without a "
+            f"number of their own; raise {budget} or lower the tenants'",
+        )
+    return named | dict.fromkeys(others, rest_bytes // max(1, len(others)))

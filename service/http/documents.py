@@ -30,8 +30,8 @@ from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKE
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.json_lines import LineLimits
 
-from .body import JsonRoute, read_json
 from .errors import ApiError, shortened
+from .guard import JsonRoute, read_json
 from .schemas import DocumentBody, StrictModel, Text
 from .server import Server, run_call, run_document_call
 

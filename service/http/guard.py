@@ -1,30 +1,37 @@
-"""The guard before every request: what its headers decide, whose it is, and its body's bounds."""
+"""The guard before every request: what its headers decide, whose it is, its body's bounds, and its reading as JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend.base.errors import CacheBlendError, QueueFullError
+from cacheblend.base.errors import CacheBlendError, InputError, QueueFullError
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.json_lines import check_values
 
-from .auth import ApiKeys
-from .config import HOST_NAME, HttpConfig
-from .errors import ApiError, error_response, shortened
-from .page import FILES
+from .config import HOST_NAME, ApiKeys, HttpConfig
+from .errors import ApiError, error_response, shortened, validation_error
 
+PAGE_FILES = {"/": "page.html", **{f"/{name}": name for name in ("page.css", "page.js", "api.js", "answer.js", "documents.js")}}
 # They need no key, and may only be read.
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", *FILES})
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", *PAGE_FILES})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})  # what a server on all of a machine's addresses listens on
@@ -35,6 +42,8 @@ BODIES_OF_TENANT, BODIES = 2, 4  # of `max_body_bytes` each, that are in memory 
 RETRY_AFTER_S = 5
 LARGE_BYTES = 2**20  # some time after such a body is answered, freed memory goes back to the system
 RETURN_AFTER_S = 5.0
+SMALL_BYTES = 2**14  # a body that is read in less time than a thread needs to begin
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class Guard:
@@ -252,3 +261,61 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class JsonRoute(APIRoute):
+    """A route whose endpoint is called with the body that `read_json` read; FastAPI would read it on the event loop.
+
+    Such an endpoint has the arguments `body` and `request`, and those of its path.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint's call; FastAPI's own for an endpoint without a body."""
+        if self.body_field is None:
+            return super().get_route_handler()
+        model = self.body_field.field_info.annotation
+        assert isinstance(model, type), "a route has one model as its body"
+        assert issubclass(model, BaseModel), "a route has one model as its body"
+
+        async def handle(request: Request) -> Response:
+            body = await read_json(request, model)
+            answer = await self.endpoint(body=body, request=request, **request.path_params)
+            return answer if isinstance(answer, Response) else JSONResponse(answer, self.status_code or 200)
+
+        return handle
+
+
+async def read_json(request: Request, model: type[_Model]) -> _Model:
+    """A request's body, a large one read in a thread; those of one tenant one after the other. Raises as `read_body` does."""
+    raw = b"".join([part async for part in request.stream()])  # `request.body` would hold it until the answer
+    if len(raw) <= SMALL_BYTES:
+        return read_body(raw, model)
+    async with request.app.state.server.reading[request.state.tenant]:
+        return await run_in_threadpool(read_body, raw, model)
+
+
+def read_body(raw: bytes, model: type[_Model]) -> _Model:
+    """Read a body and check it.
+
+    Raises:
+        ApiError: 400, it is no JSON, or a field is not allowed; 413, see `check_values`.
+    """
+    try:
+        check_values(raw, "the body")
+    except InputError as error:
+        raise ApiError(413, str(error), code="body_too_large") from None
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except RecursionError:
+        raise ApiError(400, "the body cannot be read as JSON: it is nested too deep") from None
+    except UnicodeDecodeError as error:
+        why = f"it is not {error.encoding} ({error.reason} at byte {error.start})"
+        raise ApiError(400, f"the body cannot be read as JSON: {why}") from None
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error.msg}") from None
+    except ValueError as error:  # a number with thousands of digits; after the semicolon Python advises the server
+        raise ApiError(400, f"the body cannot be read as JSON: {str(error).partition(';')[0]}") from None
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False)[0]) from None

@@ -29,8 +29,7 @@ from cacheblend.service.serving.grammar import GrammarCompiler
 from cacheblend.service.serving.scheduler import Observer, Scheduler
 from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
-from .auth import ApiKeys, TenantConfig, engine_configs
-from .config import HttpConfig
+from .config import ApiKeys, HttpConfig, TenantConfig, engine_configs
 from .errors import ApiError, shortened
 from .metrics import Metrics
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.cli import main as cli
-from cacheblend.service.http.auth import ApiKeys, TenantConfig, hash_key
-from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.config import ApiKeys, HttpConfig, TenantConfig, hash_key
 from cacheblend.service.serving.config import ServingConfig
 
 DIGEST = hash_key("cb-key")

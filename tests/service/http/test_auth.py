@@ -17,8 +17,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http.auth import ApiKeys, TenantConfig, hash_key
-from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.config import ApiKeys, HttpConfig, TenantConfig, hash_key
 from cacheblend.service.http.guard import PUBLIC_PATHS
 from cacheblend.service.http.server import Server
 

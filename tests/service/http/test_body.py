@@ -26,12 +26,10 @@ from cacheblend.service import Engine
 from cacheblend.service.engine.json_lines import MAX_TEXT_BYTES, MAX_VALUES, PIECE_BYTES, check_values
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import sampling_options
-from cacheblend.service.http.auth import ApiKeys
-from cacheblend.service.http.body import read_body
-from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.config import ApiKeys, HttpConfig
 from cacheblend.service.http.documents import IngestBody
 from cacheblend.service.http.errors import ApiError
-from cacheblend.service.http.guard import Guard
+from cacheblend.service.http.guard import Guard, read_body
 from cacheblend.service.http.schemas import ChatBody
 from cacheblend.service.http.server import Server
 

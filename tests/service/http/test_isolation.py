@@ -23,8 +23,7 @@ from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.request import namespace_of
-from cacheblend.service.http.auth import TenantConfig, engine_configs, hash_key, new_key
-from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.config import HttpConfig, TenantConfig, engine_configs, hash_key, new_key
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 from cacheblend.store import StoreConfig

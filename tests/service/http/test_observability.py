@@ -16,8 +16,7 @@ from waiting import wait_until
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import EngineConfig
-from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
-from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key, new_key
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 

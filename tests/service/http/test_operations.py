@@ -19,9 +19,8 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http.auth import TenantConfig, hash_key, new_key
-from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.page import STATIC
+from cacheblend.service.http.app import STATIC
+from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key, new_key
 from cacheblend.service.http.run import run
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig

@@ -17,9 +17,9 @@ from waiting import wait_until
 
 from cacheblend.service import Engine
 from cacheblend.service.engine.config import write_examples
-from cacheblend.service.http.auth import TenantConfig, hash_key
-from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.page import FILES, STATIC
+from cacheblend.service.http.app import STATIC
+from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
+from cacheblend.service.http.guard import PAGE_FILES
 from cacheblend.service.http.server import Server
 
 pytestmark = NEEDS_BROWSER
@@ -341,4 +341,4 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
 
 
 def test_first_view_is_small() -> None:
-    assert sum((STATIC / name).stat().st_size for name in FILES.values()) < MAX_BYTES
+    assert sum((STATIC / name).stat().st_size for name in PAGE_FILES.values()) < MAX_BYTES

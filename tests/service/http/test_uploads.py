@@ -25,8 +25,7 @@ from cacheblend.base.progress import Check
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http import documents
-from cacheblend.service.http.auth import TenantConfig, hash_key
-from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
 from cacheblend.service.http.server import Ingest, RunningIngests, Server
 
 multipart = pytest.importorskip("python_multipart.multipart")
