@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.base.errors import InputError
 from cacheblend.base.extras import needs_extra
 from cacheblend.retriever import Document
 from cacheblend.service.engine import document_sources, ingest
@@ -100,30 +101,20 @@ def read_batches(files: Sequence[SourceFile], batch_documents: int) -> Iterator[
 
 
 def _documents(files: Sequence[SourceFile], converter: FileConverter, report: SourceReport) -> Iterator[Document]:
-    versions: dict[str, str] = {}
+    several = document_sources.DistinctIds(report.faults)
     for file in files:
-        try:
-            for document in _documents_of(file, converter, report.skipped):
-                if versions.setdefault(document.id, document.version) == document.version:
-                    yield document
-                else:
-                    report.faults[f"{file.name}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
-        except CacheBlendError as error:
-            report.faults[file.name] = str(error)
-        except OSError as error:
-            report.faults[file.name] = f"{file.name}: {error.strerror or error}"
+        with document_sources.noting_faults(report.faults, file.name):
+            yield from several.of(file.name, _documents_of(file, converter, report.skipped))
 
 
-def _documents_of(file: SourceFile, converter: FileConverter, skipped: dict[str, str]) -> Iterator[Document]:
+def _documents_of(file: SourceFile, converter: FileConverter, skipped: dict[str, str]) -> Iterator[dict[str, Any]]:
     of_unknown_kind = skipped if file.is_found else None
     if not scheme_of(file.name):
-        yield from map(Document.of, document_sources.file_documents(Path(file.name), file.id, converter, of_unknown_kind))
+        yield from document_sources.file_documents(Path(file.name), file.id, converter, of_unknown_kind)
         return
     with _local_copy(file) as path:
-        found = document_sources.file_documents(
-            path, file.id, converter, of_unknown_kind, title=Path(file.id).stem, where=file.name
-        )
-        yield from map(Document.of, found)
+        title = Path(file.id).stem
+        yield from document_sources.file_documents(path, file.id, converter, of_unknown_kind, title=title, where=file.name)
 
 
 def _objects(url: str) -> list[SourceFile]:

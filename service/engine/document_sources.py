@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import glob
 import io
 import logging
 import mimetypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -36,9 +36,6 @@ PARQUET_ROWS = 64  # in memory at once
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 CHARACTERS_PER_TOKEN = 4.0  # of English text, where none can be tokenised
 PIECE_CHARACTERS, SAMPLE_PIECES = 1024, 64  # to count tokens in: enough to know a language by
-_BOM = b"\xef\xbb\xbf"
-_BOMS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
-_BOMS[codecs.BOM_UTF16_BE] = "utf-16"  # after UTF-32's, which begin as UTF-16's
 # Tried where a text is no UTF-8: one of each script, since close relatives are distinguished by chance.
 _ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
 _CONTROL_BYTES = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
@@ -63,19 +60,58 @@ class SourceReport:
         return {"faults": self.faults, "skipped": self.skipped}
 
 
-@dataclass(frozen=True, slots=True)
+@contextmanager
+def noting_faults(faults: dict[str, str] | None, name: str) -> Iterator[None]:
+    """Enter an error of a file in `faults` in place of raising it; with None it is raised."""
+    try:
+        yield
+    except (CacheBlendError, OSError) as error:
+        if faults is None:
+            raise
+        faults[name] = str(error) if isinstance(error, CacheBlendError) else f"{name}: {error.strerror or error}"
+
+
+class DistinctIds:
+    """The documents of several files, of which no two have one id and different texts: the later one is a fault.
+
+    Args:
+        faults: collects these.
+    """
+
+    def __init__(self, faults: dict[str, str]) -> None:
+        self._faults, self._versions = faults, dict[str, str]()
+
+    def of(self, source: str, documents: Iterable[dict[str, Any]]) -> Iterator[Document]:
+        """The documents of a source without the faults."""
+        for document in map(Document.of, documents):
+            if self._versions.setdefault(document.id, document.version) == document.version:
+                yield document
+            else:
+                self._faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
+
+
+@dataclass(slots=True)
 class StreamSize:
     """Size of a stream.
 
     Args:
         documents: how many.
         characters: of their texts.
-        sample: pieces of the texts, from all over the stream.
+        sample: pieces at even distances of all texts together, as if these were one; `SAMPLE_PIECES` at most.
     """
 
-    documents: int
-    characters: int
-    sample: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    documents: int = 0
+    characters: int = 0
+    sample: list[str] = field(default_factory=list, compare=False, repr=False)
+    _distance: int = field(default=PIECE_CHARACTERS, init=False, compare=False, repr=False)
+
+    def add(self, text: str) -> None:
+        """Count a document, and take the pieces that fall into its text."""
+        while (at := len(self.sample) * self._distance - self.characters) < len(text):
+            self.sample.append(text[at : at + PIECE_CHARACTERS])
+            if len(self.sample) > SAMPLE_PIECES:
+                self.sample, self._distance = self.sample[::2], 2 * self._distance
+        self.documents, self.characters = self.documents + 1, self.characters + len(text)
 
     def tokens(self, tokenizer: Any) -> int:
         """About how many tokens the texts are; by the sample where there are a sample and a tokenizer."""
@@ -84,22 +120,6 @@ class StreamSize:
             return round(self.characters / CHARACTERS_PER_TOKEN)
         plain = PlainTokenizer(tokenizer)
         return round(self.characters * sum(len(plain.ids(piece)) for piece in self.sample) / sampled)
-
-
-class TextSample:
-    """Pieces at even distances of all texts together, as if these were one; `SAMPLE_PIECES` at most, however many there are."""
-
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self._distance, self._characters = PIECE_CHARACTERS, 0
-
-    def add(self, text: str) -> None:
-        """Take what falls into a text."""
-        while (at := len(self.pieces) * self._distance - self._characters) < len(text):
-            self.pieces.append(text[at : at + PIECE_CHARACTERS])
-            if len(self.pieces) > SAMPLE_PIECES:
-                self.pieces, self._distance = self.pieces[::2], 2 * self._distance
-        self._characters += len(text)
 
 
 class DocumentStream:
@@ -132,17 +152,15 @@ class DocumentStream:
         """
         if STANDARD_INPUT in self._sources:
             return None
-        documents = characters = 0
-        sample = TextSample()
+        size = StreamSize()
         for document in self._documents():
-            documents, characters = documents + 1, characters + len(document.text)
-            sample.add(document.text)
-        if not documents:
+            size.add(document.text)
+        if not size.documents:
             skipped = [f"{name}: {why}" for name, why in self.report.skipped.items()]
             whys = [*self.report.faults.values(), *skipped]
             more = [f"and {len(whys) - 5:,} more"] if len(whys) > 5 else []
             raise InputError("; ".join(["no documents to ingest", *(whys[:5] or ["give at least one"]), *more]))
-        return StreamSize(documents, characters, tuple(sample.pieces))
+        return size
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents():
@@ -155,26 +173,20 @@ class DocumentStream:
         self._web.close()
 
     def _documents(self) -> Iterator[Document]:
-        versions: dict[str, str] = {}
+        several = DistinctIds(self.report.faults)
         for source in self._sources:
-            report = self.report if self._goes_on and source != STANDARD_INPUT else None
-            for document in map(Document.of, self._read(source, report)):
-                if report is not None and versions.setdefault(document.id, document.version) != document.version:
-                    report.faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
-                else:
-                    yield document
+            if self._goes_on and source != STANDARD_INPUT:
+                yield from several.of(source, self._read(source, self.report))
+            else:
+                yield from map(Document.of, self._read(source, None))
 
     def _read(self, source: str, report: SourceReport | None) -> Iterator[dict[str, Any]]:
         if not _is_url(source):
             yield from read_documents(source, report=report, converter=self._converter)
             return
-        try:
+        with noting_faults(report.faults if report else None, source):
             file = self._web.fetch(source)
             yield from file_documents(file.path, file.url, self._converter, title=file.title, where=source)
-        except CacheBlendError as error:
-            if report is None:
-                raise
-            report.faults[source] = str(error)
 
 
 def _is_many(source: str) -> bool:
@@ -213,23 +225,13 @@ def read_documents(
         return
     skipped = report.skipped if report else {}
     files = source_files(path, skipped, leave_out)
-    own = FileConverter() if converter is None else None
-    try:
+    with ExitStack() as opened:
+        converter = converter or opened.enter_context(FileConverter())
         for file, id_ in files:
-            try:
+            with noting_faults(report.faults if report else None, str(file)):
                 if report is not None:
                     report.on_file(file)
-                yield from file_documents(
-                    file, id_, converter or own or FileConverter(), skipped if Path(path) != file else None
-                )
-            except (CacheBlendError, OSError) as error:
-                if report is None:
-                    raise
-                why = str(error) if isinstance(error, CacheBlendError) else f"{file}: {error.strerror or error}"
-                report.faults[str(file)] = why
-    finally:
-        if own is not None:
-            own.close()
+                yield from file_documents(file, id_, converter, skipped if Path(path) != file else None)
 
 
 def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = None) -> list[tuple[Path, str]]:
@@ -386,18 +388,19 @@ def _text(raw: bytes, where: str) -> str:
     Raises:
         InputError: they are no text.
     """
-    encoding = next((name for mark, name in _BOMS.items() if raw.startswith(mark)), "utf-8")
     try:
-        text = raw.removeprefix(_BOM).decode(encoding)
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        text = "" if encoding == "utf-8" else "\0"
-    if not text and raw and len(raw.translate(None, _CONTROL_BYTES)) == len(raw):
         with needs_extra("rag"):
             from charset_normalizer import from_bytes
+            from charset_normalizer.utils import identify_sig_or_bom
 
-        best = from_bytes(raw[:MAX_SAMPLE_BYTES], cp_isolation=_ENCODINGS).best()
-        text = raw.decode(best.encoding, errors="replace") if best is not None else ""
-    if ("\0" in text) or (not text and raw.removeprefix(_BOM)):
+        encoding, _ = identify_sig_or_bom(raw)
+        if encoding is None and len(raw.translate(None, _CONTROL_BYTES)) == len(raw):
+            best = from_bytes(raw[:MAX_SAMPLE_BYTES], cp_isolation=_ENCODINGS).best()
+            encoding = best.encoding if best else None
+        text = raw.decode(encoding, errors="replace") if encoding else "\0"
+    if "\0" in text:
         raise InputError(f"{where}: binary, or text in no known encoding; save it as UTF-8")
     return text
 

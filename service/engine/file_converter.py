@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -51,6 +52,7 @@ MAX_CACHED_CHARACTERS = 64 * 2**20  # of what is kept between counting and inges
 MAX_MEMORY_BYTES = 2**30  # of address space, of which the libraries take 0.3 GiB
 TIMEOUT_S = 120.0  # a file, with the start of the process
 CHECK_EVERY_S = 0.1  # while a file is converted
+READ_BYTES = 2**20  # of an answer at once
 CONVERTING = threading.Lock()  # one conversion at a time in all, since each may take the memory of one
 
 
@@ -83,7 +85,7 @@ class FileConverter:
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self._timeout_s, self._max_memory_bytes, self._max_file_bytes = timeout_s, max_memory_bytes, max_file_bytes
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._cache = dict[tuple[str, int, int], list[TextPart]]()
         self._cached_characters = 0
 
@@ -133,43 +135,31 @@ class FileConverter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                encoding="ascii",
+                bufsize=0,
             )
-        lines = list[str]()
-
-        def ask() -> None:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(str(path.resolve())) + "\n")
-                process.stdin.flush()
-                lines.append(process.stdout.readline())
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        late_at = time.monotonic() + self._timeout_s
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer, late_at, is_late = bytearray(), time.monotonic() + self._timeout_s, False
         try:
-            while asking.is_alive() and time.monotonic() < late_at:
-                check()
-                asking.join(CHECK_EVERY_S)
-            is_late = asking.is_alive()
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(str(path.resolve())).encode() + b"\n")
+            while not answer.endswith(b"\n") and not (is_late := time.monotonic() >= late_at):
+                if not wait([process.stdout], CHECK_EVERY_S):  # type: ignore[list-item]  # whatever has a file descriptor
+                    check()
+                elif part := os.read(process.stdout.fileno(), READ_BYTES):
+                    answer += part
+                else:
+                    break
         except BaseException:
-            self._end(asking)
+            self.close()
             raise
-        if not is_late and lines and lines[0].endswith("\n"):
-            answer: dict[str, Any] = json.loads(lines[0])
-            return answer
-        self._end(asking)
+        if answer.endswith(b"\n"):
+            found: dict[str, Any] = json.loads(answer)
+            return found
+        self.close()
         if is_late:
             return {"error": f"not read within {self._timeout_s:g} s; split it, or save it as text"}
         return {"error": "its reader ended, which a damaged or a very large file does; save it anew, or as text"}
-
-    def _end(self, asking: threading.Thread) -> None:
-        """End the process, and the thread that waits for it."""
-        if self._process is not None:
-            self._process.kill()
-        asking.join()
-        self.close()
 
     def close(self) -> None:
         """End the process."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
-from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.base.errors import InputError
 from cacheblend.base.extras import needs_extra
 from cacheblend.base.files import replacing
 from cacheblend.retriever import Document
 
-from .document_sources import file_documents, files_below
+from .document_sources import file_documents, files_below, noting_faults
 from .engine import Engine
 from .file_converter import FileConverter
 from .ingest import IngestReport
@@ -104,13 +104,13 @@ class FolderWatch:
                 owners[id_].add(name)
         with FileConverter() as converter:
             for name, (file, folder) in found.items():
-                with self._noting_faults(name):
+                with noting_faults(self.faults, name):
                     self._take(file, file.relative_to(folder).as_posix(), converter, owners, report)
         for name in gone:
-            with self._noting_faults(name):
+            with noting_faults(self.faults, name):
                 self._delete(name, self._files[name].documents, owners, report)
                 del self._files[name]
-        with self._noting_faults(str(self._record)), replacing(self._record) as noted:
+        with noting_faults(self.faults, str(self._record)), replacing(self._record) as noted:
             noted.write(json.dumps({name: astuple(file) for name, file in self._files.items()}).encode())
         report.faults = {name: why for name, why in self.faults.items() if before.get(name) != why}
         return report
@@ -149,13 +149,6 @@ class FolderWatch:
                 with suppress(InputError):  # deleted meanwhile
                     self._engine.documents.delete(id_)
                     report.deleted += 1
-
-    @contextmanager
-    def _noting_faults(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (CacheBlendError, OSError) as error:
-            self.faults[name] = str(error) if isinstance(error, CacheBlendError) else f"{name}: {error.strerror or error}"
 
 
 def check_folders(sources: Sequence[str], store_dir: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -13,6 +13,8 @@ from cacheblend.base.errors import ConfigError, InputError, ServiceError
 from cacheblend.base.options import option
 from cacheblend.base.progress import Progress
 from cacheblend.retriever import Document
+
+from .ingest import IngestReport
 
 ROUTE = "/v1/cacheblend/documents"
 TIMEOUT_S = 3600.0  # of a document: its answer comes when the KV of all its chunks is computed, between others' requests
@@ -48,32 +50,9 @@ class VllmConfig:
         return (self.vllm or "").rstrip("/").removesuffix("/v1") + ROUTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadReport:
-    """Counts of an upload.
-
-    Args:
-        documents: documents that were taken.
-        chunks: their chunks.
-        computed: chunks whose KV was computed now.
-        already_stored: chunks whose KV was stored before.
-        seconds: wall clock of it all.
-    """
-
-    documents: int
-    chunks: int
-    computed: int
-    already_stored: int
-    seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-
 def upload_documents(
     documents: Iterable[Document], config: VllmConfig, faults: dict[str, str], progress: Progress
-) -> UploadReport:
+) -> IngestReport:
     """Have a running vLLM store the KV of documents' chunks; what it has stored before is not computed again.
 
     Args:
@@ -86,7 +65,7 @@ def upload_documents(
         ServiceError: it does not answer, or has no such route; the same call goes on where it was.
         InputError: it refuses the key.
     """
-    started, taken, chunks, computed, tokens = time.monotonic(), 0, 0, 0, 0
+    started, report = time.monotonic(), IngestReport()
     headers = {"Authorization": f"Bearer {config.vllm_api_key}"} if config.vllm_api_key else {}
     with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:  # without redirects: the key is for this host
         for done, document in enumerate(documents, 1):
@@ -94,12 +73,14 @@ def upload_documents(
             if why:
                 faults[document.id] = f"{document.id}: {why}"
             else:
-                taken, chunks, computed = taken + 1, chunks + int(answer["chunks"]), computed + int(answer["stored_chunks"])
-                tokens += int(answer["tokens"]) if answer["stored_chunks"] else 0
-            progress.documents, progress.tokens = done, tokens
+                chunks, computed = int(answer["chunks"]), int(answer["stored_chunks"])
+                tokens = int(answer["tokens"]) if computed else 0
+                report += IngestReport(
+                    documents=1, chunks=chunks, computed=computed, already_stored=chunks - computed, tokens=tokens
+                )
+            progress.documents, progress.tokens = done, report.tokens
             progress.note_batch()
-    seconds = time.monotonic() - started
-    return UploadReport(documents=taken, chunks=chunks, computed=computed, already_stored=chunks - computed, seconds=seconds)
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _post(client: httpx.Client, config: VllmConfig, document: Document) -> tuple[dict[str, Any], str]:
