@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -91,47 +91,53 @@ def ingest(
         cacheblend ingest handbook/ --vllm http://localhost:8000
     """
     ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)
-    if vllm.vllm is not None:
-        if watch or ray.ray is not None:
-            raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
-        with closing(DocumentStream(sources, WebFiles(allow_private=allow_private_urls))) as stream:
-            _ingest_into_vllm(stream, vllm, as_json=as_json)
-        return
-    if model is None:
-        raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
-    if ray.ray is not None:
-        if watch:
-            raise InputError("--watch cannot be given with --ray; run the command again after a change")
-        _ingest_on_ray(sources, ray, context, model, store_dir, settings, yes=yes, as_json=as_json)
-        return
-    web = WebFiles(allow_private=allow_private_urls)
-    _ingest_here(sources, web, context, model, store_dir, settings, watch=watch, yes=yes, as_json=as_json)
-
-
-def _ingest_here(
-    sources: Sequence[str],
-    web: WebFiles,
-    context: typer.Context,
-    model: str,
-    store_dir: Path,
-    settings: options.Settings,
-    *,
-    watch: bool,
-    yes: bool,
-    as_json: bool,
-) -> None:
+    if vllm.vllm is not None and (watch or ray.ray is not None):
+        raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
+    if ray.ray is not None and watch:
+        raise InputError("--watch cannot be given with --ray; run the command again after a change")
     if watch:
         from cacheblend.service.engine.folder_watch import check_folders
 
         check_folders(sources, store_dir)
-    stream = DocumentStream(sources, web)
     try:
-        with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
-            _ingest(stream, context, model, store_dir, settings, folders=sources if watch else (), yes=yes, as_json=as_json)
+        with closing(DocumentStream(sources, WebFiles(allow_private=allow_private_urls))) as stream:
+            if vllm.vllm is not None:
+                _ingest_into_vllm(stream, vllm, as_json=as_json)
+                return
+            if model is None:
+                raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
+            source = context.get_parameter_source("kv_cache_dtype")
+            codec_is_free = source is not None and source.name == "DEFAULT"
+            # The process that reads here serves nobody, and memory that is used again costs less than new.
+            memory = {} if ray.ray is not None else {"ram_budget_bytes": 1}
+            config = settings.make(EngineConfig, model=model, store_dir=store_dir, **memory)
+            wanted = _Wanted(config=config, codec_is_free=codec_is_free, yes=yes, as_json=as_json)
+            if ray.ray is not None:
+                _ingest_on_ray(sources, stream, ray, wanted)
+                return
+            with _interrupted_by_sigterm() if watch else nullcontext():
+                _ingest_here(stream, sources if watch else (), wanted)
     except KeyboardInterrupt:
-        _tell_interrupted()
+        terminal.note("interrupted; what was done is stored, and the same command goes on from there")
         if not watch:  # which ends by a signal and in no other way
             raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What the user asks of an ingest.
+
+    Args:
+        config: of the engine.
+        codec_is_free: nobody named the codec.
+        yes: do not ask.
+        as_json: print the report as JSON.
+    """
+
+    config: EngineConfig
+    codec_is_free: bool
+    yes: bool
+    as_json: bool
 
 
 @contextmanager
@@ -144,45 +150,30 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _ingest(
-    stream: DocumentStream,
-    context: typer.Context,
-    model: str,
-    store_dir: Path,
-    settings: options.Settings,
-    *,
-    folders: Sequence[str],
-    yes: bool,
-    as_json: bool,
-) -> None:
+def _ingest_here(stream: DocumentStream, folders: Sequence[str], wanted: _Wanted) -> None:
+    """Ingest a stream, then follow the changes of folders, if there are any."""
     try:
         size = _measured(stream)
     except InputError:
         if not folders:
             raise
-        size = StreamSize(0, 0)  # a folder that is filled later
+        size = StreamSize()  # a folder that is filled later
     with terminal.shown_stages():
         from cacheblend.service.engine.config import remember_settings
         from cacheblend.service.engine.engine import Engine
 
-        # Nobody reads here, and memory that is used again costs less than new.
-        config = settings.make(EngineConfig, model=model, store_dir=store_dir, ram_budget_bytes=1)
-        fusor = load_fusor(config)
-    tokens = size.tokens(fusor.tokenizer) if size else None
-    config = _agreed(config, fusor.decoder.geometry, tokens, codec_is_free=_codec_is_free(context), yes=yes)
+        fusor = load_fusor(wanted.config)
+    config = _agreed(wanted, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None)
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
         with IngestProgress(terminal.stderr, stream, size) as progress:
-            documents = stream if size != StreamSize(0, 0) else ()
-            report = engine.ingest_stream(documents, progress)
+            report = engine.ingest_stream(stream if size != StreamSize() else (), progress)
         if folders:
             _print_faults(stream.report)
             followed, stream.report.faults = _follow(engine, folders, stream.report.faults)
             report += followed
-    if folders:
-        _print_end(report, stream.report, as_json=as_json)  # faults were listed when they came
-    else:
-        _print_end(report, stream.report, as_json=as_json)
+    _print_end(report, stream.report, as_json=wanted.as_json)
+    if not folders:  # whose faults were printed when they came
         _end_with_faults(stream.report)
 
 
@@ -204,13 +195,8 @@ def _measured(stream: DocumentStream) -> StreamSize | None:
 
 def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool) -> None:
     """Have a running vLLM store the documents' KV; its own store and settings are what counts."""
-    size = _measured(stream)
-    try:
-        with IngestProgress(terminal.stderr, stream, size) as progress:
-            report = upload_documents(stream, vllm, stream.report.faults, progress)
-    except KeyboardInterrupt:
-        _tell_interrupted()
-        raise
+    with IngestProgress(terminal.stderr, stream, _measured(stream)) as progress:
+        report = upload_documents(stream, vllm, stream.report.faults, progress)
     if as_json:
         terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
     else:
@@ -221,47 +207,28 @@ def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool
     _end_with_faults(stream.report)
 
 
-def _ingest_on_ray(
-    sources: Sequence[str],
-    ray: RayConfig,
-    context: typer.Context,
-    model: str,
-    store_dir: Path,
-    settings: options.Settings,
-    *,
-    yes: bool,
-    as_json: bool,
-) -> None:
+def _ingest_on_ray(sources: Sequence[str], stream: DocumentStream, ray: RayConfig, wanted: _Wanted) -> None:
     from cacheblend.integrations.ray.ingest import ingest_on_ray  # Ray may not be installed
 
-    size = None  # of objects in a store, which cost money to read twice
-    if not any("://" in source for source in sources):
-        with closing(DocumentStream(sources)) as stream:
-            size = _measured(stream)
+    # Objects in a store cost money to read twice.
+    size = None if any("://" in source for source in sources) else _measured(stream)
+    stream.close()
     with terminal.shown_stages():
         from cacheblend.blend.loading import kv_geometry, load_tokenizer
         from cacheblend.service.engine.config import torch_dtype
 
-        config = settings.make(EngineConfig, model=model, store_dir=store_dir)
+        config = wanted.config
         geometry = kv_geometry(config.model, config.resolve_device(), torch_dtype(config.dtype))
         tokens = size.tokens(load_tokenizer(config.model)) if size else None
-    config = _agreed(config, geometry, tokens, codec_is_free=_codec_is_free(context), yes=yes)
+    config = _agreed(wanted, geometry, tokens)
     found = SourceReport()
-    try:
-        # What Ray says of a process that died would stand before the JSON object.
-        with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
-            report = ingest_on_ray(sources, config, ray, report=found, progress=progress)
-    except KeyboardInterrupt:
-        _tell_interrupted()
-        raise
+    # What Ray says of a process that died would stand before the JSON object.
+    with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
+        report = ingest_on_ray(sources, config, ray, report=found, progress=progress)
     if size is None:
         _print_skipped(found)
-    _print_end(report, found, as_json=as_json)
+    _print_end(report, found, as_json=wanted.as_json)
     _end_with_faults(found)
-
-
-def _tell_interrupted() -> None:
-    terminal.note("interrupted; what was done is stored, and the same command goes on from there")
 
 
 def _print_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
@@ -334,25 +301,18 @@ ASK_FROM_BYTES = 2 * GIB
 LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
 
 
-def _codec_is_free(context: typer.Context) -> bool:
-    """Whether nobody named the codec."""
-    source = context.get_parameter_source("kv_cache_dtype")
-    return source is not None and source.name == "DEFAULT"
-
-
-def _agreed(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, codec_is_free: bool, yes: bool) -> EngineConfig:
+def _agreed(wanted: _Wanted, geometry: KVGeometry, tokens: int | None) -> EngineConfig:
     """Print an ingest's need of disk, ask where that is much, and return the configuration with a codec that fits.
 
     Args:
-        config: as it was asked for.
+        wanted: as it was asked for.
         geometry: of the model's KV.
         tokens: about so many are in the documents; None where that is not known.
-        codec_is_free: nobody named the codec.
-        yes: do not ask.
 
     Raises:
         InputError: it is much, and nobody can be asked.
     """
+    config = wanted.config
     folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
     shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
     token_bytes = {name: geometry.layers * codec.encoded_shape(shape).nbytes / chunk_tokens for name, codec in CODECS.items()}
@@ -361,7 +321,7 @@ def _agreed(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, c
     room = min(config.store.nvme_budget_bytes, shutil.disk_usage(above).free + stored)
     codec = config.kv_cache_dtype
     coming = tokens or 0
-    if codec_is_free and coming * token_bytes[codec] > room:
+    if wanted.codec_is_free and coming * token_bytes[codec] > room:
         codec = next((name for name in LOSSY if coming * token_bytes[name] <= room), LOSSY[-1])
     need = max(0.0, coming * token_bytes[codec] - stored)
     estimate = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
@@ -371,7 +331,7 @@ def _agreed(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, c
         estimate += f"; raw KV, which is exact, would take {coming * token_bytes['raw'] / 1e9:.1f} GB"
     if need + stored > room:
         estimate += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
-    if need > ASK_FROM_BYTES and not yes:
+    if need > ASK_FROM_BYTES and not wanted.yes:
         terminal.confirm(f"{estimate}. Go on?")
     else:
         terminal.note(estimate)
