@@ -1,4 +1,4 @@
-"""What the docs show: every `curl` command and every snippet of a client runs against a service, and answers as it is shown."""
+"""The commands and programs that the pages show: command lines parse, `curl` and clients run against a service, engines run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from typing import Any
 import httpx
 import pytest
 from api import listening
-from engines import OpenEngine
+from engines import QUESTION, OpenEngine
+from fakes import FakeEmbedder
+from typer.main import get_command
 
+from cacheblend.cli import main as cli
+from cacheblend.retriever.config import DEFAULT_EMBEDDER
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_VLLM = ROOT / "docs" / "vllm.md"  # its server is vLLM's; tests/integrations/vllm/test_router.py has its command
 BLOCK = re.compile(r"(?m)^```(\w+)\n(.*?)^```$", re.DOTALL)
+COMMAND_LINE = re.compile(r"(?:[A-Z_]+=\S+ )*(?:(?:sudo .* )?\S+/bin/)?cacheblend ([a-z][^|&]*)")
 ADDRESS = re.compile(r"(https?://)?(localhost|127\.0\.0\.1):8000")
 NAMED = "smollm2-135m"
 KEY = "cb-a-key-of-the-docs"
@@ -36,6 +41,21 @@ VERBATIM = {"object", "type", "role", "id", "filename", "purpose", "title", "sta
 def blocks(page: Path) -> list[tuple[str, str]]:
     """Language and text of each block of a page."""
     return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def shell_blocks(page: Path) -> list[str]:
+    """The blocks of a page that a shell runs."""
+    return [text for kind, text in blocks(page) if kind in ("sh", "bash")]
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """The arguments of every `cacheblend ...` line that a page shows."""
+    lines = []
+    for text in shell_blocks(page):
+        for line in text.replace("\\\n", " ").splitlines():
+            if found := COMMAND_LINE.match(line):
+                lines.append(shlex.split(found[1], comments=True))
+    return lines
 
 
 def curl_commands(text: str) -> list[str]:
@@ -53,7 +73,8 @@ def curl_commands(text: str) -> list[str]:
     return [command for command in commands if command.startswith("curl ")]
 
 
-COMMANDS = {page: [c for kind, text in blocks(page) if kind in ("sh", "bash") for c in curl_commands(text)] for page in PAGES}
+LINES = [pytest.param(line, id=f"{page.name}: {' '.join(line)}") for page in PAGES for line in command_lines(page)]
+COMMANDS = {page: [command for text in shell_blocks(page) for command in curl_commands(text)] for page in PAGES}
 PYTHON = [
     pytest.param(text, id=f"{page.name}-{number}")
     for page in PAGES
@@ -184,3 +205,56 @@ def test_python(service: Service, snippet: str, monkeypatch: pytest.MonkeyPatch,
     printed = capsys.readouterr().out
     assert made
     assert "print(" not in snippet or printed.strip()
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_parse(line: list[str]) -> None:
+    """Each command that the docs show is there, with the options that they give it, whose values are of the right kind."""
+    command, context, rest = get_command(cli.app), None, line
+    while hasattr(command, "commands") or context is None:
+        context = command.make_context(rest[0] if context else "cacheblend", rest, parent=context)
+        name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert found is not None
+        command = found.load() if hasattr(found, "load") else found
+        if not hasattr(command, "commands"):
+            command.make_context(name, list(rest), parent=context)
+            return
+
+
+def test_the_engine_of_readme(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """README's program runs as it stands, in a folder that holds its model."""
+    (program,) = [text for kind, text in blocks(ROOT / "README.md") if kind == "python" and "Engine(" in text]
+    (tmp_path / "smollm2-135m").symlink_to(model_dir)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "cacheblend.retriever.retriever.SentenceTransformerEmbedder", lambda _: FakeEmbedder(name=DEFAULT_EMBEDDER)
+    )
+    exec(compile(program, "README.md", "exec"), {})
+    assert re.search(r"\d\.\d+ \d", capsys.readouterr().out)
+
+
+def test_the_chain_of_the_docs(open_engine: OpenEngine) -> None:
+    """The LangChain chain of docs/service.md answers a question over the chunks that its retriever found."""
+    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install 'cacheblend[langchain]'")
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_core.runnables import RunnablePassthrough
+
+    from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
+
+    (program,) = [
+        text for kind, text in blocks(ROOT / "docs" / "service.md") if kind == "python" and "RunnablePassthrough" in text
+    ]
+    engine = open_engine()
+    engine.ingest([{"id": str(number), "text": f"Fact {number}: the sky is blue on day {number}."} for number in range(4)])
+    names = {
+        "engine": engine,
+        "CacheBlendRetriever": CacheBlendRetriever,
+        "ChatCacheBlend": ChatCacheBlend,
+        "ChatPromptTemplate": ChatPromptTemplate,
+        "RunnablePassthrough": RunnablePassthrough,
+    }
+    exec(compile(program, "service.md", "exec"), names)
+    reply = names["chain"].invoke(QUESTION)  # type: ignore[attr-defined]  # the program made it
+    assert reply.usage_metadata["input_token_details"]["cache_read"] > 0, "no chunk was found in the prompt"
