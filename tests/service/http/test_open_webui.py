@@ -55,10 +55,6 @@ WITH_CONTEXT = (
     "### Task:\nRespond to the user query using the provided context, incorporating inline citations in the format [id].\n"
     '<context>\n<source id="1" name="canteen.md" resource-type="file">Lunch is at noon.</source>\n</context>\n\n' + QUESTION
 )
-TASK = (
-    "### Task:\nGenerate a concise title summarizing the chat history.\n### Output:\nJSON\n"
-    "<chat_history>\nUSER: {}\nASSISTANT: It runs.\n</chat_history>"
-)
 
 
 @pytest.fixture
@@ -97,23 +93,6 @@ def test_connection(webui: httpx.Client) -> None:
     assert (wrong.status_code, "API key" in wrong.json()["error"]["message"]) == (401, True)
 
 
-def test_chat(webui: httpx.Client) -> None:
-    """A chat streams without `max_tokens`, with usage where the model is set so; its second turn brings the first's answer."""
-    asked: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    body = {"model": MODEL, "messages": asked, "stream_options": {"include_usage": True}}
-    events = pieces(webui, body)
-    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert (events[-1]["choices"], events[-2]["choices"][0]["finish_reason"]) == ([], "length")
-    assert events[-1]["usage"]["completion_tokens"] > 0
-    more = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 1, "frequency_penalty": 0.1, "max_tokens": 4}
-    turns = [
-        *asked,
-        {"role": "assistant", "content": text_of(events)},
-        {"role": "user", "content": "?"},
-    ]
-    assert pieces(webui, {**body, **more, "messages": turns, "logit_bias": {"5": -1}})[-1]["usage"]["completion_tokens"] == 4
-
-
 def test_its_own_documents(webui: httpx.Client) -> None:
     """What Open WebUI retrieved is read as text; with the custom parameter `num_chunks: 0` the service adds nothing to it."""
 
@@ -129,28 +108,6 @@ def test_its_own_documents(webui: httpx.Client) -> None:
     assert alone["cacheblend"]["hits"] == alone["cacheblend"]["misses"] == 0
     read = chat(QUESTION, num_chunks=0)["usage"]["prompt_tokens"]
     assert both["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"] > read + 40
-
-
-@pytest.mark.parametrize("bound", [{}, {"max_tokens": 100}])
-def test_tasks(webui: httpx.Client, bound: dict[str, int]) -> None:
-    """A title, and tags and follow-ups without a bound, are asked for in one message, not streamed, and come as a text."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": TASK.format(QUESTION)}], "stream": False, **bound}
-    answer = webui.post("/chat/completions", json={**body, "num_chunks": 1}).json()
-    assert isinstance(answer["choices"][0]["message"]["content"], str)
-    assert 0 < answer["usage"]["completion_tokens"] <= bound.get("max_tokens", answer["usage"]["completion_tokens"])
-
-
-def test_its_tools(webui: httpx.Client) -> None:
-    """Its chats bring tools of its own, which are refused by name where the model's chat template has no place for them."""
-    function = {
-        "name": "get_current_timestamp",
-        "description": "Get the time.",
-        "parameters": {"properties": {}, "type": "object"},
-    }
-    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "stream": True}
-    refused = webui.post("/chat/completions", json={**body, "tools": [{"type": "function", "function": function}]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
-    assert "chat template" in refused.json()["error"]["message"]
 
 
 def test_direct_connection(webui: httpx.Client) -> None:

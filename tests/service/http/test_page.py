@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,53 +94,6 @@ def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
     assert page.locator("#chunks > li").nth(1).evaluate("one => one === document.activeElement")
 
 
-@pytest.fixture
-def ordinary_page(browser: Any) -> Iterator[Callable[[int, int], Any]]:
-    """A page in a window of any size."""
-    with ExitStack() as opened:
-
-        def open_one(width: int, height: int) -> Any:
-            context = opened.enter_context(browser.new_context(viewport={"width": width, "height": height}))
-            page = context.new_page()
-            page.set_default_timeout(20_000)
-            return page
-
-        yield open_one
-
-
-def test_the_strip_is_above_the_fold(ordinary_page: Callable[[int, int], Any], address: str, engine: Engine) -> None:
-    """With six chunks the answer and the whole strip are seen at 1280 x 800 without scrolling."""
-    write_examples(Path(engine.config.store_dir), [f"{QUESTION} {number} {QUESTION}" for number in range(3)])
-    page = ordinary_page(1280, 800)
-    open_page(page, address)
-    ask(page, QUESTION, 6, 8)
-    page.locator("#ask details").evaluate("one => one.open = false")
-    page.get_by_role("button", name="Ask", exact=True).click()
-    page.locator("#bars li").nth(5).wait_for()
-    page.locator("#answer[aria-busy=false]").wait_for()
-    assert page.evaluate("scrollY") == 0
-    assert page.locator("#examples button").count() == 3
-    assert fits(page)
-    for part in ("#strip", "#answer", "#summary"):
-        box = page.locator(part).bounding_box()
-        assert box["y"] + box["height"] <= 800, part
-
-
-def test_a_phone_shows_answer_and_strip(ordinary_page: Callable[[int, int], Any], address: str) -> None:
-    """On a phone the button is seen at once, and an answer comes into view."""
-    page = ordinary_page(360, 740)
-    open_page(page, address)
-    button = page.get_by_role("button", name="Ask", exact=True).bounding_box()
-    assert button["y"] + button["height"] <= 740
-    ask(page, QUESTION, 6, 8)
-    page.get_by_role("button", name="Ask", exact=True).click()
-    page.locator("#bars li").nth(5).wait_for()
-    page.locator("#answer[aria-busy=false]").wait_for()
-    for part in ("#answer", "#bars li:first-child", "#bars li:last-child"):
-        box = page.locator(part).bounding_box()
-        assert 0 <= box["y"] <= box["y"] + box["height"] <= 740, part
-
-
 def test_stop(page: Any, address: str, server: Server) -> None:
     """Stop ends the answer in the middle, in the service too."""
     open_page(page, address)
@@ -204,25 +156,6 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
 
 
 @ONCE
-def test_citing_loses_nothing(page: Any, address: str) -> None:
-    """Numbers stand between sentences, not in a figure, and what begins with a full stop keeps it."""
-    open_page(page, address)
-    text = "The lamp of Borealis is 3.5 m high, built in .NET. ...Nothing else!\n\nThe lamp of Borealis."
-    children = page.evaluate(
-        """async (text) => {
-          const { cite } = await import("/answer.js");
-          document.getElementById("answer").textContent = text;
-          cite([{title: "lamps", tokens: [{text: "lamp of Borealis"}]}]);
-          return [...document.getElementById("answer").childNodes].map((n) => n.textContent);
-        }""",
-        text,
-    )
-    first, number, *others = children
-    assert (first, number) == ("The lamp of Borealis is 3.5 m high, built in .NET. ", "[1]")
-    assert "".join([first, *others]).replace("[1]", "") == text
-
-
-@ONCE
 @pytest.mark.parametrize(
     ("answer", "number"),
     [
@@ -252,38 +185,6 @@ def test_short_answers_have_their_number(page: Any, address: str, answer: str, n
 
 
 @ONCE
-def test_a_list_has_no_number_for_its_numbers(page: Any, address: str) -> None:
-    """The figure that counts a list's items is no sentence of its own."""
-    open_page(page, address)
-    page.evaluate(
-        """async () => {
-          const { cite } = await import("/answer.js");
-          document.getElementById("answer").textContent = "1. The green lamp.\\n2. Nothing.";
-          cite(["2 of 1", "the green lamp"].map((text) => ({title: text, tokens: [{text}]})));
-        }"""
-    )
-    assert page.locator("#answer").evaluate("one => one.textContent") == "1. The green lamp.\n[2]2. Nothing."
-
-
-@ONCE
-def test_shades_are_quarters(page: Any, address: str) -> None:
-    """The recomputed tokens of all chunks stand in four shades by their rank; those of one deviation have one shade."""
-    open_page(page, address)
-    deviations = [*range(1, 9), 8]
-    shades = page.evaluate(
-        """async (deviations) => {
-          const { showChunks } = await import("/answer.js");
-          const tokens = deviations.map((deviation) => ({text: "x", recomputed: 1, deviation}));
-          showChunks([{title: "t", source: "ram", position: 0, tokens}]);
-          return [...document.querySelectorAll("#chunks mark")].map((mark) => mark.classList[0]);
-        }""",
-        deviations,
-    )
-    order = sorted(deviations)
-    assert shades == [f"d{4 * order.index(deviation) // len(order)}" for deviation in deviations]
-
-
-@ONCE
 def test_an_answer_cut_off_is_an_error(page: Any, address: str) -> None:
     """A stream that ends without its mark was cut, and the page says so."""
     open_page(page, address)
@@ -291,20 +192,6 @@ def test_an_answer_cut_off_is_an_error(page: Any, address: str) -> None:
     ask(page, QUESTION, 1)
     page.keyboard.press("Enter")
     page.get_by_role("alert").filter(has_text="ended before").wait_for()
-
-
-@ONCE
-def test_enter_in_a_composition_sends_nothing(page: Any, address: str) -> None:
-    """The Enter that ends an input method's word is no question; a wrong option is shown, though its field was folded."""
-    open_page(page, address)
-    ask(page, QUESTION, 99)
-    page.locator("#ask details").evaluate("one => one.open = false")
-    enter = "(one) => one.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: %s, cancelable: true}))"
-    assert page.locator("#question").evaluate(enter % "true")
-    assert not page.locator("#ask details").evaluate("one => one.open")
-    page.keyboard.press("Enter")
-    assert page.locator("#ask details").evaluate("one => one.open")
-    assert page.locator("#num_chunks").evaluate("one => one === document.activeElement")
 
 
 @ONCE
@@ -342,3 +229,151 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
 
 def test_first_view_is_small() -> None:
     assert sum((STATIC / name).stat().st_size for name in PAGE_FILES.values()) < MAX_BYTES
+
+
+def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A file is added, opened, pinned, asked about by an example question, and deleted after a question back."""
+    notes, latin, empty = tmp_path / "notes.md", tmp_path / "latin.txt", tmp_path / "empty.txt"
+    notes.write_text("# Lamps\n\nThe lamp of the harbour is green.\n", encoding="utf-8")
+    latin.write_bytes("Café Müller opens at nine.".encode("latin-1"))
+    empty.write_text(" ")
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        page.expected_faults = 1  # the browser's own line about a status of 400
+        open_page(page, address)
+        assert page.locator("#no_documents").is_visible()
+        page.get_by_label("Add files").set_input_files([notes, latin, empty])
+        page.get_by_role("button", name="latin.txt", exact=True).wait_for()
+        page.get_by_text("empty.txt: empty; write something into it").wait_for()
+        assert page.locator("#documents li").count() == 2
+        assert "Café Müller" in text_of(engine, "latin.txt")
+        page.get_by_role("button", name="Dismiss").click()
+        assert page.locator("#uploads li").count() == 0
+        page.get_by_role("button", name="notes.md", exact=True).click()
+        assert "harbour" in page.get_by_role("dialog").inner_text()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Pin notes.md").click()
+        page.locator("[aria-pressed=true]").wait_for()
+        assert [document.pinned for document in engine.documents.ls() if document.title == "notes"] == [True]
+        page.get_by_role("button", name="What is said about notes?").click()
+        page.locator("#summary:not(:empty)").wait_for()
+        page.get_by_role("button", name="Delete latin.txt").click()
+        page.get_by_role("dialog", name="Delete latin.txt?").get_by_role("button", name="Close").click()
+        assert page.locator("#documents li").count() == 2
+        page.get_by_role("button", name="Delete latin.txt").click()
+        page.get_by_role("button", name="Delete it").click()
+        wait_until(lambda: page.locator("#documents li").count() == 1)
+        assert [document.title for document in engine.documents.ls()] == ["notes"]
+        assert fits(page)
+
+
+def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """The same file again adds nothing, and the page says so; another text of the name replaces the earlier one."""
+    path = tmp_path / "notes.txt"
+    path.write_text("The lamp is green.")
+    engine = open_engine()
+
+    def texts() -> list[str]:
+        return [engine.documents.show(document.id)[1][0].text.partition("\n")[2] for document in engine.documents.ls()]
+
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        add = page.get_by_label("Add files")
+        add.set_input_files([path])
+        page.get_by_role("button", name="notes.txt", exact=True).wait_for()
+        add.set_input_files([path])
+        page.get_by_text("notes.txt is there already, unchanged.").wait_for()
+        dismiss = page.get_by_role("button", name="Dismiss: notes.txt")
+        dismiss.focus()
+        page.keyboard.press("Enter")
+        dismiss.wait_for(state="detached")
+        assert page.locator("#documents_title").evaluate("one => one === document.activeElement")
+        assert (page.locator("#documents li").count(), texts()) == (1, ["The lamp is green."])
+        path.write_text("The lamp is red.")
+        add.set_input_files([path])
+        wait_until(lambda: texts() == ["The lamp is red."])
+        wait_until(lambda: page.locator("#uploads li").count() == 0)
+        assert page.locator("#documents li").count() == 1
+        assert fits(page)
+
+
+@ONCE
+def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine) -> None:
+    """Questions that stand beside the store are offered before those about titles, once there are documents."""
+    engine = open_engine()
+    write_examples(Path(engine.config.store_dir), ["Which lamp is green?", "<b>Where</b> is it?"])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.locator("#store", has_text="chunks").wait_for()
+        assert page.locator("#examples button").count() == 0
+        engine.ingest([{"id": str(number), "title": f"Lamp {number}", "text": "The lamp is green."} for number in range(3)])
+        open_page(page, address)
+        page.locator("#examples button").nth(2).wait_for()
+        page.get_by_role("button", name="Which lamp is green?").wait_for()
+        texts = page.locator("#examples button").all_inner_texts()
+        assert texts == ["Which lamp is green?", "<b>Where</b> is it?", "What is said about Lamp 2?"]
+        page.get_by_role("button", name="Which lamp is green?").click()
+        page.locator("#summary:not(:empty)").wait_for()
+        assert page.locator("#question").input_value() == "Which lamp is green?"
+
+
+def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.evaluate(
+            """() => {
+              const dataTransfer = new DataTransfer();
+              dataTransfer.items.add(new File(["The lamp is green."], "dropped.txt", {type: "text/plain"}));
+              const drop = new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true});
+              document.getElementById("drop").dispatchEvent(drop);
+            }"""
+        )
+        page.get_by_role("button", name="dropped.txt", exact=True).wait_for()
+
+
+def test_a_file_of_pages_is_one_row(page: Any, open_engine: OpenEngine) -> None:
+    """The pages of a file are one row, opened and deleted together."""
+    engine = open_engine()
+    engine.ingest([{"id": f"r.pdf#page={number}", "title": "", "text": f"Words of page {number}."} for number in range(1, 24)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        assert "23 parts, 23 chunks" in page.locator("#documents li").inner_text()
+        page.get_by_role("button", name="r.pdf", exact=True).click()
+        assert "Words of page 23." in page.get_by_role("dialog").inner_text()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Delete r.pdf").click()
+        page.get_by_role("button", name="Delete it").click()
+        page.locator("#no_documents").wait_for()
+        assert not engine.documents.ls()
+
+
+@ONCE
+def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
+    """Two clicks list no document twice, of a long document the first chunks are shown, and to delete one it is not read."""
+    engine = open_engine()
+    engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
+    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+        open_page(page, address)
+        page.locator("#more").evaluate("one => { one.click(); one.click(); }")
+        page.locator("#documents li").nth(22).wait_for()
+        page.wait_for_load_state("networkidle")
+        assert page.locator("#documents li").count() == 23
+        content = [{"text": f"chunk {number}"} for number in range(10_000)]
+        shown = {"id": "d00", "chunks": 10_000, "stored_chunks": 0, "stored_bytes": 0, "content": content}
+        page.route("**/v1/documents/d00", lambda route: route.fulfill(json=shown))
+        page.get_by_role("button", name="d00", exact=True).click()
+        page.get_by_role("dialog").wait_for()
+        assert page.locator("#shown_text pre").count() == 100
+        page.get_by_role("dialog").get_by_role("button", name="Show more").click()
+        assert page.locator("#shown_text pre").count() == 200
+        page.keyboard.press("Escape")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.method) if "/d01" in request.url else None)
+        page.get_by_role("button", name="Pin d01").click()
+        page.get_by_role("button", name="Pinned d01").wait_for()
+        page.get_by_role("button", name="Delete d01").click()
+        page.get_by_role("button", name="Delete it").click()
+        page.get_by_role("button", name="d01", exact=True).wait_for(state="detached")
+        assert asked == ["POST", "DELETE"]
+        assert page.locator("#documents_title").evaluate("one => one === document.activeElement")
