@@ -127,6 +127,7 @@ REMEDIES = {
     "int_from_float": "must be an integer",
     "float_type": "must be a number",
     "string_type": "must be a text",
+    "string_unicode": "is not Unicode",
     "bool_type": "must be true or false",
     "list_type": "must be a list",
     "dict_type": "must be an object",

@@ -61,7 +61,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry()
         self._scraping, self._scraped, self._scrape = asyncio.Lock(), 0.0, b""
-        self.guard = GuardMetrics(registry, model)
+        self._model = model
         self._requests = Counter("cacheblend_requests", "Requests that ended.", ["method", "outcome"], registry=registry)
         self._ttft_s = Histogram(
             "cacheblend_ttft_seconds",
@@ -91,6 +91,32 @@ class Metrics:
             buckets=DEVIATION,
         )
         self._errors = Counter("cacheblend_http_errors", "Responses with an error status.", ["status"], registry=registry)
+        labels = ["namespace", "model"]
+        self._evaluations = Counter(
+            "cacheblend_shadow_evaluations",
+            "Sampled requests by what became of their shadow evaluation: compared, dropped, failed.",
+            [*labels, "outcome"],
+            registry=registry,
+        )
+
+        def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"cacheblend_guard_{name}", documentation, labels, registry=registry, buckets=buckets)
+
+        self._guard_agreement = histogram(
+            "agreement", "Share of full prefill's first tokens that blending draws too.", AGREEMENT
+        )
+        self._guard_kl = histogram(
+            "first_token_kl_nats", "KL divergence of the first token's distribution, full from blended.", KL_NATS
+        )
+        self._guard_kv_error = histogram(
+            "relative_kv_error", "Squared difference of the KV to full prefill's, over its squared size.", RELATIVE_KV_ERROR
+        )
+        self._full_recompute = Gauge(
+            "cacheblend_guard_full_recompute",
+            "1 while the guard recomputes every prompt in full, else 0.",
+            labels,
+            registry=registry,
+        )
 
     def observe(self, request: ServedRequest, how: Done | Failed | None) -> None:
         """Count a request that ended; `Scheduler` calls it."""
@@ -125,6 +151,16 @@ class Metrics:
         measured = how.deviation_N[how.deviation_N > 0]
         if len(measured):
             self._deviation.observe(float(measured.mean()))
+
+    def observe_shadow(self, report: ShadowReport) -> None:
+        """Count a shadow evaluation by the tenant's name and the model, never by a salt; `Scheduler` calls it."""
+        labels = report.tenant, self._model
+        self._evaluations.labels(*labels, report.outcome).inc()
+        self._full_recompute.labels(*labels).set(report.full_recompute)
+        if (found := report.comparison) is not None:
+            self._guard_agreement.labels(*labels).observe(found.agreement)
+            self._guard_kl.labels(*labels).observe(found.first_token_kl_nats)
+            self._guard_kv_error.labels(*labels).observe(found.relative_kv_error)
 
     def count_error(self, status: int) -> None:
         """Count a response with an error status."""
@@ -190,52 +226,6 @@ class _State(Collector):
             yield GaugeMetricFamily(f"cacheblend_prefix_{name}", what, value=sum(getattr(one, name) for one in prefixes))
         for name, what in PREFIX_COUNTERS.items():
             yield CounterMetricFamily(f"cacheblend_prefix_{name}", what, value=sum(getattr(one, name) for one in prefixes))
-
-
-class GuardMetrics:
-    """Counts the shadow evaluations of one server. The namespace is the tenant's name, "" without tenants; never a salt.
-
-    Args:
-        registry: of the server.
-        model: its name.
-    """
-
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._model = model
-        labels = ["namespace", "model"]
-        self._evaluations = Counter(
-            "cacheblend_shadow_evaluations",
-            "Sampled requests by what became of their shadow evaluation: compared, dropped, failed.",
-            [*labels, "outcome"],
-            registry=registry,
-        )
-
-        def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"cacheblend_guard_{name}", documentation, labels, registry=registry, buckets=buckets)
-
-        self._agreement = histogram("agreement", "Share of full prefill's first tokens that blending draws too.", AGREEMENT)
-        self._kl = histogram(
-            "first_token_kl_nats", "KL divergence of the first token's distribution, full from blended.", KL_NATS
-        )
-        self._deviation = histogram(
-            "relative_kv_error", "Squared difference of the KV to full prefill's, over its squared size.", RELATIVE_KV_ERROR
-        )
-        self._full_recompute = Gauge(
-            "cacheblend_guard_full_recompute",
-            "1 while the guard recomputes every prompt in full, else 0.",
-            labels,
-            registry=registry,
-        )
-
-    def observe(self, report: ShadowReport) -> None:
-        """Count a shadow evaluation; `Scheduler` calls it."""
-        labels = report.tenant, self._model
-        self._evaluations.labels(*labels, report.outcome).inc()
-        self._full_recompute.labels(*labels).set(report.full_recompute)
-        if (found := report.comparison) is not None:
-            self._agreement.labels(*labels).observe(found.agreement)
-            self._kl.labels(*labels).observe(found.first_token_kl_nats)
-            self._deviation.labels(*labels).observe(found.relative_kv_error)
 
 
 class RequestLog:

@@ -101,7 +101,7 @@ class Server:
 
             several = len(tenants) > 1
             self.scheduler = scheduler = opened.enter_context(
-                Scheduler(any_engine.fusor, serving, ended, self.metrics.guard.observe, several_tenants=several)
+                Scheduler(any_engine.fusor, serving, ended, self.metrics.observe_shadow, several_tenants=several)
             )
             tokenizer = any_engine.fusor.tokenizer
             self.grammars = GrammarCompiler(any_engine.fusor.model, tokenizer)

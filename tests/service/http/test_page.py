@@ -231,6 +231,12 @@ def test_first_view_is_small() -> None:
     assert sum((STATIC / name).stat().st_size for name in PAGE_FILES.values()) < MAX_BYTES
 
 
+def text_of(engine: Engine, name: str) -> str:
+    """The text of the documents of an uploaded file, each with its title."""
+    ids = [document.id for document in engine.documents.ls() if document.id.partition("#")[0] == name]
+    return "".join(chunk.text for id_ in ids for chunk in engine.documents.show(id_)[1])
+
+
 def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
     """A file is added, opened, pinned, asked about by an example question, and deleted after a question back."""
     notes, latin, empty = tmp_path / "notes.md", tmp_path / "latin.txt", tmp_path / "empty.txt"
