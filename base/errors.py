@@ -1,28 +1,4 @@
-"""All errors that CacheBlend raises on purpose, in one tree.
-
-    CacheBlendError
-    ├── ConfigError               an option has a value that is not allowed
-    ├── InputError                a request, a document or a prompt cannot be used as it is
-    │   ├── PromptTooLongError    more tokens than the model's positions
-    │   └── IncompatibleKVError   a chunk's KV is of another model, prefix, dtype or text
-    ├── MissingExtraError         an optional package is not installed
-    ├── UnsupportedModelError     blending is not verified on the model's architecture
-    ├── ModelFetchError           a known model's package cannot be fetched, or is not the one that was published
-    ├── RetrieverError            the index or the embedder cannot be used
-    │   └── DamagedDocumentError  a document's text, token ids or vectors in the index are not the ones that were written
-    ├── ProfileError              a profile or calibration is damaged, or of another model, device or version
-    ├── StoreError                the store cannot be used
-    │   ├── StoreDirectoryError   not a store, not writable, or of another format
-    │   ├── StoreFullError        the disk or the byte budget has no room
-    │   ├── DamagedEntryError     an entry's bytes are not the ones that were written
-    │   └── RemoteError           the remote tier refuses, does not answer, or not in time
-    ├── ServiceError              the service cannot accept or finish a request now; it may later
-    │   ├── QueueFullError        too many requests wait
-    │   ├── DeadlineError         a request was not answered in its time
-    │   ├── ClientGoneError       nobody waits for the answer any more
-    │   └── ShuttingDownError     the service is stopping and accepts no requests
-    ├── DocumentChangedError      a document was deleted or replaced while it was ingested
-    └── FusionCancelledError      the caller cancelled a fusion or its loading
+"""All errors that CacheBlend raises on purpose, in one tree below `CacheBlendError`.
 
 A message names the value at fault and the remedy. The command line turns any of them into one line and exit code 1, or 2
 for `ConfigError` and `InputError`; a traceback is printed only with `--debug`.

@@ -87,19 +87,21 @@ def hold_freed_memory() -> None:
     A prefill frees its activations layer by layer, and the first touch of new memory is expensive. Without glibc this does
     nothing.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, TypeError, AttributeError):
-        return
-    mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
-    mallopt(M_TRIM_THRESHOLD, FREED_BYTES)
-    mallopt(M_ARENA_MAX, ARENAS)
+    if mallopt := _of_c_library("mallopt"):
+        mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+        mallopt(M_TRIM_THRESHOLD, FREED_BYTES)
+        mallopt(M_ARENA_MAX, ARENAS)
 
 
 def return_freed_memory() -> None:
     """Return the memory that `hold_freed_memory` holds to the system, after work that is larger than a prefill's."""
+    if trim := _of_c_library("malloc_trim"):
+        trim(0)
+
+
+def _of_c_library(name: str) -> Any:
+    """A function of glibc; None where the C library is another one."""
     try:
-        trim = ctypes.CDLL(None).malloc_trim
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, TypeError, AttributeError):
-        return
-    trim(0)
+        return None

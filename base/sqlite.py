@@ -23,7 +23,6 @@ class Database:
 
     Raises:
         StoreDirectoryError: the file cannot be used.
-
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +69,6 @@ class Database:
         Raises:
             StoreFullError: the disk is full.
             StoreDirectoryError: the file cannot be written, or another file has taken its place.
-
         """
         with self._write_lock, self._errors():
             if _file_id(self._path) != self._file_id:
@@ -95,7 +93,6 @@ class Database:
         Raises:
             StoreFullError: the disk is full.
             StoreDirectoryError: the file cannot be written.
-
         """
         with self.transaction() as transaction:
             ((version,),) = transaction.execute("PRAGMA user_version").fetchall()
@@ -106,7 +103,6 @@ class Database:
 
         Raises:
             StoreDirectoryError: the structure is broken.
-
         """
         ((found,), *_) = self.rows("PRAGMA quick_check(1)")
         if found != "ok":
