@@ -156,4 +156,4 @@ def _print(run: CalibrationRun, path: Path) -> None:
     if not run.is_within:
         said.insert(2, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")
     for line in said:
-        terminal.stdout.print(line, highlight=False, markup=False, soft_wrap=True)
+        terminal.print_line(line)

@@ -131,4 +131,4 @@ def _handbook_demo(
         return
     screen.end(asked, methods, note, store_dir)
     duration_note = f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s"
-    terminal.stdout.print(duration_note, highlight=False)
+    terminal.print_line(duration_note)

@@ -62,12 +62,12 @@ def show(
         terminal.print_json({**status.as_dict(), "texts": list(map(shown_chunk, chunks, places))})
         return
     for name, value in status.as_dict().items():
-        terminal.stdout.print(f"{name}: {value}", highlight=False, markup=False)
+        terminal.print_line(f"{name}: {value}")
     for chunk, place in zip(chunks, places, strict=True):
         part = chunk.document_id.removeprefix(id_).removeprefix("#")
         head = f"\n[{chunk.position}] {part}{', ' if part else ''}{counted(len(chunk.token_ids), 'token')}{place}"
-        terminal.stdout.print(head, highlight=False, markup=False)
-        terminal.stdout.print(chunk.text, highlight=False, markup=False)
+        terminal.print_line(head)
+        terminal.print_line(chunk.text)
 
 
 @app.command("delete")
@@ -124,4 +124,4 @@ def _print_status(status: DocumentStatus, done: str, as_json: bool) -> None:
         terminal.print_json(status.as_dict())
         return
     kv = f"KV of {counted(status.stored_chunks, 'chunk')}, {counted(status.stored_bytes, 'byte')}"
-    terminal.stdout.print(f"{done} {status.id}: {kv}", highlight=False, markup=False)
+    terminal.print_line(f"{done} {status.id}: {kv}")

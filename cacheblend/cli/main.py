@@ -97,7 +97,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        terminal.stdout.print(f"cacheblend {version('cacheblend')}", highlight=False)
+        terminal.print_line(f"cacheblend {version('cacheblend')}")
         raise typer.Exit
 
 

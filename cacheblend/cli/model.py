@@ -42,8 +42,8 @@ def get(
         terminal.print_json({**_row(model), "already_there": not fetched})
         return
     state = "fetched" if fetched else "is there already"
-    terminal.stdout.print(f"{name} {state}: {model.folder}", highlight=False, soft_wrap=True)
-    terminal.stdout.print(f"licence: {model.licence.name} ({model.licence.url})", highlight=False, soft_wrap=True)
+    terminal.print_line(f"{name} {state}: {model.folder}")
+    terminal.print_line(f"licence: {model.licence.name} ({model.licence.url})")
 
 
 def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
@@ -116,9 +116,12 @@ def choose_model(model: str | None, *, yes: bool) -> str:
     with terminal.shown_stages():
         from cacheblend.blend.models import DEFAULT_MODEL, KNOWN_MODELS
     default = KNOWN_MODELS[DEFAULT_MODEL]
-    terminal.stderr.print(f"No --model was given: using {default.name}", highlight=False)
+    terminal.note(f"No --model was given: using {default.name}")
     if not default.is_fetched:
         if not yes:
-            terminal.confirm_fetch(default.name, default.download_bytes)
+            terminal.confirm(
+                f"{default.name} is not on this machine. Fetch it ({default.download_bytes / 1e6:,.0f} MB)?",
+                f"fetch it with `cacheblend model get {default.name}`, give --yes to fetch it now, or give another model",
+            )
         fetch(default)
     return default.name

@@ -177,5 +177,5 @@ def api_key(as_json: options.Json = False) -> None:
     if as_json:
         terminal.print_json({"key": key, "api_key_sha256": digest})
         return
-    terminal.stdout.print(f"key             {key}\napi_key_sha256  {digest}", highlight=False, markup=False, soft_wrap=True)
-    terminal.stdout.print("Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere.")
+    terminal.print_line(f"key             {key}\napi_key_sha256  {digest}")
+    terminal.print_line("Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ from .terminal import counted
 
 if TYPE_CHECKING:
     from cacheblend.retriever.catalog import IndexReport
+    from cacheblend.store.verify import VerifyReport
 
 app = typer.Typer(help="List, measure, check and empty stores of chunk KV.", no_args_is_help=True)
 UNBOUNDED = 2**62  # looking at a store must not evict from it
@@ -52,7 +54,7 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
         return
     shown = ("key", "tokens", "layers", "bytes", "codec", "last_used")
     terminal.print_table(shown, ([str(row["key"])[:16], *(row[name] for name in shown[1:])] for row in rows))
-    terminal.stdout.print(counted(len(rows), "entry"))
+    terminal.print_line(counted(len(rows), "entry"))
 
 
 @app.command("stat")
@@ -63,25 +65,17 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
     """
     with open_store(store_dir) as store:
         entries = store.ls()
-    by_model: dict[str, dict[str, int]] = {}
+    by_model = defaultdict[str, Counter[str]](Counter)
     for entry in entries:
-        total = by_model.setdefault(entry.key.model, {"entries": 0, "tokens": 0, "bytes": 0})
-        total["entries"] += 1
-        total["tokens"] += entry.tokens
-        total["bytes"] += entry.bytes
-    summary: dict[str, object] = {
-        "entries": len(entries),
-        "tokens": sum(entry.tokens for entry in entries),
-        "bytes": sum(entry.bytes for entry in entries),
-        "models": by_model,
-    }
+        by_model[entry.key.model].update(entries=1, tokens=entry.tokens, bytes=entry.bytes)
+    total = sum(by_model.values(), Counter(entries=0, tokens=0, bytes=0))
     if as_json:
-        terminal.print_json(summary)
+        terminal.print_json({name: total[name] for name in ("entries", "tokens", "bytes")} | {"models": by_model})
         return
-    tokens, size = sum(entry.tokens for entry in entries), sum(entry.bytes for entry in entries)
-    terminal.stdout.print(f"{counted(len(entries), 'entry')}, {counted(tokens, 'token')}, {counted(size, 'byte')}")
-    for model, total in by_model.items():
-        terminal.stdout.print(f"  model {model[:16]}: {counted(total['entries'], 'entry')}, {counted(total['bytes'], 'byte')}")
+    kinds = {"entries": "entry", "tokens": "token", "bytes": "byte"}
+    terminal.print_line(", ".join(counted(total[name], noun) for name, noun in kinds.items()))
+    for model, own in by_model.items():
+        terminal.print_line(f"  model {model[:16]}: {counted(own['entries'], 'entry')}, {counted(own['bytes'], 'byte')}")
 
 
 @app.command("verify")
@@ -110,29 +104,29 @@ def verify(
     if as_json:
         terminal.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
     else:
-        found = (
-            f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.mismatched)} listed wrongly, "
-            f"{counted(len(report.orphans), 'file')} without an entry, {report.leftovers} half written"
-            f"{', totals miscounted' if report.miscounted else ''}"
-        )
-        size = f"{counted(report.entries, 'entry')}, {counted(report.bytes, 'byte')}"
-        terminal.stdout.print(f"{size}: {'none damaged' if report.ok else found}")
-        if index is not None:
-            _print_index(index)
+        _print_found(report, index)
         if not ok:
-            terminal.stdout.print("repaired" if report.repaired else "run again with --repair")
+            terminal.print_line("repaired" if report.repaired else "run again with --repair")
     if not ok and not report.repaired:
         raise typer.Exit(1)
 
 
-def _print_index(index: IndexReport) -> None:
+def _print_found(report: VerifyReport, index: IndexReport | None) -> None:
+    found = (
+        f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.mismatched)} listed wrongly, "
+        f"{counted(len(report.orphans), 'file')} without an entry, {report.leftovers} half written"
+        f"{', totals miscounted' if report.miscounted else ''}"
+    )
+    size = f"{counted(report.entries, 'entry')}, {counted(report.bytes, 'byte')}"
+    terminal.print_line(f"{size}: {'none damaged' if report.ok else found}")
+    if index is None:
+        return
     strays = counted(index.strays, "chunk")
     found = f"{len(index.damaged)} damaged, {strays} of no document{', its structure broken' if index.broken else ''}"
     size = f"{counted(index.documents, 'document')}, {counted(index.chunks, 'chunk')}"
-    terminal.stdout.print(f"index: {size}: {'none damaged' if index.ok else found}", highlight=False)
+    terminal.print_line(f"index: {size}: {'none damaged' if index.ok else found}")
     for id_ in index.damaged:
-        what = "removed from the index; ingest it again" if index.repaired else "damaged in the index; ingest it again"
-        terminal.stdout.print(f"  {id_}: {what}", highlight=False, markup=False)
+        terminal.print_line(f"  {id_}: {'removed from' if index.repaired else 'damaged in'} the index; ingest it again")
 
 
 @app.command("clear")
@@ -153,7 +147,7 @@ def clear(
     if as_json:
         terminal.print_json({"removed": entries})
     else:
-        terminal.stdout.print(f"{counted(entries, 'entry')} removed")
+        terminal.print_line(f"{counted(entries, 'entry')} removed")
 
 
 @app.command("push")
@@ -182,9 +176,8 @@ def push(
     if as_json:
         terminal.print_json({"entries": sent, "bytes": sent_bytes, "already_there": there, "refused": lost})
         return
-    terminal.stdout.print(
-        f"{counted(sent, 'entry')} pushed ({counted(sent_bytes, 'byte')}), {there} there before, {lost} damaged",
-        highlight=False,
+    terminal.print_line(
+        f"{counted(sent, 'entry')} pushed ({counted(sent_bytes, 'byte')}), {there} there before, {lost} damaged"
     )
 
 

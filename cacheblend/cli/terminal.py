@@ -54,10 +54,10 @@ def visible_json(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """A console without markup and emoji codes, whose strings and `Text`s are `visible`. Styles are given by `style`."""
+    """A console without markup, emoji codes and highlights, whose strings and `Text`s are `visible`; `style` sets styles."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Lay out a string: made visible first, so that a table's columns are as wide as what they show."""
@@ -97,12 +97,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 def print_line(line: str) -> None:
     """A line on stdout, as it is."""
-    stdout.print(line, highlight=False, soft_wrap=True)
+    stdout.print(line, soft_wrap=True)
 
 
 def note(line: str) -> None:
     """A line on stderr, as it is."""
-    stderr.print(line, highlight=False, soft_wrap=True)
+    stderr.print(line, soft_wrap=True)
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -110,29 +110,15 @@ def print_json(value: Mapping[str, object]) -> None:
     sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")
 
 
-def confirm(question: str) -> None:
+def confirm(question: str, remedy: str = "give --yes") -> None:
     """Ask on the terminal, and end the command unless the answer is yes.
 
     Raises:
-        InputError: nobody can be asked.
+        InputError: nobody can be asked; the message has the remedy.
     """
     if not sys.stdin.isatty():
-        raise InputError(f"{question} There is no terminal to ask on; give --yes")
+        raise InputError(f"{question} There is no terminal to ask on; {remedy}")
     typer.confirm(visible(question), abort=True, err=True)
-
-
-def confirm_fetch(model: str, download_bytes: int) -> None:
-    """Ask on the terminal whether a known model may be fetched, and end the command unless the answer is yes.
-
-    Raises:
-        InputError: there is no terminal to ask on.
-    """
-    if not sys.stdin.isatty():
-        raise InputError(
-            f"the model {model!r} is not on this machine; fetch it with `cacheblend model get {model}`, "
-            "give --yes to fetch it now, or give another model"
-        )
-    typer.confirm(f"{model} is not on this machine. Fetch it ({download_bytes / 1e6:,.0f} MB)?", abort=True, err=True)
 
 
 def hush_libraries() -> None:
@@ -156,7 +142,7 @@ class _Stages(logging.Handler):
         if hasattr(record, "stage") and self._status is not None:
             self._status.update(visible(record.getMessage()))
         elif hasattr(record, "stage"):
-            stderr.print(record.getMessage(), highlight=False, soft_wrap=True)
+            note(record.getMessage())
 
 
 @contextmanager

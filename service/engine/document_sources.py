@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import glob
-import io
 import logging
 import mimetypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -219,9 +218,7 @@ def read_documents(
         MissingExtraError: a file needs the extra `documents`.
     """
     if path == STANDARD_INPUT:
-        # A test's or a notebook's standard input may be text alone.
-        lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else io.BytesIO(sys.stdin.read().encode())
-        yield from _line_documents(read_lines(lines, "standard input"))
+        yield from _line_documents(read_lines(sys.stdin.buffer, "standard input"))
         return
     skipped = report.skipped if report else {}
     files = source_files(path, skipped, leave_out)
@@ -277,7 +274,10 @@ def files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
 
     for at, folders, names in os.walk(root):
         here = Path(at)
-        lines = [line for name in IGNORE_FILES if name in names for line in _lines(here / name)]
+        lines = list[str]()
+        for name in filter(names.__contains__, IGNORE_FILES):
+            with suppress(OSError), (here / name).open("rb") as file:  # one that cannot be read has none
+                lines += file.read(MAX_SAMPLE_BYTES).decode(errors="replace").splitlines()
         if lines:
             specs[here] = GitIgnoreSpec.from_lines(lines)
         for name in list(folders):
@@ -305,15 +305,6 @@ def _without_links_out(files: Sequence[Path], root: Path, skipped: dict[str, str
         else:
             logger.warning("%s is a link out of %s and was left out; give the file itself to ingest it", file, root)
             skipped[str(file)] = "a link out of the folder"
-
-
-def _lines(path: Path) -> list[str]:
-    """Lines of an ignore file; none of one that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_SAMPLE_BYTES).decode(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def file_documents(
