@@ -1,1 +1,1 @@
-"""The proof: a small reader of our own, the data sets, the rival methods and the paper's figures."""
+"""The evaluation: data sets, the methods that are compared, metrics, runs and the demo."""
