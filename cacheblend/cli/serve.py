@@ -151,7 +151,7 @@ def serve(
         # Libraries take seconds to load: a port that is in use is refused before.
         terminal.hush_libraries()
         with needs_extra("server"):
-            from cacheblend.service.http.run import log_config, run
+            from cacheblend.service.http.app import log_config, run
             from cacheblend.service.http.server import Server
 
         logging.config.dictConfig(log_config(min(logging.INFO, logging.getLogger().level or logging.INFO)))

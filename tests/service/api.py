@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from waiting import wait_until
 
-from cacheblend.service.http.run import uvicorn_config
+from cacheblend.service.http.app import uvicorn_config
 from cacheblend.service.http.server import Server
 
 MODEL = "tiny"

@@ -121,8 +121,8 @@ def main(config: ServedConfig) -> None:
 
     from cacheblend.retriever import RetrieverConfig
     from cacheblend.service import EngineConfig
+    from cacheblend.service.http.app import run
     from cacheblend.service.http.config import HttpConfig
-    from cacheblend.service.http.run import run
     from cacheblend.service.http.server import Server
     from cacheblend.service.serving.config import ServingConfig
     from cacheblend.store import StoreConfig

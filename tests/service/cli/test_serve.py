@@ -35,7 +35,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def warm_up(self) -> None: ...
 
     monkeypatch.setattr("cacheblend.service.http.server.Server", Recorder)
-    monkeypatch.setattr("cacheblend.service.http.run.run", lambda *_: None)
+    monkeypatch.setattr("cacheblend.service.http.app.run", lambda *_: None)
     monkeypatch.setattr("cacheblend.cli.serve.bind", lambda *_: socket.socket())
     monkeypatch.setattr("logging.config.dictConfig", lambda _: None)
     return seen

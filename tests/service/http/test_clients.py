@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from api import MODEL
 from engines import QUESTION
@@ -38,26 +37,6 @@ def answer(client: httpx.Client) -> str:
     text = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     assert text
     return str(text)
-
-
-def test_openai(answer: str, address: str, openai_client: openai.OpenAI) -> None:
-    """OpenAI's client, and its asynchronous one: chat, stream, completions, embeddings and models."""
-    chat = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=TOKENS, extra_body=EXTRA)
-    assert chat.choices[0].message.content == answer
-    assert openai_client.completions.create(model=MODEL, prompt="for x in", max_tokens=3).choices[0].text
-    vectors = openai_client.embeddings.create(model=MODEL, input=["one", "two"])  # base64 on the wire
-    assert len(vectors.data) == 2
-    assert len(vectors.data[0].embedding) == 64
-    assert [model.id for model in openai_client.models.list()] == [MODEL]
-
-    async def streamed() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            pieces = await client.chat.completions.create(
-                model=MODEL, messages=MESSAGES, max_tokens=TOKENS, stream=True, extra_body=EXTRA
-            )
-            return "".join([piece.choices[0].delta.content or "" async for piece in pieces])
-
-    assert asyncio.run(streamed()) == answer
 
 
 def test_langchain(answer: str, address: str) -> None:

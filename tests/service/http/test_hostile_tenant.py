@@ -22,7 +22,7 @@ from waiting import wait_until
 
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
-from cacheblend.service import Engine, EngineConfig
+from cacheblend.service import EngineConfig
 from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key, new_key
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
@@ -303,13 +303,3 @@ def test_readiness(serve: Serve, embedder: SlowEmbedder, tmp_path: Path) -> None
     assert str(tmp_path) not in response.text
     shutil.copytree(tmp_path / "aside", folder)
     assert clients["good"].get("/readyz").status_code == 200
-
-
-def test_an_engine_refuses_long_questions_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Engine.answer` embeds no question that cannot be answered."""
-    monkeypatch.setattr(engine.retriever, "search", None)
-    for question in ("word " * 1000, "x" * 500_000):
-        with pytest.raises(ValueError, match="positions"):
-            engine.answer(question)
-    with pytest.raises(ValueError, match="positions"):
-        engine.answer("What?", documents=[{"text": "x" * 500_000}])

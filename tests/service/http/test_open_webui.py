@@ -51,10 +51,6 @@ OF_THE_PAGE: dict[str, Any] = {
     "metadata": {"user_id": "u", "chat_id": "5f0c8a8e", "features": {}, "files": None},
 }
 # A message with what Open WebUI has retrieved itself.
-WITH_CONTEXT = (
-    "### Task:\nRespond to the user query using the provided context, incorporating inline citations in the format [id].\n"
-    '<context>\n<source id="1" name="canteen.md" resource-type="file">Lunch is at noon.</source>\n</context>\n\n' + QUESTION
-)
 
 
 @pytest.fixture
@@ -91,23 +87,6 @@ def test_connection(webui: httpx.Client) -> None:
     assert [(model["id"], model["object"]) for model in listed["data"]] == [(MODEL, "model")]
     wrong = webui.get("/models", headers={"Authorization": "Bearer no"})
     assert (wrong.status_code, "API key" in wrong.json()["error"]["message"]) == (401, True)
-
-
-def test_its_own_documents(webui: httpx.Client) -> None:
-    """What Open WebUI retrieved is read as text; with the custom parameter `num_chunks: 0` the service adds nothing to it."""
-
-    def chat(content: str, **more: Any) -> dict[str, Any]:
-        messages = [{"role": "user", "content": content}]
-        answer = webui.post("/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 4, **more})
-        assert answer.status_code == 200, answer.text
-        told: dict[str, Any] = answer.json()
-        return told
-
-    both, alone = chat(WITH_CONTEXT, num_chunks=2), chat(WITH_CONTEXT, num_chunks=0)
-    assert both["cacheblend"]["hits"] == 2
-    assert alone["cacheblend"]["hits"] == alone["cacheblend"]["misses"] == 0
-    read = chat(QUESTION, num_chunks=0)["usage"]["prompt_tokens"]
-    assert both["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"] > read + 40
 
 
 def test_direct_connection(webui: httpx.Client) -> None:

@@ -19,9 +19,8 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.http.app import STATIC
+from cacheblend.service.http.app import STATIC, run
 from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key, new_key
-from cacheblend.service.http.run import run
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 
@@ -168,15 +167,6 @@ def test_the_log_has_no_ids(client: httpx.Client, caplog: pytest.LogCaptureFixtu
     assert [line.split()[1] for line in caplog.messages] == ["/v1/documents/{id_:path}", "None", "/healthz"]
     assert "secret" not in caplog.text
     assert max(map(len, caplog.messages)) < 200
-
-
-def test_cors_is_closed(client: httpx.Client, engine: Engine) -> None:
-    """No other site's page may read the API, unless its origin is named."""
-    origin = {"Origin": "https://example.org"}
-    assert "access-control-allow-origin" not in client.get("/v1/models", headers=origin).headers
-    http = HttpConfig(served_model_name=MODEL, cors_origins=("https://example.org",))
-    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
-        assert httpx.get(f"{address}/v1/models", headers=origin).headers["access-control-allow-origin"] == origin["Origin"]
 
 
 def test_page(client: httpx.Client) -> None:

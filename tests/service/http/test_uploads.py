@@ -120,14 +120,6 @@ def test_bad_files(client: httpx.Client, name: str, raw: bytes) -> None:
     assert client.get("/v1/documents").json() == before
 
 
-@pytest.mark.parametrize("name", ["table.csv", "lamps.py"])
-def test_content_is_the_text(client: httpx.Client, name: str) -> None:
-    """The chunks of a text file are its text, character by character."""
-    text = "".join(f"{number},lamp {number} of the harbour,green{number}\n" for number in range(300))
-    post(client, name, text.encode()).raise_for_status()
-    assert texts(client, name) == {name: text}
-
-
 def test_parquet_is_refused(client: httpx.Client) -> None:
     """Rows with ids of their own would replace the tenant's documents: the message says what to send."""
     answer = post(client, "rows.PARQUET", b"PAR1")
