@@ -12,11 +12,11 @@ import logging
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -37,6 +37,7 @@ from cacheblend.store.layout import Reserve
 from .document import Chunk, Document
 
 logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 FORMAT = "2"  # of the tables
 BUSY_TIMEOUT_S = 30.0
 SCHEMA = """
@@ -68,7 +69,6 @@ SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vec
 FROM chunks c JOIN documents d ON d.id = c.document_id
 """
 _STATE = ("generation", "dimensions", "format")  # keys of `meta` that are no settings
-_NO_LIMIT = 2**62  # also above every rowid
 _WRONG_VALUE = re.compile(r"\S+ value in ")  # a finding of SQLite's that the row's checksum finds as well
 
 
@@ -159,23 +159,15 @@ class Catalog:
         self._path, self._settings, self._budget_bytes = path, dict(settings), budget_bytes
         self._where = "memory" if path is None else str(path)
         self._reserve = None if path is None else Reserve(path.with_name("reserve"))
-        try:
-            self._open()
-        except StoreFullError:
-            if self._reserve is None or not self._reserve.release():
-                raise
-            self._open()
-        self._refill()
+        self._with_reserve(self._open)
 
     def _open(self) -> None:
-        path = self._path
-        if path is not None:
-            make_private_file(path)
+        if self._path is not None:
+            make_private_file(self._path)
         with self._errors():
             # isolation_level=None: _write begins and ends the transactions.
-            self._db = sqlite3.connect(
-                ":memory:" if path is None else path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
+            file = self._path or ":memory:"
+            self._db = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         # The checksum finds a damaged text, and the error can name its document; a decoding error here would name none.
         self._db.text_factory = lambda raw: raw.decode(errors="surrogateescape")
         try:
@@ -188,8 +180,7 @@ class Catalog:
                 self._db.executescript(SCHEMA)
                 if self._meta("format") is None:
                     self._set_meta("format", FORMAT)
-            if not self._is_empty():
-                self._compare(self._settings)
+            self._settle(self._settings, fix=False)
         except BaseException:
             self._db.close()
             raise
@@ -222,7 +213,7 @@ class Catalog:
             self._check_format()
             self._check_versions(expected or {})
             [dimensions] = {entry.vectors_ND.shape[1] for entry in entries}  # of one embedder
-            self._settle(self._settings | {"dimensions": str(dimensions)})
+            self._settle(self._settings | {"dimensions": str(dimensions)}, fix=True)
             for entry in entries:
                 document = entry.document
                 if of_document := self._remove(document.id):
@@ -243,14 +234,7 @@ class Catalog:
             RetrieverError: the file cannot be written.
             StoreFullError: the disk is full, and the reserve was needed before.
         """
-        try:
-            change = self._remove_document(document_id)
-        except StoreFullError:
-            if self._reserve is None or not self._reserve.release():
-                raise
-            change = self._remove_document(document_id)
-        self._refill()
-        return change
+        return self._with_reserve(lambda: self._remove_document(document_id))
 
     def check_room(self, more_bytes: int = 0) -> None:
         """Refuse more bytes than the budget has room for.
@@ -310,15 +294,12 @@ class Catalog:
     @property
     def generation(self) -> int:
         """Number of writes so far, by all processes."""
-        return self._number("generation") or 0
+        return self._number("generation", least=0) or 0
 
     @property
     def dimensions(self) -> int | None:
         """Length of the vectors; None before the first."""
-        dimensions = self._number("dimensions")
-        if dimensions is not None and dimensions < 1:
-            raise self._unusable("the length of its vectors is damaged")
-        return dimensions
+        return self._number("dimensions", least=1)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -348,21 +329,18 @@ class Catalog:
         Raises:
             InputError: there is no document `after`.
         """
-        first, comparison, order = (_NO_LIMIT, "<", "DESC") if newest_first else (0, ">", "ASC")
-        if after is not None:
-            rows = self._rows("SELECT rowid FROM documents WHERE id = ?", (after,))
-            if not rows:
-                raise self._unknown(after)
-            first = rows[0][0]
-        query = f"{SELECT_DOCUMENTS} WHERE rowid {comparison} ? ORDER BY rowid {order} LIMIT ?"
-        return [_document_of(row) for row in self._rows(query, (first, _NO_LIMIT if limit is None else limit))]
+        if after is not None and self.version(after) is None:
+            raise self._unknown(after)
+        comparison, order = ("<", "DESC") if newest_first else (">", "ASC")
+        chosen = "" if after is None else f"WHERE rowid {comparison} (SELECT rowid FROM documents WHERE id = :after)"
+        query = f"{SELECT_DOCUMENTS} {chosen} ORDER BY rowid {order} LIMIT :limit"
+        values = {"after": after, "limit": -1 if limit is None else limit}  # -1 is none for SQLite
+        return [_document_of(row) for row in self._rows(query, values)]
 
     def ids(self, prefix: str = "") -> list[str]:
         """The ids of documents that begin with a text, in the order of adding, without a look at the others."""
-        if not prefix:
-            return [id_ for (id_,) in self._rows("SELECT id FROM documents ORDER BY rowid")]
-        query = "SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY rowid"
-        return [id_ for (id_,) in self._rows(query, (prefix, prefix_end(prefix)))]
+        chosen, bounds = ("WHERE id >= ? AND id < ?", (prefix, prefix_end(prefix))) if prefix else ("", ())
+        return [id_ for (id_,) in self._rows(f"SELECT id FROM documents {chosen} ORDER BY rowid", bounds)]
 
     def is_intact(self, document_id: str) -> bool:
         """Whether all rows of a document are there, and are what was written."""
@@ -382,12 +360,10 @@ class Catalog:
         if document_id is None:
             return [_chunk_of(row) for row in self._rows(SELECT_CHUNKS + "ORDER BY c.id")]
         rows = self._rows(SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
-        if not rows:
-            if self.version(document_id) is not None:
-                raise DamagedDocumentError(document_id)
+        if not rows and self.version(document_id) is None:
             raise self._unknown(document_id)
         chunks = [_chunk_of(row) for row in rows]
-        if [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
+        if not rows or [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
             raise DamagedDocumentError(document_id)
         return chunks
 
@@ -423,24 +399,22 @@ class Catalog:
         comes upon it.
         """
         dimensions = self.dimensions or 0
-        ids: list[int] = []
-        vectors: list[NDArray[np.float32]] = []
+        vectors: dict[int, NDArray[np.float32]] = {}
         damaged: list[str] = []
         query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id ORDER BY c.id"
         with self._errors():
             for id_, owner, raw in self._db.execute(query):
-                if isinstance(raw, bytes) and len(raw) == 4 * dimensions:
-                    vector_D = np.frombuffer(raw, dtype="<f4")
-                    if np.isfinite(vector_D).all():
-                        ids.append(id_)
-                        vectors.append(vector_D)
-                        continue
-                damaged.append(str(owner))
-        if damaged and not ids:
+                is_whole = isinstance(raw, bytes) and len(raw) == 4 * dimensions
+                vector_D = np.frombuffer(raw, dtype="<f4") if is_whole else np.array([np.nan])
+                if np.isfinite(vector_D).all():
+                    vectors[id_] = vector_D
+                else:
+                    damaged.append(str(owner))
+        if damaged and not vectors:
             raise self._unusable("the length of its vectors is damaged")
         for owner in damaged:
             logger.error("a chunk is not in the index: %s", DamagedDocumentError(owner))
-        return ids, np.array(vectors, dtype=np.float32).reshape(len(ids), dimensions)
+        return [*vectors], np.array([*vectors.values()], dtype=np.float32).reshape(len(vectors), dimensions)
 
     # The steps of both.
 
@@ -478,6 +452,17 @@ class Catalog:
                     self._db.execute("ROLLBACK")
                 raise
 
+    def _with_reserve(self, step: Callable[[], _Result]) -> _Result:
+        """The result of a step, which is tried again with the reserve's room if the disk is full."""
+        try:
+            result = step()
+        except StoreFullError:
+            if self._reserve is None or not self._reserve.release():
+                raise
+            result = step()
+        self._refill()
+        return result
+
     def _refill(self) -> None:
         if self._reserve is not None:
             self._reserve.refill()
@@ -496,24 +481,17 @@ class Catalog:
                 "use the version that made it, or another directory and ingest the documents anew"
             )
 
-    def _settle(self, settings: Mapping[str, str]) -> None:
-        """Fix the settings with the first document; refuse other ones after it."""
-        if not self._is_empty():
-            self._compare(settings)
-            return
+    def _settle(self, settings: Mapping[str, str], *, fix: bool) -> None:
+        """Refuse settings that differ from those of the documents; before the first document `fix` stores them."""
+        is_empty = not self._rows("SELECT 1 FROM documents LIMIT 1")
         for key, value in settings.items():
-            self._set_meta(key, value)
-
-    def _compare(self, settings: Mapping[str, str]) -> None:
-        for key, value in settings.items():
-            if (stored := self._meta(key)) != value:
+            if is_empty and fix:
+                self._set_meta(key, value)
+            elif not is_empty and (stored := self._meta(key)) != value:
                 raise RetrieverError(
                     f"{self._where} was built with {key} {stored!r}, and this run has {value!r}; "
                     "use the same again, or another directory and ingest the documents anew"
                 )
-
-    def _is_empty(self) -> bool:
-        return not self._rows("SELECT 1 FROM documents LIMIT 1")
 
     def _broken_structure(self) -> str:
         """The first fault of SQLite's own structure; empty if it has none."""
@@ -524,19 +502,16 @@ class Catalog:
         rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
         return str(rows[0][0]) if rows else None
 
-    def _number(self, key: str) -> int | None:
+    def _number(self, key: str, *, least: int) -> int | None:
         value = self._meta(key)
-        if value is None:
-            return None
-        try:
-            return int(value)
-        except ValueError:
-            raise self._unusable(f"its {key} is damaged ({value!r})") from None
+        if value is not None and (not value.isdecimal() or int(value) < least):
+            raise self._unusable(f"its {key} is damaged ({value!r})")
+        return None if value is None else int(value)
 
     def _set_meta(self, key: str, value: str) -> None:
         self._run("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
 
-    def _rows(self, sql: str, arguments: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+    def _rows(self, sql: str, arguments: Sequence[object] | Mapping[str, object] = ()) -> list[tuple[Any, ...]]:
         with self._errors():
             return self._db.execute(sql, arguments).fetchall()
 
