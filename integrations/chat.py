@@ -20,7 +20,7 @@ from cacheblend.service.serving.served_request import Done, Event, Failed, Piece
 
 PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
 SAMPLING_OPTIONS = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
-OPTIONS = (*PROMPT_OPTIONS, "top_k", *SAMPLING_OPTIONS, "response_format")  # of a call, beside documents and stop
+OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, "top_k", *SAMPLING_OPTIONS, "response_format")  # of a call
 LONG_CHARACTERS = 2000  # of messages that most likely hold a retriever's texts
 Pieces = Generator[tuple[str, Done | None], None, None]
 
@@ -42,9 +42,6 @@ class EngineChat:
         self,
         messages: Sequence[Message],
         options: Mapping[str, Any],
-        *,
-        stop: Sequence[str] | str | None = None,
-        documents: Sequence[Mapping[str, object] | Chunk] | None = None,
     ) -> Pieces:
         """Yield the answer's text as its tokens come, with None, and at last the remaining text with the finished request.
 
@@ -52,9 +49,8 @@ class EngineChat:
 
         Args:
             messages: the chat.
-            options: of `OPTIONS`; the engine's are used for those that are None or missing.
-            stop: strings that end the answer.
-            documents: to answer over, put before the last message. None: chunks are looked for in the messages.
+            options: of `OPTIONS`; the engine's are used for those that are None or missing. `stop` ends the answer, a string or
+                several. `documents` are put before the last message; without them chunks are looked for in the messages.
 
         Raises:
             InputError: an option that is not known, or see `Engine.prepare`.
@@ -62,14 +58,15 @@ class EngineChat:
         engine = self.engine
         # 1. Lay out the prompt, and say how tokens are drawn.
         if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
-            raise InputError(f"{unknown}: not an option of this model; give documents, stop, {', '.join(OPTIONS)}")
+            raise InputError(f"{unknown}: not an option of this model; give {', '.join(OPTIONS)}")
         chosen = {name: value for name, value in options.items() if value is not None}
-        request = self._prepare(messages, documents, chosen)
+        request = self._prepare(messages, chosen)
         own = {name: chosen[name] for name in SAMPLING_OPTIONS if name in chosen}
         sampling = Sampling(**own, grammar=self._grammar(chosen.get("response_format")))
         # 2. Prefill, layer by layer.
         events: deque[Event] = deque()
-        ends = [stop] if isinstance(stop, str) else [*(stop or ())]
+        stop = chosen.get("stop", ())
+        ends = [stop] if isinstance(stop, str) else [*stop]
         served = ServedRequest(engine, request, events.append, sampling=sampling, stop=ends)
         try:
             served.begin()
@@ -99,11 +96,8 @@ class EngineChat:
             return next((chunk for chunk in chunks if chunk.position == position and chunk.text == text), None)
         return None
 
-    def _prepare(
-        self, messages: Sequence[Message], documents: Sequence[Mapping[str, object] | Chunk] | None, chosen: Mapping[str, Any]
-    ) -> Request:
-        engine = self.engine
-        layout = None
+    def _prepare(self, messages: Sequence[Message], chosen: Mapping[str, Any]) -> Request:
+        engine, documents, layout = self.engine, chosen.get("documents"), None
         if documents is None:
             located = [engine.chunk_texts.locate(message.content) for message in messages]
             if stored := sum(one.stored for one in located) + sum(one.other for one in located):
@@ -121,34 +115,25 @@ class EngineChat:
         )
 
     def _warn(self, found: int, other: int, characters: int) -> None:
-        """Warn once if stored KV cannot be used, with the remedy."""
-        searched = self.engine.chunk_texts.take_unused()
-        separator = self.engine.retriever.config.separator
+        """Warn once of each reason why stored KV cannot be used, with the remedy."""
+        searched, separator = self.engine.chunk_texts.take_unused(), self.engine.retriever.config.separator
         if other:
-            self._warn_once(
-                f"{other} of {found} chunks in the messages stand between other characters than at ingest: their KV is "
-                "computed now, and kept. To use the stored KV, put their texts in as they are, and "
-                f"{separator!r} after each, the last too",
-                "other",
+            text = (
+                "chunks in the messages stand between other characters than at ingest: their KV is computed now. To "
+                f"use the stored KV, put their texts in as they are, and {separator!r} after each, the last too"
             )
-        elif searched and not found:
-            self._warn_once(
-                "the messages hold no chunk that the retriever found, so nothing is blended; put the documents' texts in "
-                f"word for word, with {separator!r} after each, or give them as documents= of the call",
-                "none",
+        elif not found and (searched or characters >= LONG_CHARACTERS):
+            text = (
+                "the messages hold no chunk of this store, so nothing is blended; retrieve with the CacheBlendRetriever of the "
+                f"same engine, and put the documents' texts in word for word, with {separator!r} after each, or give the texts "
+                "as documents= of the call"
             )
-        elif not found and characters >= LONG_CHARACTERS:
-            self._warn_once(
-                "the messages are long and hold no chunk of this store, so nothing is blended; retrieve with the "
-                "CacheBlendRetriever of the same engine, or give the texts as documents= of the call",
-                "long",
-            )
-
-    def _warn_once(self, text: str, kind: str) -> None:
+        else:
+            return
         with self._lock:
-            known = kind in self._warned
-            self._warned.add(kind)
-        if not known:
+            is_known = text in self._warned
+            self._warned.add(text)
+        if not is_known:
             warnings.warn(text, UserWarning, stacklevel=2)
 
     def _grammar(self, response_format: Any) -> Any:

@@ -54,7 +54,7 @@ class CacheBlendChatGenerator:
 
     Args:
         engine: open.
-        generation_kwargs: options of every call: those of `integrations/chat.py`, `stop` and `documents`.
+        generation_kwargs: options of every call, those of `integrations/chat.py`.
         streaming_callback: called with each piece; `run_async` awaits a coroutine, `run` refuses it.
     """
 
@@ -106,9 +106,7 @@ class CacheBlendChatGenerator:
     def _chunks(self, messages: Sequence[ChatMessage], generation_kwargs: Mapping[str, Any] | None) -> Iterator[StreamingChunk]:
         """The answer's pieces; the last one has the metadata."""
         options = {**self._options, **(generation_kwargs or {})}
-        stop, documents = options.pop("stop", None), options.pop("documents", None)
-        asked = [_message(message) for message in messages]
-        for index, (piece, done) in enumerate(self._chat.stream(asked, options, stop=stop, documents=documents)):
+        for index, (piece, done) in enumerate(self._chat.stream([_message(message) for message in messages], options)):
             meta = {} if done is None else report(done)
             yield StreamingChunk(content=piece, meta=meta, index=0, start=index == 0, finish_reason=meta.get("finish_reason"))
 

@@ -18,10 +18,11 @@ with needs_extra("langchain"):
     from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
     from langchain_core.language_models import BaseChatModel, LanguageModelInput
-    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+    from langchain_core.language_models.chat_models import generate_from_stream
+    from langchain_core.messages import AIMessageChunk, BaseMessage
     from langchain_core.messages.ai import UsageMetadata
     from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
-    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from langchain_core.outputs import ChatGenerationChunk, ChatResult
     from langchain_core.retrievers import BaseRetriever
     from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
     from langchain_core.utils.function_calling import convert_to_json_schema
@@ -33,7 +34,7 @@ from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.serving.served_request import Done
 
-from .chat import OPTIONS, EngineChat, Pieces, chunk_metadata, message_of, report
+from .chat import OPTIONS, EngineChat, chunk_metadata, message_of, report
 
 __all__ = ["CacheBlendRetriever", "ChatCacheBlend"]
 
@@ -139,14 +140,9 @@ class ChatCacheBlend(BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        *,
-        documents: Sequence[Document | Mapping[str, object]] | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        *_, (_, done) = self._pieces(messages, stop, documents, kwargs)
-        assert done is not None, "the last piece"
-        message = AIMessage(content=done.answer.text, **_metadata(done))
-        return ChatResult(generations=[ChatGeneration(message=message)])
+        return generate_from_stream(self._stream(messages, stop, **kwargs))
 
     def _stream(
         self,
@@ -157,32 +153,18 @@ class ChatCacheBlend(BaseChatModel):
         documents: Sequence[Document | Mapping[str, object]] | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with closing(self._pieces(messages, stop, documents, kwargs)) as pieces:
+        options = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
+        # LangChain itself puts an option for tracers beside those of `with_structured_output`.
+        options |= {name: value for name, value in kwargs.items() if name != "ls_structured_output_format"}
+        given = None if documents is None else [self._document(one) for one in documents]
+        options |= {"stop": stop, "documents": given}
+        with closing(self._chat.stream([_message(message) for message in messages], options)) as pieces:
             for text, done in pieces:
-                message = AIMessageChunk(
-                    content=text, **({} if done is None else {**_metadata(done), "chunk_position": "last"})
-                )
-                chunk = ChatGenerationChunk(message=message)
+                metadata = {} if done is None else {**_metadata(done), "chunk_position": "last"}
+                chunk = ChatGenerationChunk(message=AIMessageChunk(content=text, **metadata))
                 if run_manager is not None:
                     run_manager.on_llm_new_token(text, chunk=chunk)
                 yield chunk
-
-    def _pieces(
-        self,
-        messages: Sequence[BaseMessage],
-        stop: list[str] | None,
-        documents: Sequence[Document | Mapping[str, object]] | None,
-        options: Mapping[str, Any],
-    ) -> Pieces:
-        fields = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
-        # LangChain itself puts an option for tracers beside those of `with_structured_output`.
-        own = {name: value for name, value in options.items() if name != "ls_structured_output_format"}
-        return self._chat.stream(
-            [_message(message) for message in messages],
-            {**fields, **own},
-            stop=stop,
-            documents=None if documents is None else [self._document(given) for given in documents],
-        )
 
     def _document(self, given: Document | Mapping[str, object]) -> Mapping[str, object] | Chunk:
         """The engine's own chunk if the document is one; else a text of any other retriever, to be split."""

@@ -78,7 +78,7 @@ class CacheBlendRetriever(BaseRetriever):
 class CacheBlendLLM(CustomLLM):
     """Answers prompts and chats over the stored KV of the chunks that they hold; see `ChatCacheBlend` of LangChain.
 
-    Options of a call are those of `integrations/chat.py`, `stop` and `documents`. A prompt is a chat of one message. The event
+    Options of a call are those of `integrations/chat.py`. A prompt is a chat of one message. The event
     loop goes on during the asynchronous calls.
 
     Args:
@@ -162,9 +162,8 @@ class CacheBlendLLM(CustomLLM):
     def _pieces(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """The text so far and its newest piece, and at last the answer's metadata."""
         fields = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
-        stop, documents = kwargs.pop("stop", None), kwargs.pop("documents", None)
-        asked, text = [_message(message) for message in messages], ""
-        for piece, done in self._chat.stream(asked, {**fields, **kwargs}, stop=stop, documents=documents):
+        text = ""
+        for piece, done in self._chat.stream([_message(message) for message in messages], {**fields, **kwargs}):
             text += piece
             message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
             yield ChatResponse(message=message, delta=piece, additional_kwargs={} if done is None else report(done))
