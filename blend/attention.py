@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .compiled_file import has_feature, load_or_warn
+from .compiled_file import check_error, function, has_feature, load_or_warn
 
 # Rows of a block: each row pays for the keys up to the block's last row, so scattered rows stand in small blocks and neighbours
 # in large ones. A run of LONG_RUN neighbours or more, such as a missing chunk, has blocks of its own. On the CPU no block
@@ -51,7 +50,6 @@ SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURES = "amx_bf16", "avx512_bf16"  # either of which bfloat16 needs
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
 ALL_KEYS = 2**62  # a window longer than any prompt
-logger = logging.getLogger(__name__)
 if TYPE_CHECKING:  # a command's help does not load torch
     CosSin = tuple[torch.Tensor, torch.Tensor]
     Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
@@ -274,16 +272,16 @@ class RowKernel:
 
     Args:
         library: the compiled file, for one head size and dtype.
+
+    Raises:
+        OSError: the system does not let this process use AMX.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._call = library.row_attention
-        self._call.restype = ctypes.c_int
-        count, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-        self._rotate = library.rotate
-        self._rotate.restype = None
-        self._rotate.argtypes = [pointer, *[count] * 4, pointer, pointer, count, count, ctypes.c_int, ctypes.c_int]
-        self._call.argtypes = [pointer] * 4 + [count] * 4 + [real, real, ctypes.c_int, pointer, pointer, count]
+        if library.prepare() != 0:
+            raise OSError("the system does not let this process use AMX")
+        self._rotate = function(library, "rotate", "pllllppllii")
+        self._call = function(library, "row_attention", "ppppllllffippl", fails=True)
 
     def attend(
         self,
@@ -398,18 +396,13 @@ def _load(dtype: torch.dtype, head_size: int) -> RowKernel | None:
         return None
     has_amx = is_half and has_feature(FEATURES[0])
     shape = [f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if is_half else []), *(["-DAMX"] if has_amx else [])]
-    library = load_or_warn(SOURCE, shape, "rows attend by PyTorch's slower products")
-    if library is None:
-        return None
-    if library.prepare() != 0:
-        logger.warning("the system does not let this process use AMX: rows attend by PyTorch's slower products")
-        return None
-    kernel = RowKernel(library)
-    off = _error_of(kernel, dtype, head_size)
-    if not off <= (1e-2 if is_half else 1e-5):  # outputs are about 1; NaN fails too
-        logger.warning("row_attention.c as it was compiled is off by %.2g and not used", off)
-        return None
-    return kernel
+
+    def make(library: ctypes.CDLL) -> RowKernel:
+        kernel = RowKernel(library)
+        check_error(_error_of(kernel, dtype, head_size), 1e-2 if is_half else 1e-5)  # outputs are about 1
+        return kernel
+
+    return load_or_warn(SOURCE, shape, make, "rows attend by PyTorch's slower products")
 
 
 def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:

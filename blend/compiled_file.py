@@ -17,9 +17,10 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from cacheblend.base.files import make_folder, user_cache_folder
 
@@ -28,7 +29,9 @@ COMPILE_S = 60.0  # a compiler that runs longer hangs
 CPUINFO = Path("/proc/cpuinfo")
 # Lines of /proc/cpuinfo that `-march=native` may depend on, by their names on x86 and ARM.
 _PROCESSOR_LINES = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU variant", "CPU part")
+_KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}  # of a function's arguments
 logger = logging.getLogger(__name__)
+_Kernel = TypeVar("_Kernel")
 
 
 def find_compiler() -> Path | None:
@@ -42,22 +45,43 @@ def has_feature(flag: str) -> bool:
     return any(flag in line.partition(":")[2].split() for line in _features())
 
 
-def load_or_warn(source: Path, defines: Sequence[str], instead: str) -> ctypes.CDLL | None:
-    """Load a C file with `load_compiled`; return None if that fails, with a warning unless there is no compiler.
+def load_or_warn(source: Path, defines: Sequence[str], make: Callable[[ctypes.CDLL], _Kernel], instead: str) -> _Kernel | None:
+    """The kernel of a C file; None if it cannot be compiled or loaded, with a warning unless there is no compiler.
 
     Args:
         source: the file.
         defines: macros, as compiler flags.
+        make: the kernel of the compiled file; an OSError says that it cannot run here.
         instead: the consequence of going without it, for the warning.
     """
     compiler = find_compiler()
     if compiler is None:
         return None
     try:
-        return load_compiled(compiler, source, defines)
+        return make(load_compiled(compiler, source, defines))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s is not used, %s: %s", source.name, instead, error)
         return None
+
+
+def check_error(off: float, allowed: float) -> None:
+    """Refuse a kernel whose outputs differ by more than allowed; raises OSError."""
+    if not off <= allowed:  # NaN is refused too
+        raise OSError(f"as it was compiled it is off by {off:.2g}")
+
+
+def function(library: ctypes.CDLL, name: str, arguments: str, *, fails: bool = False) -> Any:
+    """A function of a compiled file, which returns nothing, or if it can fail a number that is not 0 then.
+
+    Args:
+        library: the compiled file.
+        name: the function's name.
+        arguments: a letter for each argument's C type: p a pointer, l int64_t, i int, f float.
+        fails: whether it can fail.
+    """
+    call = getattr(library, name)
+    call.restype, call.argtypes = ctypes.c_int if fails else None, [_KINDS[kind] for kind in arguments]
+    return call
 
 
 def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctypes.CDLL:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +26,13 @@ from cacheblend.store import LayerPair
 
 from . import layer_source
 from .attention import HeadRows
-from .compiled_file import load_or_warn
+from .compiled_file import check_error, function, load_or_warn
 
 if TYPE_CHECKING:
     from torch import nn
 
 SOURCE = Path(__file__).with_name("decode_attention.c")
 MAX_VECTORS = 256  # of 16 numbers each, for a KV head's queries: more do not fit the registers
-logger = logging.getLogger(__name__)
 
 
 class SequenceLayerKV:
@@ -154,10 +152,7 @@ class DecodeKernel:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._call = library.decode_attention
-        self._call.restype = ctypes.c_int
-        number, pointer, real = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
-        self._call.argtypes = [pointer, pointer, pointer, pointer, number, number, real, real, number, pointer]
+        self._call = function(library, "decode_attention", "ppppiiffip", fails=True)
 
     def attend(
         self,
@@ -206,15 +201,13 @@ def decode_kernel(geometry: layer_source.KVGeometry, query_heads: int) -> Decode
 @functools.cache
 def _load(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | None:
     shape = [f"-DGROUPS={groups}", f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    library = load_or_warn(SOURCE, shape, "PyTorch's slower attention decodes")
-    if library is None:
-        return None
-    kernel = DecodeKernel(library)
-    off = _error_of(kernel, groups, head_size, dtype)
-    if not off <= (1e-5 if dtype == torch.float32 else 2e-2):  # NaN fails too
-        logger.warning("decode_attention.c as it was compiled is off by %.2g and not used", off)
-        return None
-    return kernel
+
+    def make(library: ctypes.CDLL) -> DecodeKernel:
+        kernel = DecodeKernel(library)
+        check_error(_error_of(kernel, groups, head_size, dtype), 1e-5 if dtype == torch.float32 else 2e-2)
+        return kernel
+
+    return load_or_warn(SOURCE, shape, make, "PyTorch's slower attention decodes")
 
 
 def _error_of(kernel: DecodeKernel, groups: int, head_size: int, dtype: torch.dtype) -> float:

@@ -10,7 +10,6 @@ Shapes: R rows, M hidden size.
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 import logging
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compiled_file import load_or_warn
+from .compiled_file import function, load_or_warn
 
 SOURCE = Path(__file__).with_name("rms_norm.c")
 SAMPLE_ROWS = 64
@@ -91,20 +90,19 @@ def _epsilon(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _fused(plain: Any, residuals: bool) -> nn.Module:
+def _fused(plain: Any, residuals: bool) -> Any:
+    """The fused norm whose outputs are the module's; the module itself if there is none."""
     weight_M: torch.Tensor = plain.weight
-    if weight_M.device.type != "cpu" or weight_M.dtype not in (torch.float32, torch.bfloat16):
-        return plain  # type: ignore[no-any-return]
-    call = _load(weight_M.dtype)
-    if call is None:
-        return plain  # type: ignore[no-any-return]
+    is_served = weight_M.device.type == "cpu" and weight_M.dtype in (torch.float32, torch.bfloat16)
+    if not is_served or (call := _load(weight_M.dtype)) is None:
+        return plain
     sample_RM = torch.randn(SAMPLE_ROWS, len(weight_M), generator=torch.Generator().manual_seed(0)).to(weight_M.dtype)
     for one_added in (False, True):
         fused = FusedNorm(plain, call, one_added=one_added)
         if _agree(fused, plain, sample_RM, residuals):
             return fused
     logger.info("%s is no RMS norm that rms_norm.c knows", type(plain).__name__)
-    return plain  # type: ignore[no-any-return]
+    return plain
 
 
 @torch.no_grad()
@@ -125,13 +123,5 @@ def _agree(fused: nn.Module, plain: nn.Module, sample_RM: torch.Tensor, residual
 @functools.cache
 def _load(dtype: torch.dtype) -> Any:
     """The compiled function; None if it cannot be compiled or loaded."""
-    library = load_or_warn(SOURCE, ["-DBFLOAT16"] if dtype == torch.bfloat16 else [], "the models' own slower norms are")
-    if library is None:
-        return None
-    call = library.rms_norm
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    call.restype, call.argtypes = (
-        None,
-        [pointer, pointer, pointer, pointer, count, count, ctypes.c_float, ctypes.c_int, ctypes.c_int],
-    )
-    return call
+    defines = ["-DBFLOAT16"] if dtype == torch.bfloat16 else []
+    return load_or_warn(SOURCE, defines, lambda library: function(library, "rms_norm", "ppppllfii"), "slower norms run")
