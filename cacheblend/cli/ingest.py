@@ -197,13 +197,7 @@ def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool
     """Have a running vLLM store the documents' KV; its own store and settings are what counts."""
     with IngestProgress(terminal.stderr, stream, _measured(stream)) as progress:
         report = upload_documents(stream, vllm, stream.report.faults, progress)
-    if as_json:
-        terminal.print_json({**report.as_dict(), **stream.report.as_dict()})
-    else:
-        terminal.print_line(
-            f"{counted(report.documents, 'document')}, {counted(report.chunks, 'chunk')}: KV of {report.computed} computed, "
-            f"{report.already_stored} stored before ({report.seconds:.1f} s)"
-        )
+    _print_end(report, stream.report, as_json=as_json)
     _end_with_faults(stream.report)
 
 
@@ -236,9 +230,11 @@ def _print_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> N
         terminal.print_json({**report.as_dict(), **found.as_dict()})
         return
     speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
-    documents = f"{report.added} new, {report.replaced} replaced, {report.unchanged} unchanged"
+    documents = counted(report.documents, "document")
+    if report.added + report.replaced + report.unchanged:  # which vLLM, that knows chunks alone, does not say
+        documents += f" ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged)"
     terminal.print_line(
-        f"{counted(report.documents, 'document')} ({documents}), {counted(report.chunks, 'chunk')}: "
+        f"{documents}, {counted(report.chunks, 'chunk')}: "
         f"KV of {report.computed} computed, {report.already_stored} stored before ({report.seconds:.1f} s{speed})"
     )
 

@@ -23,7 +23,6 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -131,18 +130,16 @@ def hush_libraries() -> None:
 
 
 class _Stages(logging.Handler):
-    """Shows records that have a stage, as `Engine` logs them: in a line that changes on a terminal, else a line each."""
+    """Shows records that have a stage, as `Engine` logs them."""
 
-    def __init__(self, status: Status | None) -> None:
+    def __init__(self, line: LiveLine) -> None:
         super().__init__(logging.INFO)
-        self._status = status
+        self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a stage."""
-        if hasattr(record, "stage") and self._status is not None:
-            self._status.update(visible(record.getMessage()))
-        elif hasattr(record, "stage"):
-            note(record.getMessage())
+        if hasattr(record, "stage"):
+            self._line.show(record.getMessage(), time.monotonic())
 
 
 @contextmanager
@@ -150,10 +147,9 @@ def shown_stages() -> Iterator[None]:
     """Show on stderr what is being opened, until the block ends; import libraries in the block, which are shown first."""
     log = logging.getLogger("cacheblend")
     level = log.level
-    with ExitStack() as opened:
-        stages = _Stages(opened.enter_context(stderr.status(LOADING)) if stderr.is_terminal else None)
-        if not stderr.is_terminal:
-            stderr.print(LOADING)
+    with LiveLine(stderr, LOADING, line_every_s=0) as line, ExitStack() as opened:
+        stages = _Stages(line)
+        line.show(LOADING, time.monotonic())
         log.addHandler(stages)
         opened.callback(log.removeHandler, stages)
         if log.getEffectiveLevel() > logging.INFO:
@@ -189,20 +185,22 @@ class LiveLine:
 
     Args:
         console: where to.
+        first: the line before the first one that is shown, on a terminal.
+        line_every_s: where there is no terminal.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._next_line = time.monotonic() + LINE_EVERY_S
+    def __init__(self, console: Console, first: str = "reading", line_every_s: float = LINE_EVERY_S) -> None:
+        self._console, self._line_every_s = console, line_every_s
+        self._next_line = time.monotonic() + line_every_s
         self._opened = ExitStack()
-        self._status = self._opened.enter_context(console.status("reading")) if console.is_terminal else None
+        self._status = self._opened.enter_context(console.status(first)) if console.is_terminal else None
 
     def show(self, line: str, now: float) -> None:
         """Show a line, at a time of `time.monotonic`."""
         if self._status is not None:
-            self._status.update(self._console.render_str(line))
+            self._status.update(Text(visible(line)))
         elif now >= self._next_line:
-            self._next_line = now + LINE_EVERY_S
+            self._next_line = now + self._line_every_s
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
