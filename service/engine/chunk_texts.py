@@ -65,6 +65,27 @@ class ChunkTexts:
 
         A chunk's white space at its ends may be missing, or its separator: then its ids are others than at ingest.
         """
+        spans = self._spans(text)
+        limits = [*(start for start, _, _ in spans[1:]), len(text)]
+        parts: list[str | Chunk] = []
+        stored = other = done = 0
+        for (start, end, chunk), limit in zip(spans, limits, strict=False):
+            ingested = chunk.text + self._separator
+            first = start - (len(chunk.text) - len(chunk.text.lstrip()))
+            last = first + len(ingested)
+            is_whole = done <= first and last <= limit and text[first:last] == ingested
+            if is_whole and tuple(self._plain.ids(ingested)) == chunk.token_ids:  # not ingested with other words around it
+                parts += [text[done:first], chunk]
+                done, stored = last, stored + 1
+            else:
+                found = text[start:end]
+                ids = tuple(self._plain.ids(found))
+                parts += [text[done:start], Chunk(content_hash(chunk.title, found), "", 0, chunk.title, found, ids)]
+                done, other = end, other + 1
+        return LocatedChunks(tuple(part for part in (*parts, text[done:]) if part != ""), stored, other)
+
+    def _spans(self, text: str) -> list[tuple[int, int, Chunk]]:
+        """Where the remembered chunks stand in a text, without the white space at their ends, in order."""
         with self._lock:
             known = list(self._known.values())
         spans: list[tuple[int, int, Chunk]] = []
@@ -78,34 +99,7 @@ class ChunkTexts:
                 if all(end <= first or start >= last for first, last, _ in spans) and not _cuts_word(text, start, end):
                     spans.append((start, end, chunk))
                 start = text.find(core, end)
-        parts: list[str | Chunk] = []
-        stored = other = done = 0
-        ordered = sorted(spans, key=lambda span: span[0])
-        for place, (start, end, chunk) in enumerate(ordered):
-            limit = ordered[place + 1][0] if place + 1 < len(ordered) else len(text)
-            first, last, whole = self._as_ingested(text, start, end, chunk, done, limit)
-            if whole is None:
-                ids = tuple(self._plain.ids(text[first:last]))
-                whole = Chunk(content_hash(chunk.title, text[first:last]), "", 0, chunk.title, text[first:last], ids)
-                other += 1
-            else:
-                stored += 1
-            parts += [text[done:first], whole]
-            done = last
-        return LocatedChunks(tuple(part for part in (*parts, text[done:]) if part != ""), stored, other)
-
-    def _as_ingested(
-        self, text: str, start: int, end: int, chunk: Chunk, done: int, limit: int
-    ) -> tuple[int, int, Chunk | None]:
-        """Where a chunk with its white space and separator is; None for it, and the span as given, where it is not whole."""
-        ingested = chunk.text + self._separator
-        first = start - (len(chunk.text) - len(chunk.text.lstrip()))
-        last = first + len(ingested)
-        if first < done or last > limit or text[first:last] != ingested:
-            return start, end, None
-        if tuple(self._plain.ids(ingested)) != chunk.token_ids:  # ingested with other words around it
-            return start, end, None
-        return first, last, chunk
+        return sorted(spans, key=lambda span: span[0])
 
 
 def _cuts_word(text: str, start: int, end: int) -> bool:
