@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,7 @@ from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+KEYS = {name: new_key() for name in ("one", "two")}
 
 
 def test_documents(client: httpx.Client) -> None:
@@ -95,8 +97,7 @@ def test_scrapes_share_their_work(server: Server, monkeypatch: pytest.MonkeyPatc
 
 def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
     """A tenant sees, hits and counts its own documents alone, and without a key nothing is served."""
-    keys = {name: new_key() for name in ("one", "two")}
-    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in keys.items()]
+    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
     config = EngineConfig(
         model=str(model_dir),
         store_dir=tmp_path,
@@ -111,7 +112,7 @@ def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
         httpx.Client(base_url=address, timeout=60) as client,
     ):
         assert len({id(engine.fusor) for engine in server.engines.values()}) == 1
-        one, two = ({"Authorization": f"Bearer {key}"} for key in keys.values())
+        one, two = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
         assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
         assert client.get("/v1/documents", headers=two).json()["data"] == []
         assert client.get("/v1/documents/for", headers=two).status_code == 404
@@ -120,7 +121,7 @@ def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
         other = client.post("/v1/chat/completions", json=asked, headers=two).json()["cacheblend"]
         assert (first["misses"], other["hits"]) == (0, 0)
         assert client.get("/v1/store", headers=one).json()["nvme"]["entries"] > 0
-        for headers in ({}, {"Authorization": "Bearer cb-wrong"}, {"Authorization": f"Basic {keys['one']}"}):
+        for headers in ({}, {"Authorization": "Bearer cb-wrong"}, {"Authorization": f"Basic {KEYS['one']}"}):
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/v1/documents")):
                 response = client.request(method, path, headers=headers)
                 assert response.status_code == 401
@@ -209,3 +210,64 @@ def test_an_open_address_is_warned_of(
         with Server(engine.config, http=HttpConfig(host=host), engine=engine) as server:
             run(server)
         assert ("open to everybody" in caplog.text) is warned
+
+
+@pytest.fixture
+def guarded_client(model_dir: Path, tmp_path: Path) -> Iterator[httpx.Client]:
+    """A service of two tenants that checks every blended request against a floor that cannot be met."""
+    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
+    config = EngineConfig(
+        model=str(model_dir),
+        store_dir=tmp_path,
+        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
+        fusion=FusionConfig(recompute_ratio=0.15),
+    )
+    serving = ServingConfig(guard_share=1.0, guard_floor=1.0, guard_tokens=40, guard_window=1)
+    with (
+        Server(config, serving, HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_what_the_guard_finds(guarded_client: httpx.Client) -> None:
+    """Counters and `/v1/store` show shadow evaluations and full recompute by tenant, and never by salt."""
+    client = guarded_client
+    one, two = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+    assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
+
+    def ask(checked: int, **options: object) -> float | None:
+        answer = client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).json()
+        wait_until(lambda: client.get("/v1/store", headers=one).json()["quality"]["evaluated"] >= checked)
+        return answer["cacheblend"]["recompute_ratio"]
+
+    assert [ask(number) for number in (1, 2, 3)] == [0.15, None, None]
+    assert ask(3, cache_salt="secret-salt") is None
+    assert ask(3, recompute_ratio=0.3) == 0.3
+    quality = client.get("/v1/store", headers=one).json()["quality"]
+    assert quality["full_recompute"]
+    assert quality["floor"] == 1.0
+    assert client.get("/v1/store", headers=two).json()["quality"] == {
+        "evaluated": 0,
+        "agreement": None,
+        "first_token_kl_nats": None,
+        "floor": 1.0,
+        "full_recompute": False,
+    }
+    metrics = client.get("/metrics").text
+
+    def value(name: str, **labels: str) -> float:
+        wanted = ",".join(f'{key}="{label}"' for key, label in sorted(labels.items()))
+        found = re.search(rf"^cacheblend_{name}{{{wanted}}} (\S+)$", metrics, re.MULTILINE)
+        assert found, f"{name}{{{wanted}}}"
+        return float(found[1])
+
+    common = {"namespace": "one", "model": MODEL}
+    assert value("shadow_evaluations_total", **common, outcome="compared") == 3
+    assert value("guard_full_recompute", **common) == 1.0
+    for histogram in ("agreement", "first_token_kl_nats", "relative_kv_error"):
+        assert value(f"guard_{histogram}_count", **common) == 3
+        assert value(f"guard_{histogram}_sum", **common) > 0
+    assert "secret-salt" not in metrics
+    assert 'namespace="two"' not in metrics
