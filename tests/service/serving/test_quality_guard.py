@@ -16,6 +16,7 @@ from served import Client, serve
 from waiting import wait_until
 
 from cacheblend.blend.fidelity import Comparison, relative_kv_error
+from cacheblend.blend.fusion import FusionSteps
 from cacheblend.service import Engine
 from cacheblend.service.serving.config import ServingConfig
 from cacheblend.service.serving.quality_guard import QualityGuard, ShadowReport
@@ -188,20 +189,18 @@ def test_a_request_interrupts_a_check(engine: Engine, reports: Reports, monkeypa
 
     with guarded(engine, reports) as scheduler:
 
-        def watched(segments: list[object], *rest: object) -> Iterator[object]:
-            if rest:
-                return (yield from fuse_steps(segments, *rest))
+        def check(segments: list[object]) -> Iterator[object]:
             steps = fuse_steps(segments)
-            while True:
-                try:
-                    report = next(steps)
-                except StopIteration as done:
-                    return done.value
+            for report in steps:
                 order.append("layer of the check")
                 if order == ["layer of the check"]:
                     options = {"method": "full_reuse", "max_tokens": 2, "on_token": lambda: order.append("token")}
                     serve(engine, scheduler, QUESTION, **options)
                 yield report
+            return steps.result
+
+        def watched(segments: list[object], *config: object) -> FusionSteps:
+            return fuse_steps(segments, *config) if config else FusionSteps(check(segments))
 
         monkeypatch.setattr(engine.fusor, "fuse_steps", watched)
         ask(engine, scheduler, reports)
