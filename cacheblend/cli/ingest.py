@@ -91,6 +91,25 @@ def ingest(
         cacheblend ingest handbook/ --vllm http://localhost:8000
     """
     ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)
+    _check_together(sources, store_dir, ray, vllm, watch=watch)
+    wanted = _Wanted(context=context, settings=settings, model=model, store_dir=store_dir, yes=yes, as_json=as_json)
+    web = WebFiles(allow_private=allow_private_urls)
+    try:
+        with closing(DocumentStream(sources, web)) as stream, _interrupted_by_sigterm() if watch else nullcontext():
+            if vllm.vllm is not None:
+                _ingest_into_vllm(stream, vllm, as_json=as_json)
+            elif ray.ray is not None:
+                _ingest_on_ray(sources, stream, ray, wanted)
+            else:
+                _ingest_here(stream, sources if watch else (), wanted)
+    except KeyboardInterrupt:
+        terminal.note("interrupted; what was done is stored, and the same command goes on from there")
+        if not watch:  # which ends by a signal and in no other way
+            raise
+
+
+def _check_together(sources: Sequence[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool) -> None:
+    """Refuse options that exclude each other, and folders that cannot be watched."""
     if vllm.vllm is not None and (watch or ray.ray is not None):
         raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
     if ray.ray is not None and watch:
@@ -99,45 +118,30 @@ def ingest(
         from cacheblend.service.engine.folder_watch import check_folders
 
         check_folders(sources, store_dir)
-    try:
-        with closing(DocumentStream(sources, WebFiles(allow_private=allow_private_urls))) as stream:
-            if vllm.vllm is not None:
-                _ingest_into_vllm(stream, vllm, as_json=as_json)
-                return
-            if model is None:
-                raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
-            source = context.get_parameter_source("kv_cache_dtype")
-            codec_is_free = source is not None and source.name == "DEFAULT"
-            # The process that reads here serves nobody, and memory that is used again costs less than new.
-            memory = {} if ray.ray is not None else {"ram_budget_bytes": 1}
-            config = settings.make(EngineConfig, model=model, store_dir=store_dir, **memory)
-            wanted = _Wanted(config=config, codec_is_free=codec_is_free, yes=yes, as_json=as_json)
-            if ray.ray is not None:
-                _ingest_on_ray(sources, stream, ray, wanted)
-                return
-            with _interrupted_by_sigterm() if watch else nullcontext():
-                _ingest_here(stream, sources if watch else (), wanted)
-    except KeyboardInterrupt:
-        terminal.note("interrupted; what was done is stored, and the same command goes on from there")
-        if not watch:  # which ends by a signal and in no other way
-            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """What the user asks of an ingest.
+    """What the user asks of an ingest: the command's own parameters, see `ingest`."""
 
-    Args:
-        config: of the engine.
-        codec_is_free: nobody named the codec.
-        yes: do not ask.
-        as_json: print the report as JSON.
-    """
-
-    config: EngineConfig
-    codec_is_free: bool
+    context: typer.Context
+    settings: options.Settings
+    model: str | None
+    store_dir: Path
     yes: bool
     as_json: bool
+
+    def config(self, **fixed: int) -> EngineConfig:
+        """The engine's configuration; raises InputError if no model is named."""
+        if self.model is None:
+            raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
+        return self.settings.make(EngineConfig, model=self.model, store_dir=self.store_dir, **fixed)
+
+    @property
+    def codec_is_free(self) -> bool:
+        """Whether nobody named the codec."""
+        source = self.context.get_parameter_source("kv_cache_dtype")
+        return source is not None and source.name == "DEFAULT"
 
 
 @contextmanager
@@ -152,6 +156,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 def _ingest_here(stream: DocumentStream, folders: Sequence[str], wanted: _Wanted) -> None:
     """Ingest a stream, then follow the changes of folders, if there are any."""
+    config = wanted.config(ram_budget_bytes=1)  # nobody reads here, and memory that is used again costs less than new
     try:
         size = _measured(stream)
     except InputError:
@@ -162,8 +167,8 @@ def _ingest_here(stream: DocumentStream, folders: Sequence[str], wanted: _Wanted
         from cacheblend.service.engine.config import remember_settings
         from cacheblend.service.engine.engine import Engine
 
-        fusor = load_fusor(wanted.config)
-    config = _agreed(wanted, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None)
+        fusor = load_fusor(config)
+    config = _agreed(wanted, config, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None)
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
         with IngestProgress(terminal.stderr, stream, size) as progress:
@@ -204,6 +209,7 @@ def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool
 def _ingest_on_ray(sources: Sequence[str], stream: DocumentStream, ray: RayConfig, wanted: _Wanted) -> None:
     from cacheblend.integrations.ray.ingest import ingest_on_ray  # Ray may not be installed
 
+    config = wanted.config()
     # Objects in a store cost money to read twice.
     size = None if any("://" in source for source in sources) else _measured(stream)
     stream.close()
@@ -211,10 +217,9 @@ def _ingest_on_ray(sources: Sequence[str], stream: DocumentStream, ray: RayConfi
         from cacheblend.blend.loading import kv_geometry, load_tokenizer
         from cacheblend.service.engine.config import torch_dtype
 
-        config = wanted.config
         geometry = kv_geometry(config.model, config.resolve_device(), torch_dtype(config.dtype))
         tokens = size.tokens(load_tokenizer(config.model)) if size else None
-    config = _agreed(wanted, geometry, tokens)
+    config = _agreed(wanted, config, geometry, tokens)
     found = SourceReport()
     # What Ray says of a process that died would stand before the JSON object.
     with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
@@ -297,18 +302,18 @@ ASK_FROM_BYTES = 2 * GIB
 LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
 
 
-def _agreed(wanted: _Wanted, geometry: KVGeometry, tokens: int | None) -> EngineConfig:
+def _agreed(wanted: _Wanted, config: EngineConfig, geometry: KVGeometry, tokens: int | None) -> EngineConfig:
     """Print an ingest's need of disk, ask where that is much, and return the configuration with a codec that fits.
 
     Args:
-        wanted: as it was asked for.
+        wanted: by the user.
+        config: as it was asked for.
         geometry: of the model's KV.
         tokens: about so many are in the documents; None where that is not known.
 
     Raises:
         InputError: it is much, and nobody can be asked.
     """
-    config = wanted.config
     folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
     shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
     token_bytes = {name: geometry.layers * codec.encoded_shape(shape).nbytes / chunk_tokens for name, codec in CODECS.items()}
