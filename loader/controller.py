@@ -61,8 +61,7 @@ class LoadingPlan:
         load_s: loading without computing.
         load_s_by_tier: `load_s` by tier.
         recompute_s: the blend at `ratio` with all KV loaded.
-        prefill_s: the chosen way, loading beside computing, chunks precomputed first included.
-        precompute_s: the missing chunks that are precomputed first.
+        prefill_s: the chosen way, loading beside computing.
         full_s: full prefill.
         full_recompute: whether full prefill was chosen: it is predicted to be faster than blending, or no more than
             `DELAY_ALLOWED` slower than a blend that waits for its loading.
@@ -73,7 +72,6 @@ class LoadingPlan:
     load_s_by_tier: dict[str, float]
     recompute_s: float
     prefill_s: float
-    precompute_s: float
     full_s: float
     full_recompute: bool
 
@@ -109,9 +107,7 @@ class LoadingController:
         self._compute = TimeCalibration()
         self._tiers = {tier: TimeCalibration() for tier in profile.tiers}
 
-    def plan(
-        self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0, precomputed: Sequence[int] = ()
-    ) -> LoadingPlan:
+    def plan(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> LoadingPlan:
         """Choose the ratio of one request.
 
         Args:
@@ -119,16 +115,13 @@ class LoadingController:
             reusable: tokens with stored KV that the ratio counts.
             fresh: tokens without.
             exact: tokens of exact segments.
-            precomputed: tokens of each of those reusable chunks whose KV is missing and precomputed first.
         """
         full_s = self.full_s(reusable + fresh + exact)
         request = self._request(reads, reusable=reusable, fresh=fresh, exact=exact)
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
-        precompute_s = sum(map(self._recompute.prefill_s, precomputed)) * self._compute.factor
-        blend_s = blend.total_s + precompute_s
         # If loading is not hidden, the exact answer may cost as much more as a higher ratio.
-        limit_s = blend_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend_s
+        limit_s = blend.total_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend.total_s
         full_recompute = bool(reusable) and full_s < limit_s
         loaded_layers = sum(is_read for _, is_read in self._steps(request, ratio))
         return LoadingPlan(
@@ -136,8 +129,7 @@ class LoadingController:
             load_s=sum(request.by_tier.values()) * loaded_layers,
             load_s_by_tier={tier: tier_s * loaded_layers for tier, tier_s in request.by_tier.items()},
             recompute_s=sum(step_s for step_s, _ in self._steps(request, ratio)),
-            prefill_s=full_s if full_recompute else blend_s,
-            precompute_s=precompute_s,
+            prefill_s=full_s if full_recompute else blend.total_s,
             full_s=full_s,
             full_recompute=full_recompute,
         )
@@ -155,9 +147,8 @@ class LoadingController:
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Correct the predictions by a request's measured seconds, once its prefill is done.
 
-        A tier is corrected if all reads were from it (chunks that were precomputed first are copied too, from no tier). A full
-        recompute reads nothing: then the tiers' corrections fade request by request, so that a disk that was slow for a while
-        is tried again.
+        A tier is corrected if all reads were from it. A full recompute reads nothing: then the tiers' corrections fade request
+        by request, so that a disk that was slow for a while is tried again.
 
         Args:
             plan: the predictions.
@@ -167,7 +158,7 @@ class LoadingController:
         with self._lock:
             expected_s = plan.full_s if plan.full_recompute else plan.recompute_s
             moved = compute_s is not None and self._compute.observe(expected_s / self._compute.factor, compute_s)
-            if plan.full_recompute or (len(plan.load_s_by_tier) == 1 and not plan.precompute_s):
+            if plan.full_recompute or len(plan.load_s_by_tier) == 1:
                 for tier, tier_s in plan.load_s_by_tier.items():
                     correction = self._tiers.setdefault(tier, TimeCalibration())
                     measured_s = tier_s / correction.factor

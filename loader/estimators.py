@@ -145,7 +145,7 @@ class WorkEstimator:
         """Generous guess of a full prefill's seconds."""
         return SLOW_START_S + self.row_multiply_adds * self.layers * tokens / SLOW_MULTIPLY_ADDS_PER_S[self.device_type]
 
-    def is_short(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> bool:
+    def is_short(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> bool:
         """Whether a full prefill is worth its work, next to a blend.
 
         Args:
@@ -153,18 +153,17 @@ class WorkEstimator:
             reusable: tokens with stored KV that the ratio counts; with 0 there is no choice, and the result is False.
             fresh: tokens without stored KV.
             exact: tokens of exact segments, which a full prefill computes as well.
-            precomputed: number of `reusable` tokens whose KV is computed first.
         """
-        return bool(reusable) and self.share(ratio, reusable, fresh, exact, precomputed) > WORTH_BLENDING
+        return bool(reusable) and self.share(ratio, reusable, fresh, exact) > WORTH_BLENDING
 
-    def share(self, ratio: float, reusable: int, fresh: int, exact: int = 0, precomputed: int = 0) -> float:
+    def share(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> float:
         """A blend's work over a full prefill's; arguments as in `is_short`."""
         operations = FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds
         fixed = min(FIXED_ROWS + operations, MAX_FIXED_ROWS)
         passes = [count + fresh for count in self.schedule.counts(reusable, self.layers, ratio)]
         if self.schedule.uses_question_attention and 0 < ratio < 1:
             passes += [min(fresh, MAX_QUESTION_TOKENS)] * (self.layers - 1)
-        blend = sum(passes) + fixed * len(passes) + precomputed * self.layers
+        blend = sum(passes) + fixed * len(passes)
         return blend / (self.layers * (reusable + fresh + exact + fixed))
 
 

@@ -243,15 +243,3 @@ def test_bad_settings(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
         LoaderConfig(**{field: value})
     assert caught.value.value is value
-
-
-def test_chunks_computed_first_count() -> None:
-    """They take a prefill each beside the blend, and what is copied of them corrects no tier."""
-    controller = controller_of(1e9)
-    plain, first = (controller.plan(reads(500), 1000, 10, precomputed=tokens) for tokens in ((), (250, 250)))
-    assert first.precompute_s == pytest.approx(2 * RecomputeEstimator(controller.profile, Schedule(0.0)).prefill_s(250))
-    assert first.prefill_s == pytest.approx(plain.prefill_s + first.precompute_s)
-    assert not first.full_recompute
-    for _ in range(3 * WINDOW):
-        controller.record(first, load_s=100 * first.load_s, compute_s=None)
-    assert controller.plan(reads(500), 1000, 10) == plain

@@ -175,4 +175,3 @@ def test_short_prompts(layers: int, row_multiply_adds: int, gains_nothing: int, 
     assert not work.is_short(0.14, gains, 22, 25)
     assert not work.is_short(0.14, 0, 22, 25), "nothing is stored, so there is nothing to choose"
     assert not work.is_short(0.14, gains_nothing, 22, exact=2000), "a full prefill would compute what stands before, too"
-    assert work.is_short(0.14, gains, 22, 25, precomputed=gains), "computing chunks first is no gain"

@@ -53,7 +53,6 @@ class FixedController:
             load_s_by_tier={},
             recompute_s=1.0,
             prefill_s=1.0,
-            precompute_s=0.0,
             full_s=2.0,
             full_recompute=self.full,
         )

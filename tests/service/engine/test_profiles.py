@@ -5,7 +5,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from engines import BROUGHT, OpenEngine, ask, furthest, key_of, use_profile
+from engines import BROUGHT, OpenEngine, ask, furthest, use_profile
 from profiles import linear_profile
 
 from cacheblend.base.errors import ProfileError
@@ -137,30 +137,6 @@ class TestController:
         assert furthest(answer, ask(engine, "full_recompute", documents=documents)) <= 1e-6
         engine.drain()
         assert ask(engine, documents=documents, recompute_ratio=0.15).plan.hits == 2
-
-    def test_what_the_controller_is_told(self, open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The controller plans with a layer's bytes of all stored chunks, by tier and by place; the others are fresh tokens."""
-        engine = open_ingested(recompute_ratio=None)
-        tokens = [len(segment.token_ids) for segment in ask(engine, "full_recompute").plan.segments]
-        chunks = ask(engine, "full_recompute").chunks
-        engine.store.get(key_of(engine, chunks[0].chunk))  # is in RAM from now on
-        engine.store.delete(key_of(engine, chunks[2].chunk))
-        told = []
-        use_profile(engine, profile_of(engine))
-        assert engine.controller is not None
-        plan = engine.controller.plan
-        monkeypatch.setattr(engine.controller, "plan", lambda **arguments: told.append(arguments) or plan(**arguments))
-        ask(engine)
-        layer_bytes = engine.fusor.decoder.geometry.layer_bytes
-        (head, first, second, missed, fourth, tail) = tokens
-        reads = [("ram", layer_bytes(first)), ("nvme", layer_bytes(second)), ("nvme", layer_bytes(fourth))]
-        expected = {
-            "reads": reads,
-            "reusable": first + second + fourth,
-            "fresh": missed + tail,
-            "exact": head,
-        }
-        assert told == [expected]
 
     def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:
         """A ratio that is asked for is taken as it is; the controller is not asked."""
