@@ -10,17 +10,8 @@ from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers, chec
 from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext
 from .prompt import FusionResult, LayerReport, Prompt, Segment
-from .selection import (
-    DEFAULT_RATIO,
-    DEFAULT_SELECTOR,
-    SELECTORS,
-    ExplicitPositions,
-    FusionConfig,
-    Schedule,
-    SelectionStep,
-    Selector,
-    TopDeviation,
-)
+from .selection import DEFAULT_RATIO, FusionConfig
+from .selectors import DEFAULT_SELECTOR, SELECTORS, ExplicitPositions, Schedule, SelectionStep, Selector, TopDeviation
 
 __all__ = [
     "DEFAULT_RATIO",

@@ -18,7 +18,7 @@ from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import FusionResult, LayerReport, Prompt
-from .selection import SelectionStep, Selector
+from .selectors import SelectionStep, Selector
 
 if TYPE_CHECKING:
     from .attention import Turn

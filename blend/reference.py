@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from .selection import layer_counts
+from .selectors.selector import layer_counts
 
 Tensor = torch.Tensor
 KV = list[tuple[Tensor, Tensor]]  # keys and values (H, T, D) of each layer

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Schedule, Segment, SelectionStep
-from cacheblend.blend.selection import layer_counts
+from cacheblend.blend.selectors.selector import layer_counts
 
 
 @given(reusable=st.integers(0, 5000), layers=st.integers(1, 80), ratio=st.floats(0, 1), spread=st.floats(0, 1))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from profiles import linear_profile
 
 from cacheblend.blend import Schedule
-from cacheblend.blend.selection import QuestionAttention
+from cacheblend.blend.selectors import QuestionAttention
 from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
 from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, WorkEstimator, fit
 

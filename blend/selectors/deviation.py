@@ -1,0 +1,29 @@
+"""The deviation of the stored KV from fresh KV chooses the tokens: the paper's HKVD tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .selector import Schedule, SelectionStep
+
+
+@dataclass(frozen=True, slots=True)
+class TopDeviation:
+    """HKVD tokens: the candidates of largest KV deviation; the schedule sets their number (paper §4.3, figure 9).
+
+    Args:
+        ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 layer 0 recomputes nothing either.
+        schedule: number of tokens of each layer.
+    """
+
+    ratio: float
+    schedule: Schedule
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Choose the candidates of largest deviation."""
+        keep = self.schedule.counts(step.reusable, step.layers, self.ratio, step.fresh)[step.layer]
+        if keep >= len(step.candidates_C):
+            return step.all()
+        return step.top(step.deviation_C(), keep) if keep else step.none()

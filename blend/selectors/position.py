@@ -1,0 +1,50 @@
+"""Positions choose the tokens: the first of every chunk, random ones, given ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cacheblend.base.errors import ConfigError
+
+from .selector import SelectionStep, SingleShotSelector
+
+
+class FirstTokens(SingleShotSelector):
+    """The first tokens of every chunk (EPIC's LegoLink, arXiv 2410.15332)."""
+
+    def score(self, step: SelectionStep) -> torch.Tensor:
+        """Higher towards a chunk's start."""
+        return 1 / (1 + step.offset_C)
+
+
+class RandomTokens(SingleShotSelector):
+    """Random tokens, seeded by the number of candidates, so that a prompt's choice repeats: the control."""
+
+    def score(self, step: SelectionStep) -> torch.Tensor:
+        """A random number a token."""
+        generator = torch.Generator().manual_seed(len(step.candidates_C))
+        return torch.rand(len(step.candidates_C), generator=generator)
+
+
+class ExplicitPositions:
+    """Recomputes given positions: replays a recorded plan, or serves a test.
+
+    Args:
+        recomputed: absolute positions to recompute at each layer, as in `FusionResult.recomputed`; positions that are not
+            reusable are ignored, since they run anyway.
+
+    """
+
+    def __init__(self, recomputed: Sequence[Sequence[int] | torch.Tensor]) -> None:
+        self._positions = [torch.as_tensor(positions, dtype=torch.long) for positions in recomputed]
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Choose the candidates that are listed for this layer."""
+        if len(self._positions) != step.layers:
+            raise ConfigError("selector", f"{len(self._positions)} lists of positions", f"one for each of {step.layers} layers")
+        chosen_C = torch.isin(step.candidates_C, self._positions[step.layer])
+        if step.layer > 0 and not chosen_C.all():
+            step.deviation_C()
+        return chosen_C

@@ -1,0 +1,39 @@
+"""The question's attention over the stored KV chooses the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .selector import Schedule, SelectionStep
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionAttention:
+    """The tokens of the question's highest attention over the stored KV (ProphetKV; QCFuse), fewer from layer to layer.
+
+    Recomputing a token in a layer changes its KV in this layer and in later ones. So each layer scores tokens by its own
+    attention and that of later layers.
+
+    Args:
+        ratio: share of the reusable tokens, in the mean over layers 1 and up.
+    """
+
+    schedule: ClassVar[Schedule] = Schedule(0.9, first_layer=1, uses_question_attention=True)
+    refreshes_dropped: ClassVar[bool] = True
+    ratio: float
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether tokens must be chosen: at ratios 0 and 1 none are."""
+        return 0 < self.ratio < 1
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        """Choose the candidates of highest attention."""
+        keep = self.schedule.counts(step.reusable, step.layers, self.ratio, step.fresh)[step.layer]
+        is_first = step.layer == 1 and len(step.candidates_C) < step.reusable
+        if is_first:
+            step.deviation_C()  # measured once, for `FusionResult.deviation`
+        return step.all() if keep >= len(step.candidates_C) else step.top(step.attention_C, keep)
