@@ -25,9 +25,10 @@ from . import packed_linear
 from .attention import Rows
 from .decode_attention import DecodePass, decode_kernel
 from .generation import SequenceKV
-from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
+from .layer_passes import IsolatedPass, LayerPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from .layer_source import KVGeometry, LayerKV
 from .model_runner import CosSin, ModelRunner
+from .question_pass import QuestionPass
 from .rms_norm import with_fused_norms
 
 if TYPE_CHECKING:

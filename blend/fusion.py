@@ -14,10 +14,10 @@ import torch
 
 from .attention import Rows, row_kernel, upload
 from .decoder import CacheSink
-from .layer_passes import Question, QuestionPass, question_rows
 from .layer_source import LayerKV, LayerSource
 from .model_runner import CosSin, LayerSink, ModelRunner
 from .prompt import FusionResult, LayerReport, Prompt
+from .question_pass import Question, QuestionPass, question_rows
 from .selectors import SelectionStep, Selector
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
     from .attention import Rows
-    from .layer_passes import QuestionPass, SharedPrefix
+    from .layer_passes import SharedPrefix
     from .layer_source import KVGeometry, LayerKV
+    from .question_pass import QuestionPass
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,8 +14,9 @@ from transformers import DynamicCache
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, KVGeometry, LayerKV, Segment
 from cacheblend.blend.attention import Rows, attend
-from cacheblend.blend.layer_passes import QuestionPass, SharedPrefix
+from cacheblend.blend.layer_passes import SharedPrefix
 from cacheblend.blend.model_runner import CosSin
+from cacheblend.blend.question_pass import QuestionPass
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 5, 4, 8, 32, 97
 SCALING = HEAD_DIM**-0.5
