@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .attention import Rows, attend
-from .question_pass import MAX_QUESTION_TOKENS as MAX_QUESTION_TOKENS  # vLLM's connector imports both from here
-from .question_pass import QuestionPass as QuestionPass
 
 if TYPE_CHECKING:
     from torch import nn

@@ -28,8 +28,9 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.attention import Rows
 from cacheblend.blend.decoder import ROWS_AT_ONCE
-from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, RowsPass, SharedPrefix, prefix_mask, runs
 from cacheblend.blend.model_runner import CosSin
+from cacheblend.blend.question_pass import QuestionPass
 from cacheblend.blend.rms_norm import with_fused_norms
 from cacheblend.store import LayerPair
 

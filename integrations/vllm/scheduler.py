@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend.base.errors import InputError
-from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
+from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk
 from cacheblend.store import ChunkKey
