@@ -9,7 +9,7 @@ from cacheblend.base.options import option
 
 from .selectors import DEFAULT_SELECTOR, SELECTORS, Schedule, Selector
 
-DEFAULT_RATIO = 0.14  # r*
+DEFAULT_RATIO = 0.14  # r*; the paper's is 0.15, see `FusionConfig`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

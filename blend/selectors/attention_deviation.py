@@ -17,7 +17,7 @@ class AttentionDeviation:
     """
 
     widening: ClassVar[int] = 2
-    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=widening, uses_question_attention=True)
+    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer_multiple=widening, uses_question_attention=True)
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio

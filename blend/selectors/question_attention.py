@@ -21,7 +21,7 @@ class QuestionAttention:
         ratio: share of the reusable tokens, in the mean over layers 1 and up.
     """
 
-    schedule: ClassVar[Schedule] = Schedule(0.9, first_layer=1, uses_question_attention=True)
+    schedule: ClassVar[Schedule] = Schedule(0.9, first_layer_multiple=1, uses_question_attention=True)
     refreshes_dropped: ClassVar[bool] = True
     ratio: float
 

@@ -25,15 +25,15 @@ class Schedule:
     Args:
         spread: relative distance of the ratios of layer 1 and of the last layer from the mean. 0 is the single-shot
             choice: the tokens of layer 1 serve every layer.
-        first_layer: the tokens of layer 0 as a multiple of those of layer 1, which are chosen among them; None for all tokens,
-            the paper's choice.
+        first_layer_multiple: the tokens of layer 0 as a multiple of those of layer 1, which are chosen among them; None
+            for all tokens, the paper's choice.
         uses_question_attention: the selector runs the question over the stored KV before the first layer, through all
             layers but the last.
 
     """
 
     spread: float
-    first_layer: int | None = None
+    first_layer_multiple: int | None = None
     uses_question_attention: bool = False
 
     def counts(self, reusable: int, layers: int, ratio: float, fresh: int | None = None) -> list[int]:
@@ -44,10 +44,10 @@ class Schedule:
         later = layer_counts(reusable, layers, ratio, self.spread, fresh)
         if ratio == 0:
             return [0, *later]
-        if self.first_layer is None:
+        if self.first_layer_multiple is None:
             return [reusable, *later]
         first = later[0] if later else round(ratio * reusable)
-        return [min(self.first_layer * first, reusable), *later]
+        return [min(self.first_layer_multiple * first, reusable), *later]
 
 
 def layer_counts(reusable: int, layers: int, ratio: float, spread: float, fresh: int | None = None) -> list[int]:
@@ -135,7 +135,8 @@ class Selector(Protocol):
 
     Three attributes are optional. If `reads_attention` is true, the question runs over the stored KV first and fills
     `SelectionStep.attention_C`. If `refreshes_dropped` is true, K and V of the candidates that a layer drops are projected
-    there a last time. `schedule` is the number of tokens of each layer, for the loading controller's predictions.
+    there a last time. `schedule` is a `Schedule`, whose counts the loading controller predicts with. A selector need not
+    call `SelectionStep.deviation_C`; `FusionResult.deviation` is then 0.
     """
 
     def select(self, step: SelectionStep) -> torch.Tensor:
@@ -145,7 +146,7 @@ class Selector(Protocol):
 class SingleShotSelector(ABC):
     """A choice at layer 0 for all layers; layer 1 measures its KV deviation, for `FusionResult.deviation`."""
 
-    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer=1)
+    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer_multiple=1)
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio

@@ -115,7 +115,7 @@ def test_a_selector_of_one_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class and a line: a selector that is registered is known to configurations by its name, and blends."""
 
     class EveryOther:
-        schedule = Schedule(0.0, first_layer=1)
+        schedule = Schedule(0.0, first_layer_multiple=1)
 
         def __init__(self, ratio: float) -> None:
             self.ratio = ratio

@@ -119,7 +119,7 @@ def test_layers_follow_the_schedule(ratio: float, reusable: int, fresh: int) -> 
 
 def test_layer_0_may_run_candidates_alone() -> None:
     """Then it takes what a later layer with so many rows takes, and its stored KV is loaded as well."""
-    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.0, first_layer=2))
+    estimator = RecomputeEstimator(linear_profile(row_s=1.0), Schedule(0.0, first_layer_multiple=2))
     assert estimator.layer_s(0.1, 1000, 40)[0] == pytest.approx(200 + 40)
     assert [estimator.steps(ratio, 1000, 40)[0][1] for ratio in (0.0, 0.1, 1.0)] == [True, True, False]
     assert not RecomputeEstimator(linear_profile(), Schedule(0.3)).steps(0.1, 1000, 40)[0][1]
