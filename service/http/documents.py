@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -243,8 +244,8 @@ async def _form(request: Request) -> AsyncIterator[FormData]:
 
     try:
         form = await run_in_threadpool(lambda: asyncio.run(parse()))
-    except MultiPartException as error:
-        raise ApiError(400, f"the body is no form: {error.message}", code="invalid_value") from None
+    except (MultiPartException, FormParserError) as error:  # starlette's, and the parser's own, which old starlette passes on
+        raise ApiError(400, f"the body is no form: {getattr(error, 'message', error)}", code="invalid_value") from None
     try:
         yield form
     finally:
