@@ -46,7 +46,7 @@ class Fusion:
     Args:
         runner: the model.
         prompt: the segments laid end to end, checked.
-        selector: picks the HKVD tokens.
+        selector: picks the tokens that are recomputed.
         source: brings the stored KV.
         sink: receives the finished layers; None for the cache of the result.
 

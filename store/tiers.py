@@ -79,7 +79,10 @@ class KVTier(Protocol):
 
 
 class CacheTier(KVTier, Protocol):
-    """A tier of copies; made with its budget and the pins, whose entries it must not evict."""
+    """A tier of copies; made with its budget and the pins, whose entries it must not evict.
+
+    `eviction.select_victims` chooses its victims, so that no namespace crowds out the others.
+    """
 
     def __init__(self, budget_bytes: int, pins: Pins) -> None: ...
 

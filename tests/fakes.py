@@ -59,6 +59,8 @@ class FakeRemoteTier:
         return self._entries.get(digest)
 
     def put(self, entry: EncodedEntry) -> bool:
+        if entry.nbytes > self.budget_bytes:
+            return False
         self._entries[entry.info.key.digest] = entry
         for digest in list(self._entries):
             if self.size()[1] > self.budget_bytes and not self._pins.is_pinned(digest):

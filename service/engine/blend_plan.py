@@ -28,7 +28,7 @@ class PlannedSegment:
             (blended or reused chunk KV) or "fresh" (computed in the prompt).
         token_ids: its token ids.
         key: hex of the store's key, or with "prefix_cache" the hash of a block; None where nothing is looked up.
-        tier: "ram", "nvme", "memory" (held by the engine), or None for what was computed now.
+        tier: a tier of the store ("ram", "nvme"), "memory" (held by the engine), or None for what was computed now.
         earlier: the chunks of its document that a chunk's KV is computed after.
     """
 

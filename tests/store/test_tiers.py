@@ -26,7 +26,9 @@ def test_every_tier_of_copies(tier_class: type[CacheTier]) -> None:
     pins, entries = Pins(), [EncodedEntry.from_chunk(*pair) for pair in PAIRS]
     pinned = PAIRS[0][0].digest
     tier = tier_class(3 * RAM_BYTES, pins)
-    assert not tier_class(1, pins).put(entries[0])
+    small = tier_class(1, pins)
+    assert not small.put(entries[0])
+    assert (small.size(), small.evictions) == ((0, 0), 0)
     with pins.hold([pinned]):
         for entry in entries:
             tier.put(entry)

@@ -40,7 +40,8 @@ def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
     """The list tells what is on this machine and where."""
     folder = _pretend_fetched("smollm2-135m")
     _runs(["model", "ls", "--json"])
-    first, second = json.loads(capsys.readouterr().out)["models"]
+    models = {model["name"]: model for model in json.loads(capsys.readouterr().out)["models"]}
+    first, second = models["smollm2-135m"], models["gemma3-270m"]
     assert (first["name"], first["fetched"], first["path"]) == ("smollm2-135m", True, str(folder))
     assert (second["name"], second["fetched"], second["path"]) == ("gemma3-270m", False, None)
     _runs(["model", "ls"])
