@@ -216,7 +216,7 @@ class KVStore:
     def delete(self, key: ChunkKey) -> bool:
         """Remove an entry, pinned or not, for every process; False where there was none here.
 
-        The remote tier deletes in the background; the request is repeated until it answers, also by the next process.
+        The remote tier deletes in the background, in a few attempts; an entry that outlasts them and this process stays there.
         """
         self._check_open()
         with self._nvme.exclusive():
@@ -372,9 +372,9 @@ class KVStore:
         for tier in self._caches:
             if (entry := tier.open(digest) or waiting) is None:
                 continue
-            if waiting is None and digest not in self._nvme:  # another process has removed it
+            if waiting is None and digest not in self._queue and digest not in self._nvme:  # another process has removed it
                 entry.close()
-                self._forget([digest])
+                self._uncache(digest)
                 return None
             self._nvme.catalog.touch(digest)
             return entry, tier
@@ -403,9 +403,9 @@ class KVStore:
     def _forget_everywhere(self, digests: Iterable[str]) -> None:
         """Let go of what was deleted, in the remote tier too."""
         digests = list(digests)
-        self._forget(digests)
         if self._remote is not None:
-            self._remote.delete(digests)
+            self._remote.delete(digests)  # before: a fetch from now on finds none, and what an earlier one brings is let go
+        self._forget(digests)
 
     def _is_worth_a_copy(self, placement: Placement) -> bool:
         """Whether a tier before the one that a placement was read from admits the entry; each of them notes the read."""

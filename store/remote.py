@@ -40,8 +40,7 @@ MAX_ATTEMPTS = 3
 FAILURES = 3  # in a row, after which the circuit breaker opens
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 KEY_PREFIX = "cacheblend:"  # in Redis
-SEAL = b"CBSEAL3\0"
-TAG_BYTES = 32
+SEAL, TAG_BYTES = b"CBSEAL3\0", 32
 
 
 class Backend(Protocol):
@@ -305,9 +304,8 @@ class RemoteTier:
     """Entries on a server or in an object store. Thread-safe.
 
     A remote that does not answer makes misses and no errors; fetched bytes are checked, and damaged ones are a miss. A thread
-    sends entries and removals; a change that fails `MAX_ATTEMPTS` times or finds no room is dropped and counted.
-
-    `contains` and `close` wait for `timeout_s`; at most `queue_bytes` of entries wait to be sent.
+    sends entries and removals; a change that fails `MAX_ATTEMPTS` times or finds no room is dropped and counted. `contains` and
+    `close` wait for `timeout_s`; at most `queue_bytes` of entries wait to be sent.
     """
 
     def __init__(
@@ -379,14 +377,18 @@ class RemoteTier:
     def stats(self) -> RemoteStats:
         """Counts since it was opened."""
         with self._changed:
-            is_open = self._reads.pause_left_s() > 0
-            return RemoteStats("open" if is_open else "closed", **self._counts, pending_writes=len(self._changes))
+            return RemoteStats(
+                "open" if self._reads.pause_left_s() else "closed", **self._counts, pending_writes=len(self._changes)
+            )
 
     def stop_fetching(self) -> None:
         """Fetch nothing more; what comes later is not stored."""
         with self._changed:
             self._is_fetching = False
         self._readers.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            for digest in [digest for digest, arrival in self._arrivals.items() if arrival.cancelled()]:
+                self._arrivals.pop(digest).set_running_or_notify_cancel()  # wakes who waits for it
 
     def close(self) -> None:
         """Send what waits, for the time-out at most, and end all connections."""
@@ -478,11 +480,15 @@ class RemoteTier:
             except RuntimeError:  # no call begins any more: the process ends
                 return
             with self._changed:
-                if self._changes.get(digest, digest) is entry and (not attempts or attempts >= MAX_ATTEMPTS):
-                    del self._changes[digest]  # the change may have been replaced meanwhile
+                is_replaced = self._changes.get(digest, digest) is not entry  # and has attempts of its own
+                if not is_replaced and (not attempts or attempts >= MAX_ATTEMPTS):
+                    del self._changes[digest]
                     self._counts["dropped_writes"] += bool(attempts)
+                if is_replaced or attempts >= MAX_ATTEMPTS:
                     attempts = 0
                 self._changed.notify_all()
+                if attempts:
+                    self._changed.wait_for(lambda: not self._is_sending, FIRST_PAUSE_S * attempts)
             del entry
 
     def _make(self, digest: str, entry: EncodedEntry | None) -> bool:
@@ -491,10 +497,8 @@ class RemoteTier:
         future: Future[None] = self._writer.submit(delete if entry is None else partial(self.send, entry))
         try:
             future.result()
-        except RemoteError as error:
-            logger.debug("a change was not made in the remote tier: %s", error)
-        except Exception as error:  # too long an entry, no memory, a tier that is closed: the thread goes on
-            logger.warning("a change was not made in the remote tier: %s: %s", type(error).__name__, error)
-        else:
             return True
-        return False
+        except Exception as error:  # also too long an entry, no memory, a tier that is closed: the thread goes on
+            level = logging.DEBUG if isinstance(error, RemoteError) else logging.WARNING
+            logger.log(level, "a change was not made in the remote tier: %s: %s", type(error).__name__, error)
+            return False

@@ -247,6 +247,10 @@ class BlendWorker:
             )
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             if plan.full_recompute:
+                if plan.predicted is not None and self._controller is not None:
+                    self._controller.record(plan.predicted, load_s=0.0, compute_s=None)  # its corrections fade
+                for chunk in plan.misses:
+                    self._miss(chunk)
                 return {"blended": False, "reason": SLOW_LOADING}
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
@@ -314,7 +318,8 @@ class BlendWorker:
         """Compute the KV of one missed chunk after its own context, and store it."""
         while self._missed:
             key, chunk = self._missed.popitem(last=False)
-            if self._ranks.agree(self._find_stored([key]))[0]:
+            # Looked for here and not in the remote tier, which may hold it damaged.
+            if self._ranks.agree([key in self._store])[0]:
                 continue
             try:  # where the disk is behind, the chunk is left for a later request to miss again
                 self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, key.namespace)

@@ -256,8 +256,14 @@ def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = No
     return [(file, file.relative_to(root).as_posix()) for file in files]
 
 
-def files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
-    """The files below a folder, in order, without the hidden and the ignored; folders that are links are not entered."""
+def files_below(root: Path, skipped: dict[str, str], on_error: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """The files below a folder, in order, without the hidden and the ignored; folders that are links are not entered.
+
+    Args:
+        root: the folder.
+        skipped: takes the paths that are left out, and why.
+        on_error: called with the error of a folder that cannot be listed.
+    """
     with needs_extra("rag"):
         from pathspec import GitIgnoreSpec
 
@@ -272,7 +278,7 @@ def files_below(root: Path, skipped: dict[str, str]) -> Iterator[Path]:
                 verdict = verdict if own is None else own
         return bool(verdict)
 
-    for at, folders, names in os.walk(root):
+    for at, folders, names in os.walk(root, onerror=on_error):
         here = Path(at)
         lines = list[str]()
         for name in filter(names.__contains__, IGNORE_FILES):

@@ -67,7 +67,8 @@ class FolderWatch:
         self._record = Path(engine.config.store_dir) / RECORD_FILE
         self._files: dict[str, WatchedFile] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            self._files = {name: WatchedFile(*noted) for name, noted in json.loads(self._record.read_bytes()).items()}
+            noted = json.loads(self._record.read_bytes()).items()
+            self._files = {name: WatchedFile(*one) for name, one in noted if isinstance(one, list)}
         self.faults: dict[str, str] = {}
 
     def run(self, on_change: Callable[[FollowReport], None], stop: threading.Event | None = None) -> None:
@@ -96,8 +97,14 @@ class FolderWatch:
         report, before, self.faults = FollowReport(), self.faults, {}
         # A folder that is gone is unmounted or renamed, and its documents stay.
         folders = [folder for folder in self._folders if folder.is_dir()]
-        found = {str(file): (file, folder) for folder in folders for file in files_below(folder, {})}
-        gone = [name for name in self._files.keys() - found.keys() if any(map(Path(name).is_relative_to, folders))]
+        unread = list[OSError]()  # folders whose files are not gone, but unknown
+        found = {str(file): (file, folder) for folder in folders for file in files_below(folder, {}, unread.append)}
+        gone = [
+            name
+            for name in self._files.keys() - found.keys()
+            if any(map(Path(name).is_relative_to, folders))
+            and not any(Path(name).is_relative_to(str(error.filename)) for error in unread)
+        ]
         owners = defaultdict[str, set[str]](set)  # names of files by document id
         for name in self._files.keys() - set(gone):
             for id_ in self._files[name].documents:

@@ -137,6 +137,8 @@ class WebFiles:
     async def _body(self, answer: httpx.Response, named: str) -> bytes:
         if answer.status_code != httpx.codes.OK:
             raise InputError(f"{named}: the server says {answer.status_code} {answer.reason_phrase}; look at it in a browser")
+        if answer.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity", "gzip"):
+            raise InputError(f"{named}: it comes compressed otherwise than asked; fetch it by hand and ingest it")
         body = bytearray()
         async for part in answer.aiter_bytes():
             body += part
