@@ -107,7 +107,7 @@ class Server:
             self.grammars = GrammarCompiler(any_engine.fusor.model, tokenizer)
             self.token_text = lru_cache(None)(lambda token: str(tokenizer.decode([token])))  # at most one of each word
             limits = scheduler.config
-            self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=1)
+            self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=4)
             background = partial(
                 CallPool,
                 pauses_while=lambda: scheduler.is_busy or preparing.is_busy,

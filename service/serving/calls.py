@@ -184,7 +184,13 @@ class CallPool:
                 return
             running[call.tenant] += 1
             self._running[call] = thread = threading.Thread(target=self._run, args=(call,), name=self._name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine has no more threads; the next call tries again
+                del self._running[call]
+                running[call.tenant] -= 1
+                with suppress(InvalidStateError):
+                    call.future.set_exception(error)
 
     def _run(self, call: Call[Any]) -> None:
         began = time.perf_counter()

@@ -93,7 +93,9 @@ class GrammarCompiler:
             raise InputError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters; make it simpler")
         if is_deeper(schema, MAX_SCHEMA_DEPTH):
             raise InputError(f"{field}: a schema is at most {MAX_SCHEMA_DEPTH} levels deep; make it simpler")
-        if sum(map(written_out, patterns_of(schema))) > MAX_PATTERN_CHARACTERS:
+        patterns = list(patterns_of(schema))
+        # The length first: to read a long pattern costs more than its length.
+        if sum(map(len, patterns)) > MAX_PATTERN_CHARACTERS or sum(map(written_out, patterns)) > MAX_PATTERN_CHARACTERS:
             raise InputError(
                 f"{field}: a pattern repeats too much ({MAX_PATTERN_CHARACTERS} characters in all); make it simpler"
             )
@@ -146,7 +148,8 @@ def patterns_of(schema: Any) -> Iterator[str]:
 def written_out(pattern: str) -> int:
     """Characters of a regular expression with its repetitions written out: 12 of `(ab{2}){4}`, for `abbabbabbabb`."""
     groups, last = [0], 0  # size of each open group; of the last character, class or group, which a repetition multiplies
-    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}|.", pattern, re.DOTALL):
+    # Possessive: with backtracking "{" and 600 spaces take seconds, in which no other thread runs.
+    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]|\{\s*+(\d++)?\s*+,?\s*+(\d++)?\s*+\}|.", pattern, re.DOTALL):
         low, high = token.groups()
         if token[0] == "(":
             groups.append(0)

@@ -307,7 +307,10 @@ class Scheduler:
             logger.warning("a request failed: %s: %s", type(how.error).__name__, how.error)
         try:
             self._observer(request, how)
+        except Exception:  # the client has its answer all the same
+            logger.exception("the observer of requests failed")
+        try:
             if how is not None:
                 request.deliver(how)
         except Exception:  # the client's loop may be gone; the other requests go on
-            logger.exception("the observer of requests failed")
+            logger.exception("the end of a request was not delivered")

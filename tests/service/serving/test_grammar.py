@@ -52,3 +52,9 @@ def test_an_ordinary_pattern(engine: Engine) -> None:
     schema = {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$"}
     grammar = GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer).json(schema)
     assert any(grammar.matcher().compute_bitmask())
+
+
+@pytest.mark.parametrize("pattern", ["{" + " " * 9000, "{" + "1" * 9000, "[" * 9000])
+def test_a_pattern_is_read_once(pattern: str) -> None:
+    """A long pattern without an end is read within the test's time, which backtracking over it would not be."""
+    assert written_out(pattern) == len(pattern)
